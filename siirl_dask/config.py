@@ -1,0 +1,229 @@
+"""A run's configuration: typed groups, filled from YAML and ``key=value`` overrides, refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from siirl_dask.errors import ConfigError
+
+
+class Engine(StrEnum):
+    transformers = "transformers"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def _at_least(group: str, least: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"{group}.{name}={value!r}: expected at least {least}")
+
+
+def _above(group: str, bound: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value > bound:
+            raise ConfigError(f"{group}.{name}={value!r}: expected more than {bound}")
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    name: str = "run"
+    url: str = "runs/${run.name}"
+    """Where everything the run makes is written: a local folder or any fsspec URL."""
+    steps: int = 100
+    seed: int = 0
+    lookahead: int = 2
+    """Steps submitted ahead, so that no worker waits for the client."""
+
+    def __post_init__(self) -> None:
+        _at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
+        _at_least("run", 0, seed=self.seed)
+        if not self.url:
+            raise ConfigError("run.url='': expected a folder or an fsspec URL")
+        self.url = self.url.replace("${run.name}", self.name)  # a Config made in Python has no OmegaConf to do it
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    workers: int = 2
+    """Processes started on this machine; of a cluster given by address, how many of its workers to take."""
+    address: str | None = None
+    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``."""
+    scheduler_file: str | None = None
+    """Scheduler file of an existing cluster."""
+    placement: dict[str, list[int]] = field(default_factory=dict)
+    """Workers of each role, by index; a role that is not named is on every worker."""
+    threads: int = 1
+    """Torch threads per worker."""
+    start_timeout: float = 120.0
+    """Seconds until every worker must be up and its roles built."""
+    stall_timeout: float = 600.0
+    """Seconds without progress after which a wait for a peer gives up and names it."""
+
+    def __post_init__(self) -> None:
+        _at_least("cluster", 1, workers=self.workers, threads=self.threads)
+        _above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
+        if self.address and self.scheduler_file:
+            raise ConfigError("cluster.address and cluster.scheduler_file are both given: expected one of them")
+        for role, workers in self.placement.items():
+            if not workers or len(set(workers)) != len(workers):
+                raise ConfigError(
+                    f"cluster.placement.{role}={workers}: expected worker indices, each once, at least one"
+                )
+            if outside := [w for w in workers if not 0 <= w < self.workers]:
+                raise ConfigError(
+                    f"cluster.placement.{role}={workers}: no worker {outside[0]}; "
+                    f"cluster.workers={self.workers} gives 0 to {self.workers - 1}"
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    url: str = "???"
+    """A Parquet folder or file, or a table of siirl_storage, on any fsspec URL."""
+    prepare: str | None = None
+    """``module:function``, called with the Config before anything starts when there is nothing at ``data.url``."""
+    batch_size: int = 32
+    """Prompts per step, over all workers."""
+    prompt: str = "prompt"
+    """Column of the prompt; a dot goes into a struct."""
+    answer: str = "answer"
+    """Column of the answer; a dot goes into a struct, as in ``reward_model.ground_truth``."""
+    max_prompt_length: int = 1024
+    """Tokens. A longer prompt is dropped from its step, and counted."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = "???"
+    """A folder that transformers loads: config, weights, tokenizer."""
+    dtype: Dtype = Dtype.float32
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    engine: Engine = Engine.transformers
+    n: int = 8
+    """Samples per prompt: the group that an advantage compares."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    max_response_length: int = 256
+    """Tokens."""
+    max_rows: int = 256
+    """Rows generated at once on a worker."""
+
+    def __post_init__(self) -> None:
+        _at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
+        _at_least("rollout", 0, top_k=self.top_k)
+        _above("rollout", 0, temperature=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardsConfig:
+    function: str = "siirl_dask.rewards:exact_match"
+    """``module:function``, called as ``reward(prompt, response, answer)`` for each row."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    advantage: str = "siirl_dask.algorithms:grpo"
+    """``module:function`` of ``(rewards [N], group_ids [N]) -> [N]``."""
+    loss: str = "siirl_dask.algorithms:ppo_clip"
+    """``module:function`` of a LossInputs and the two clip bounds."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.0
+    """Of the k3 estimate of KL(policy, reference) in the loss; needs a node that writes ``reference_logprobs``."""
+    minibatches: int = 1
+    """Optimiser steps per step; prompts are drawn into mini-batches globally, with all their samples."""
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm", 1, minibatches=self.minibatches)
+        _at_least("algorithm", 0, clip_low=self.clip_low, clip_high=self.clip_high, kl_coefficient=self.kl_coefficient)
+        if self.clip_low >= 1:
+            raise ConfigError(f"algorithm.clip_low={self.clip_low}: expected less than 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = 1.0
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens, prompt and response, that go through the model at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"trainer.lr={self.lr!r}: expected more than 0, and finite")
+        _above("trainer", 0, max_grad_norm=self.max_grad_norm)
+        _at_least("trainer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        _at_least("trainer", 1, max_tokens_per_micro_batch=self.max_tokens_per_micro_batch)
+        self.betas = tuple(self.betas)  # type: ignore[assignment]  # a list is fine as well
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"trainer.betas={self.betas}: expected two numbers from 0 to below 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    url: str | None = None
+    """Dataset of the validation nodes; none, no validation."""
+    every: int = 10
+    """Steps between validations; one is run before the first step and one after the last as well."""
+    test_url: str | None = None
+    """A dataset that is touched once, after the last step."""
+
+    def __post_init__(self) -> None:
+        _at_least("validation", 1, every=self.every)
+
+
+@dataclass(kw_only=True, slots=True)
+class ObserveConfig:
+    progress: bool = True
+    """A progress bar on the terminal."""
+    tensorboard: bool = False
+    """Write TensorBoard event files under the run's URL; needs the extra ``tensorboard``."""
+    dashboard_port: int = 0
+    """Port of the Dask dashboard of a cluster started here, on 127.0.0.1; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dashboard_port < 65536:
+            raise ConfigError(f"observe.dashboard_port={self.dashboard_port}: expected 0 to 65535")
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def __post_init__(self) -> None:
+        if self.algorithm.minibatches > self.data.batch_size:
+            raise ConfigError(
+                f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
+                f"{self.data.batch_size}, one prompt each"
+            )
+
+
+Values = dict[str, Any]

@@ -1,0 +1,96 @@
+"""The columns of the data plane: one Arrow schema, ragged lists, no padding.
+
+A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's position in the step's global
+batch and never from a rank, so they are the same on any number of workers. Types are declared and never inferred: an
+empty partition is normal, and Arrow would call its columns ``null``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+Schema = pa.Schema
+DataType = pa.DataType
+
+ROW_ID = "row_id"
+"""int64. Position in the step's global batch: prompt position, after the rollout ``position * n + sample``."""
+GROUP_ID = "group_id"
+"""int64. Position of the prompt in the step's global batch; the samples of one prompt share it."""
+TOKENS = "tokens"
+"""int64. What the row costs where rows are balanced: its tokens, prompt and response."""
+PROMPT = "prompt"
+"""The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
+ANSWER = "answer"
+"""What the dataset holds the response against; any type."""
+PROMPT_IDS = "prompt_ids"
+"""list<int32>. Token ids of the prompt."""
+RESPONSE_IDS = "response_ids"
+"""list<int32>. Token ids that were sampled, the end token included when there is one."""
+PROMPT_TEXT = "prompt_text"
+"""string. The prompt as the model saw it."""
+RESPONSE = "response"
+"""string. The response decoded, special tokens left out."""
+ROLLOUT_LOGPROBS = "rollout_logprobs"
+"""list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the temperature)."""
+FINISH_REASON = "finish_reason"
+"""string. ``stop`` (the model ended it) or ``length`` (the limit did)."""
+WEIGHTS_VERSION = "weights_version"
+"""int64. Version of the weights that sampled this row: the number of steps trained before them."""
+WORKER = "worker"
+"""string. Name of the worker that sampled this row."""
+REWARD = "reward"
+"""float. What the reward function gave."""
+OLD_LOGPROBS = "old_logprobs"
+"""list<float>. Log-probability of each response token under the policy before this step's update."""
+REFERENCE_LOGPROBS = "reference_logprobs"
+"""list<float>. Log-probability of each response token under the reference policy."""
+ADVANTAGE = "advantage"
+"""float. Advantage of the row, the same for each of its tokens."""
+MINIBATCH = "minibatch"
+"""int32. Which of the step's mini-batches the row belongs to."""
+PARAMETER = "parameter"
+"""string. Name of a model parameter, in a table of weights."""
+PARAMETER_DTYPE = "dtype"
+"""string. Its torch dtype, such as ``float32``."""
+PARAMETER_SHAPE = "shape"
+"""list<int64>. Its shape."""
+PARAMETER_DATA = "data"
+"""large_binary. Its values, row-major, little-endian."""
+
+TYPES: Mapping[str, pa.DataType] = {
+    ROW_ID: pa.int64(),
+    GROUP_ID: pa.int64(),
+    TOKENS: pa.int64(),
+    PROMPT_IDS: pa.list_(pa.int32()),
+    RESPONSE_IDS: pa.list_(pa.int32()),
+    PROMPT_TEXT: pa.string(),
+    RESPONSE: pa.string(),
+    ROLLOUT_LOGPROBS: pa.list_(pa.float32()),
+    FINISH_REASON: pa.string(),
+    WEIGHTS_VERSION: pa.int64(),
+    WORKER: pa.string(),
+    REWARD: pa.float32(),
+    OLD_LOGPROBS: pa.list_(pa.float32()),
+    REFERENCE_LOGPROBS: pa.list_(pa.float32()),
+    ADVANTAGE: pa.float32(),
+    MINIBATCH: pa.int32(),
+    PARAMETER: pa.string(),
+    PARAMETER_DTYPE: pa.string(),
+    PARAMETER_SHAPE: pa.list_(pa.int64()),
+    PARAMETER_DATA: pa.large_binary(),
+}
+"""Type of each built-in column; ``PROMPT`` and ``ANSWER`` are whatever the dataset has."""
+
+IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
+"""Columns that every table has and every edge carries: who a row is, what it belongs to, what it costs."""
+
+
+def fields(*names: str) -> dict[str, pa.DataType]:
+    """The declared types of built-in columns, for a node's ``writes``."""
+    return {name: TYPES[name] for name in names}
+
+
+def make_schema(types: Mapping[str, pa.DataType]) -> Schema:
+    return pa.schema(dict(types))
