@@ -1,0 +1,121 @@
+"""What a plan is made of: edges between groups of workers, and per worker a chain of links. Data, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.flow import Stage
+from siirl_dask.schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Rows of one node that move to the workers of another.
+
+    Where each row goes is decided by the statistics of ``guide``, one of the target's edges, and is the same for all
+    edges into one target, so that a join finds its rows on one worker. An edge without columns moves no rows: it is
+    only such a guide, whose rows are where they should be already.
+    """
+
+    source: str
+    target: str
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    rows: Rows
+    by_minibatch: bool
+    """Each mini-batch is balanced on its own."""
+    schema: Schema
+    """Of the rows that move."""
+    guide: str
+    """Source node of the edge whose statistics decide."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}->{self.target}"
+
+    @property
+    def moves(self) -> bool:
+        return len(self.schema) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Columns a node takes from a table, by the table's name in the executor: a node's, or an edge's."""
+
+    table: str
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read this worker's share of the step's prompts, as table ``name``."""
+
+    name: str
+    columns: tuple[str, ...]
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a node on the join of its inputs and keep the ``columns`` of what it gives."""
+
+    node: Node
+    inputs: tuple[Input, ...]
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Publish the edge's source table, and its statistics, to whoever asks."""
+
+    edge: Edge
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Pull the rows of the edge that are this worker's."""
+
+    edge: Edge
+    guide: Edge
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Write a node's output on this worker as part ``index`` of ``count`` of the run's table ``table``."""
+
+    node: str
+    table: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget a table nobody on this worker reads any more."""
+
+    table: str
+
+
+Link = Load | Run | Send | Recv | Keep | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What one worker does in a step, in order. Every worker goes through the nodes in the same global order."""
+
+    worker: str
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    dag: DAG
+    placement: Mapping[str, tuple[str, ...]]
+    """Workers of each role, in rank order."""
+    stages: Mapping[str, Stage]
+    edges: tuple[Edge, ...]
+    """Those that move rows or guide such."""
+    chains: Mapping[str, Chain]

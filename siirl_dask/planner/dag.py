@@ -1,0 +1,225 @@
+"""Nodes, roles and the DAG they make: what a user writes, checked as soon as it is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.canonical import canonical_text, function_name
+from siirl_dask.schema import IDENTITY, Schema, make_schema
+
+NodeFn = Callable[..., Any]
+"""``(Context, pa.Table, **options) -> pa.Table``; options are bound with functools.partial."""
+BuildFn = Callable[..., Any]
+"""``(Device, Rank, **options) -> resource``."""
+
+_NAME = re.compile(r"\w[\w-]*")
+
+
+class Rows(StrEnum):
+    """Where a node wants its rows among the workers of its role."""
+
+    ANYWHERE = "anywhere"
+    """Where they are; rows that must move go to whoever has least. The only choice of a node without parents."""
+    GROUPED = "grouped"
+    """All rows of a group on one worker, tokens balanced."""
+    BALANCED = "balanced"
+    """Tokens balanced, each mini-batch on its own where the node reads ``minibatch``."""
+    REPLICATED = "replicated"
+    """All rows on every worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Which columns a node function reads and writes, and what it does to rows."""
+
+    reads: tuple[str, ...] = ()
+    writes: Schema = field(default_factory=lambda: make_schema({}))
+    optional: tuple[str, ...] = ()
+    """Read when somebody upstream writes them."""
+    new_rows: bool = False
+    """The rows that come out are other rows than those that went in."""
+    passes: bool = True
+    """The columns that come in travel on."""
+    expand: str | None = None
+    """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
+
+
+_F = TypeVar("_F", bound=NodeFn)
+
+
+def columns(
+    *,
+    reads: Iterable[str] = (),
+    writes: Mapping[str, Any] | None = None,
+    optional: Iterable[str] = (),
+    new_rows: bool = False,
+    passes: bool = True,
+    expand: str | None = None,
+) -> Callable[[_F], _F]:
+    """Declare a node function's contract beside its code; see Contract for each argument."""
+    contract = Contract(
+        tuple(reads), make_schema(writes or {}), tuple(optional), new_rows or expand is not None, passes, expand
+    )
+
+    def attach(fn: _F) -> _F:
+        fn.__columns__ = contract  # type: ignore[attr-defined]
+        return fn
+
+    return attach
+
+
+def _bare(fn: Any) -> Any:
+    return fn.func if isinstance(fn, partial) else fn
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """A model or an engine. ``build(device, rank, **options)`` makes it once on each of its workers."""
+
+    name: str
+    build: BuildFn
+
+    def __post_init__(self) -> None:
+        _check_name("role", self.name)
+        function_name(_bare(self.build))
+
+    @property
+    def key(self) -> str:
+        return canonical_text({"name": self.name, "build": self.build})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Role) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One stage of the workflow: a function of a table, run on every worker of its role.
+
+    ``reads`` and ``writes`` come from the function's ``@columns`` unless they are given here. ``keep`` names the table
+    of the run in which every worker writes its part of the output.
+    """
+
+    name: str
+    fn: NodeFn
+    role: str
+    after: tuple[str, ...] = ()
+    rows: Rows = Rows.ANYWHERE
+    keep: str | None = None
+    reads: tuple[str, ...] | None = None
+    writes: Schema | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("node", self.name)
+        if isinstance(self.after, str):
+            raise PlanError(f"node {self.name!r} has after={self.after!r}: expected a tuple, ({self.after!r},)")
+        function_name(_bare(self.fn))
+        if self.keep is not None:
+            _check_name(f"keep of node {self.name!r}:", self.keep)
+        if not self.after and self.rows is not Rows.ANYWHERE:
+            raise PlanError(f"node {self.name!r} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
+        contract = self.contract
+        # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
+        if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
+            raise PlanError(f"node {self.name!r} writes {changed} of rows that exist: only new_rows=True may")
+
+    @property
+    def contract(self) -> Contract:
+        declared: Contract = getattr(_bare(self.fn), "__columns__", Contract())
+        reads = declared.reads if self.reads is None else tuple(self.reads)
+        writes = declared.writes if self.writes is None else self.writes
+        return Contract(reads, writes, declared.optional, declared.new_rows, declared.passes, declared.expand)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.fn.keywords if isinstance(self.fn, partial) else {}
+
+    @property
+    def key(self) -> str:
+        contract = self.contract
+        writes = {f.name: str(f.type) for f in contract.writes}
+        parts = (self.name, self.fn, self.role, self.after, self.rows, self.keep, contract.reads, writes)
+        return canonical_text(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True)
+class DAG:
+    """Roles and nodes. PlanError when a name is double or unknown, a role is unbound, or the nodes make a cycle."""
+
+    roles: tuple[Role, ...]
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", tuple(self.roles))
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        _unique("role", [role.name for role in self.roles])
+        _unique("node", [node.name for node in self.nodes])
+        if not self.nodes:
+            raise PlanError("the DAG has no nodes: expected at least one")
+        names, roles = {node.name for node in self.nodes}, {role.name for role in self.roles}
+        for node in self.nodes:
+            if node.role not in roles:
+                raise PlanError(
+                    f"node {node.name!r} has role {node.role!r}, which no role binds "
+                    f"(roles: {sorted(roles)}){did_you_mean(node.role, roles)}"
+                )
+            for parent in node.after:
+                if parent not in names:
+                    raise PlanError(
+                        f"node {node.name!r} comes after {parent!r}, which is no node "
+                        f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
+                    )
+            _unique(f"parent of node {node.name!r}:", node.after)
+        self.ordered()
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def ordered(self) -> tuple[Node, ...]:
+        """The nodes, parents first, otherwise as written: the same order on every worker."""
+        done: dict[str, Node] = {}
+        waiting = list(self.nodes)
+        while waiting:
+            ready = next((i for i, node in enumerate(waiting) if done.keys() >= set(node.after)), None)
+            if ready is None:
+                raise PlanError(f"the nodes make a cycle: {' -> '.join(_cycle(waiting))}")
+            node = waiting.pop(ready)
+            done[node.name] = node
+        return tuple(done.values())
+
+
+def _check_name(what: str, name: object) -> None:
+    """Names become parts of file names, dotted config keys and edge names (``a->b``)."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PlanError(f"{what} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
+
+
+def _unique(what: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise PlanError(f"{what} {name!r} is there twice: names are unique")
+
+
+def _cycle(nodes: Sequence[Node]) -> list[str]:
+    """The names along one cycle among nodes that all wait for each other."""
+    waiting = {node.name: node for node in nodes}
+    path = [nodes[0].name]
+    while True:
+        parent = next(p for p in waiting[path[-1]].after if p in waiting)
+        if parent in path:
+            return [parent, *reversed(path[path.index(parent) :])]
+        path.append(parent)

@@ -1,0 +1,173 @@
+"""A plan as text: what ``siirl-dask plan`` prints. As readable for 2 workers as for 1,024."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import wrap
+
+from siirl_dask.planner.canonical import function_name
+from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.estimate import Estimate, Sizes, estimate
+from siirl_dask.planner.flow import Stage
+from siirl_dask.schema import IDENTITY
+
+_WIDTH = 120
+_GAP = 2
+_LEAST = 30  # characters of the last column of a table
+_UNITS = ("kB", "MB", "GB", "TB")
+_RUNS = 3  # of workers that are listed before the rest is only counted
+
+
+def describe(plan: Plan, sizes: Sizes) -> str:
+    """The DAG, each worker's chain, and every edge: where its rows go, its columns, and its bytes at most."""
+    workers = tuple(plan.chains)
+    estimates = estimate(plan, sizes)
+    sections = {
+        f"{len(plan.dag.roles)} roles on {len(workers)} workers, {sizes.prompts} prompts a step": _roles(plan, workers),
+        f"{len(plan.dag.nodes)} nodes": _nodes(plan.stages.values()),
+        "The chain of each worker": _chains(plan, workers),
+        f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(plan, workers, estimates),
+    }
+    texts = [f"{title}\n{body}" for title, body in sections.items()]
+    return "\n\n".join([*texts, _total(estimates)]) + "\n"
+
+
+def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
+    builds = {role.name: function_name(getattr(role.build, "func", role.build)) for role in plan.dag.roles}
+    rows = [(name, build, _who(plan.placement[name], workers)) for name, build in builds.items()]
+    return _table(("role", "built by", "workers"), rows)
+
+
+def _nodes(stages: Iterable[Stage]) -> str:
+    rows = []
+    for stage in stages:
+        node, contract = stage.node, stage.node.contract
+        reads = [*contract.reads, *(name for name in contract.optional if name in stage.available)]
+        columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
+        function = function_name(getattr(node.fn, "func", node.fn))
+        kept = f", kept as {node.keep!r}" if node.keep else ""
+        rows.append((node.name, function, node.role, ", ".join(node.after) or "-", columns + kept))
+    return _table(("node", "function", "role", "after", "reads -> writes"), rows)
+
+
+def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
+    """Workers that do the same are shown once."""
+    doing: dict[str, list[str]] = {}
+    for worker, chain in plan.chains.items():
+        doing.setdefault(_chain(chain), []).append(worker)
+    return _table(("workers", "chain"), [(_who(same, workers), text) for text, same in doing.items()])
+
+
+def _chain(chain: Chain) -> str:
+    """The nodes in order, each with where it gets rows from other workers and where it sends them."""
+    steps: list[str] = []
+    notes: dict[str, list[str]] = {"from": [], "to": [], "statistics to": [], "keeps": []}
+
+    def finish() -> None:
+        told = "; ".join(f"{word} {', '.join(names)}" for word, names in notes.items() if names)
+        if steps and told:
+            steps[-1] += f" ({told})"
+
+    received: list[str] = []
+    for link in chain.links:
+        match link:
+            case Load():
+                received.append("data")
+            case Recv(edge):
+                received.append(edge.source)
+            case Run(node):
+                finish()
+                steps.append(node.name)
+                notes = {"from": received, "to": [], "statistics to": [], "keeps": []}
+                received = []
+            case Send(edge):
+                notes["to" if edge.moves else "statistics to"].append(edge.target)
+            case Keep(table=table):
+                notes["keeps"].append(table)
+    finish()
+    return " > ".join(steps) or "nothing"
+
+
+def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, str], Estimate]) -> str:
+    edges = {(edge.source, edge.target): edge for edge in plan.edges}
+    rows = []
+    for (source, target), size in estimates.items():
+        stage, edge = plan.stages[target], edges.get((source, target))
+        policy = f"{edge.rows if edge else stage.node.rows}{' by minibatch' if edge and edge.by_minibatch else ''}"
+        if edge is not None and edge.moves:
+            where = _ends(edge, plan, workers)
+            columns = [name for name in edge.schema.names if name not in IDENTITY]
+            at_most = "?" if size.bytes is None else f"<= {_bytes(size.bytes)}"
+        else:
+            where, at_most = ("local" if edge is None else "local, guide"), "-"
+            columns = [name for name, giver in stage.providers.items() if giver == source and name not in IDENTITY]
+        marked = ", ".join(name + "?" * (name in size.unknown) for name in columns) or "-"
+        count = "?" if size.rows is None else str(size.rows)
+        rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked))
+    return _table(("edge", "rows", "workers", "bytes", "columns"), rows)
+
+
+def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
+    """From which workers to which; by count and role where the names would take several lines."""
+    text = f"{_who(edge.sources, workers)} -> {_who(edge.targets, workers)}"
+    if len(text) <= _LEAST:
+        return text
+    source, target = (plan.stages[name].node.role for name in (edge.source, edge.target))
+    return f"{len(edge.sources)} of {source} -> {len(edge.targets)} of {target}"
+
+
+def _total(estimates: Mapping[tuple[str, str], Estimate]) -> str:
+    sizes = list(estimates.values())
+    text = f"Between workers: at most {_bytes(sum(size.bytes or 0 for size in sizes))} a step"
+    if any(size.unknown or size.bytes is None for size in sizes):
+        text += ", and what is marked '?', of which the size is not known"
+    guide = "local: rows stay in their process. guide: they stay, and decide where the other parents' rows go."
+    return f"{text}.\n{guide}"
+
+
+def _who(members: Sequence[str], workers: tuple[str, ...]) -> str:
+    """Runs of neighbours, ``w0..w511 (512)``; the rest is counted when there are many."""
+    place = {worker: index for index, worker in enumerate(workers)}
+    runs: list[list[str]] = []
+    for worker in sorted(members, key=place.__getitem__):
+        if runs and place[worker] == place[runs[-1][-1]] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    shown = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs[:_RUNS]]
+    more = [".."] if len(runs) > _RUNS else []
+    count = f" ({len(members)})" if len(members) > 2 else ""
+    return ", ".join(shown + more) + count
+
+
+def _bytes(count: int) -> str:
+    """Rounded up, so that it stays an upper bound."""
+    if count < 1000:
+        return f"{count} B"
+    power = min((len(str(count)) - 1) // 3, len(_UNITS))
+    tenths = -(-count // (1000**power // 10))
+    return f"{tenths // 10:,}.{tenths % 10} {_UNITS[power - 1]}"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns; what does not fit the width goes on in its own column, on the next line."""
+    natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    room = _WIDTH - _GAP * len(header) - min(natural[-1], _LEAST)
+    fixed = _shrunk(natural[:-1], room)
+    widths = [*fixed, max(_WIDTH - _GAP * len(header) - sum(fixed), _LEAST)]
+    lines = []
+    for row in (header, *rows):
+        cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            parts = (cell[line] if line < len(cell) else "" for cell in cells)
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            lines.append((" " * _GAP + (" " * _GAP).join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def _shrunk(widths: list[int], room: int) -> list[int]:
+    """Narrow the widest columns until all fit."""
+    widths = list(widths)
+    while sum(widths) > room:
+        widths[widths.index(max(widths))] -= 1
+    return widths
