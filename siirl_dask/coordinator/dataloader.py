@@ -1,0 +1,137 @@
+"""Dataloader: each worker reads its own partitions, ahead of time, in an order all workers agree on.
+
+Its position is the step and nothing else, so a run goes on at any step and on any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from siirl_storage import RowGroup, Snapshot, StorageError, open_table
+
+from siirl_dask.coordinator.frames import check_types
+from siirl_dask.coordinator.order import GlobalOrder, Place
+from siirl_dask.errors import DataError, did_you_mean
+from siirl_dask.schema import ANSWER, GROUP_ID, IDENTITY, PROMPT, ROW_ID, TOKENS, TYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A dataset and how it is read. ``prompt`` and ``answer`` name columns; a dot goes into a struct.
+
+    ``batch_size`` None reads everything in one step; ``seed`` None keeps the table's order.
+    """
+
+    url: str
+    prompt: str
+    answer: str
+    batch_size: int | None = None
+    seed: int | None = None
+
+
+def open_source(source: Source) -> Snapshot:
+    """The table behind ``source``. DataError when it is missing, corrupt, empty, or has not the columns."""
+    try:
+        snapshot = open_table(source.url)
+    except StorageError as error:
+        raise DataError(f"dataset {source.url!r}: {error}") from error
+    if snapshot.num_rows == 0:
+        raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
+    source_schema(snapshot.schema, source)
+    return snapshot
+
+
+def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
+    """Columns the dataloader gives: identity, ``prompt``, ``answer``, and every other column of the dataset as it is."""
+    fields = {name: TYPES[name] for name in IDENTITY}
+    fields |= {PROMPT: _column_type(schema, source.prompt, source), ANSWER: _column_type(schema, source.answer, source)}
+    for field in schema:
+        if field.name in IDENTITY:
+            raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
+        fields.setdefault(field.name, field.type)
+    given = pa.schema(fields)
+    check_types(given)
+    return given
+
+
+def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
+    names, kind = path.split("."), pa.struct(list(schema))
+    for name in names:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            raise DataError(
+                f"dataset {source.url!r} has no column {path!r}: no {name!r} (there is: {known}){did_you_mean(name, known)}"
+            )
+        kind = kind.field(name).type
+    return kind
+
+
+class Dataloader:
+    """One worker's reader of one dataset. DataError names the part that cannot be read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._snapshot = open_source(source)
+        self._schema = source_schema(self._snapshot.schema, source)
+        self._groups = self._snapshot.row_groups()
+        batch_size = source.batch_size or self._snapshot.num_rows
+        self._order = GlobalOrder([group.rows for group in self._groups], batch_size, source.seed)
+        self._cache: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
+        self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
+        self._ahead: dict[tuple[int, tuple[str, ...], int, int], Future[pa.Table]] = {}
+
+    def load(self, step: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
+        """The rows of worker ``index`` of ``count`` in ``step``, by position; the next step's are then read ahead."""
+        asked = (step, tuple(columns), index, count)
+        future = self._ahead.pop(asked, None) or self._reader.submit(self._read, *asked)
+        following = (step + 1, *asked[1:])
+        if self._source.batch_size is not None and following not in self._ahead:
+            self._ahead[following] = self._reader.submit(self._read, *following)
+        return future.result()
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, step: int, columns: tuple[str, ...], index: int, count: int) -> pa.Table:
+        places = self._order.places(step, index, count)
+        wanted = self._dataset_columns(columns)
+        used = {(place.group, wanted) for place in places}
+        self._cache = {key: table for key, table in self._cache.items() if key in used}
+        rows = [self._group(place.group, wanted).slice(place.row, 1) for place in places]
+        return self._shape(pa.concat_tables(rows) if rows else None, places, columns)
+
+    def _group(self, group: int, columns: tuple[str, ...]) -> pa.Table:
+        if (group, columns) not in self._cache:
+            self._cache[group, columns] = self._read_group(self._groups[group], columns)
+        return self._cache[group, columns]
+
+    def _read_group(self, group: RowGroup, columns: tuple[str, ...]) -> pa.Table:
+        try:
+            return self._snapshot.read_row_group(group, columns)
+        except StorageError as error:
+            raise DataError(f"dataset {self._source.url!r}: {error}") from error
+
+    def _dataset_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
+        paths = {PROMPT: self._source.prompt, ANSWER: self._source.answer}
+        return tuple(sorted({paths.get(name, name).split(".")[0] for name in columns if name not in IDENTITY}))
+
+    def _shape(self, rows: pa.Table | None, places: Sequence[Place], columns: Sequence[str]) -> pa.Table:
+        schema = pa.schema([self._schema.field(name) for name in columns])
+        if rows is None:
+            return schema.empty_table()
+        position = pa.array([place.position for place in places], pa.int64())
+        given = {ROW_ID: position, GROUP_ID: position, TOKENS: pa.array(np.zeros(len(places), "i8"))}
+        for name in columns:
+            if name not in IDENTITY:
+                given[name] = _extract(rows, {PROMPT: self._source.prompt, ANSWER: self._source.answer}.get(name, name))
+        return pa.table([given[name] for name in columns], schema=schema).combine_chunks()
+
+
+def _extract(table: pa.Table, path: str) -> pa.ChunkedArray:
+    first, *rest = path.split(".")
+    return pc.struct_field(table[first], rest) if rest else table[first]

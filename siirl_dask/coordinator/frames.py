@@ -1,0 +1,103 @@
+"""An Arrow table as a small header and the buffers themselves, and back: no pickle, and no copy on the way out.
+
+What comes back is checked before it is used: the schema must be the expected one, and Arrow validates every offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from siirl_dask.errors import DataError, PeerError
+
+Frame = memoryview | bytes
+
+
+def check_types(schema: pa.Schema) -> None:
+    """DataError naming the first column whose type cannot travel."""
+    for field in schema:
+        if not _travels(field.type):
+            raise DataError(
+                f"column {field.name!r} has type {field.type}, which cannot move between workers: "
+                "expected numbers, booleans, strings, binary, times, or lists and structs of them; cast it"
+            )
+
+
+def _travels(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _travels(kind.value_type)
+    if types.is_struct(kind):
+        return all(_travels(field.type) for field in kind)
+    leaf = types.is_primitive(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+    return bool(leaf or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+
+
+def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
+    """Header (plain data) and frames (views of the table's buffers) of ``table``."""
+    frames: list[Frame] = []
+    nodes: list[list[int]] = []
+    for column in table.columns:
+        array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        _flatten(array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks), nodes, frames)
+    return {"rows": table.num_rows, "nodes": nodes}, frames
+
+
+def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> None:
+    """Append one node ``[length, nulls, frame or -1 ...]`` for the array and for each child, depth first."""
+    if array.offset != 0:
+        array = array.take(pa.array(range(len(array)), pa.int64()))  # compacts: a slice would ship its parent
+    children = list(_children(array))
+    own = array.buffers()[: array.type.num_buffers]
+    node = [len(array), array.null_count]
+    for buffer in own:
+        node.append(-1 if buffer is None else len(frames))
+        if buffer is not None:
+            frames.append(memoryview(buffer))
+    nodes.append(node)
+    for child in children:
+        _flatten(child, nodes, frames)
+
+
+def _children(array: pa.Array) -> Iterator[pa.Array]:
+    kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        yield array.values
+    elif pa.types.is_struct(kind):
+        for index in range(kind.num_fields):
+            yield array.field(index)
+
+
+def from_frames(header: dict[str, Any], frames: Sequence[Frame], schema: pa.Schema) -> pa.Table:
+    """The table, over the received buffers. PeerError for anything that is not a table of ``schema``."""
+    try:
+        nodes = iter(header["nodes"])
+        arrays = [_build(field.type, nodes, frames) for field in schema]
+        if next(nodes, None) is not None:
+            raise ValueError("more columns than expected")
+        for name, array in zip(schema.names, arrays, strict=True):
+            if len(array) != header["rows"]:
+                raise ValueError(f"column {name!r} has {len(array)} rows instead of {header['rows']}")
+            array.validate(full=True)
+        return pa.table(arrays, schema=schema)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, StopIteration, pa.ArrowException) as error:
+        raise PeerError(f"received frames that are no table of {schema.names}: {error!r}") from error
+
+
+def _build(kind: pa.DataType, nodes: Iterator[Sequence[int]], frames: Sequence[Frame]) -> pa.Array:
+    length, nulls, *indices = next(nodes)
+    if length < 0 or nulls < 0 or nulls > length or len(indices) != kind.num_buffers:
+        raise ValueError(f"bad node for type {kind}")
+    if any(not -1 <= index < len(frames) for index in indices):
+        raise ValueError(f"frame out of range for type {kind}")
+    buffers = [None if index == -1 else pa.py_buffer(frames[index]) for index in indices]
+    children = [_build(field.type, nodes, frames) for field in _child_fields(kind)]
+    return pa.Array.from_buffers(kind, length, buffers, nulls, children=children or None)
+
+
+def _child_fields(kind: pa.DataType) -> list[pa.Field]:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [kind.value_field]
+    return list(kind) if pa.types.is_struct(kind) else []

@@ -1,0 +1,102 @@
+"""The small statistics that decide where rows go, and the decision.
+
+A worker publishes one line a row: id, group, tokens, mini-batch. Whoever needs the layout of a transition gathers all of
+them and computes it; the answer depends on nothing else, so everyone's is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from siirl_dask.coordinator.balance import Ints, balance, balance_groups, balance_minibatches
+from siirl_dask.errors import PeerError
+from siirl_dask.planner import Edge, Rows
+from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
+
+_SOURCE = "source"
+_POSITION = "position"
+STATISTICS = pa.schema([(name, pa.int64()) for name in (ROW_ID, GROUP_ID, TOKENS, MINIBATCH, _SOURCE, _POSITION)])
+
+
+def describe_rows(table: pa.Table, source: int) -> pa.Table:
+    """The statistics of ``table``, which member ``source`` of an edge publishes."""
+    rows = table.num_rows
+    minibatch = table[MINIBATCH].cast(pa.int64()) if MINIBATCH in table.column_names else pa.array(np.zeros(rows, "i8"))
+    columns = [table[ROW_ID], table[GROUP_ID], table[TOKENS], minibatch]
+    return pa.table([*columns, pa.array(np.full(rows, source)), pa.array(np.arange(rows))], schema=STATISTICS)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of all rows of an edge, sorted by row id; a row that several sources hold is listed once, where it is found first."""
+
+    row_ids: Ints
+    groups: Ints
+    tokens: Ints
+    minibatches: Ints
+    sources: Ints
+    """Index into the edge's sources."""
+    positions: Ints
+    """Index into what that source published."""
+
+    @staticmethod
+    def of(table: pa.Table) -> Statistics:
+        arrays = {name: table[name].to_numpy() for name in STATISTICS.names}
+        order = np.lexsort((arrays[_SOURCE], arrays[ROW_ID]))
+        ids = arrays[ROW_ID][order]
+        order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
+        return Statistics(*(arrays[name][order] for name in STATISTICS.names))
+
+
+def assign(edge: Edge, rows: Statistics) -> Ints:
+    """For each row of the guiding statistics, the index of its owner among the edge's targets. Not for REPLICATED."""
+    owners = len(edge.targets)
+    match edge.rows:
+        case Rows.GROUPED:
+            return balance_groups(rows.tokens, rows.groups, owners)
+        case Rows.BALANCED if edge.by_minibatch:
+            return balance_minibatches(rows.tokens, rows.minibatches, owners)
+        case Rows.BALANCED:
+            return balance(rows.tokens, owners)
+        case Rows.ANYWHERE:
+            return _stay_or_spread(edge, rows)
+    raise AssertionError(f"{edge.rows} rows have no single owner")
+
+
+def _stay_or_spread(guide: Edge, rows: Statistics) -> Ints:
+    """Rows of a worker that is a target as well stay there; the others go to whoever has least."""
+    target_of = np.array([guide.targets.index(w) if w in guide.targets else -1 for w in guide.sources], dtype=np.int64)
+    owner = target_of[rows.sources] if len(rows.sources) else np.empty(0, dtype=np.int64)
+    away = owner < 0
+    loads = np.bincount(owner[~away], weights=rows.tokens[~away], minlength=len(guide.targets)).astype(int).tolist()
+    owner[away] = balance(rows.tokens[away], len(guide.targets), loads)
+    return owner
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker pulls of an edge: positions of rows in what each source published."""
+
+    row_ids: Ints
+    by_source: dict[int, Ints]
+
+
+def share_of(edge: Edge, worker: str, guide: Edge, guide_rows: Statistics, edge_rows: Statistics) -> Share:
+    """The rows of ``edge`` that belong to ``worker``. PeerError if the guide knows rows that the edge has not."""
+    if edge.rows is Rows.REPLICATED:
+        mine = guide_rows.row_ids
+    else:
+        mine = guide_rows.row_ids[assign(guide, guide_rows) == edge.targets.index(worker)]
+    found = np.searchsorted(edge_rows.row_ids, mine)
+    inside = found < len(edge_rows.row_ids)
+    if not inside.all() or not np.array_equal(edge_rows.row_ids[found], mine):
+        missing = mine[~inside] if not inside.all() else mine[edge_rows.row_ids[found] != mine]
+        raise PeerError(
+            f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of {edge.source!r} "
+            f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
+        )
+    sources = edge_rows.sources[found]
+    return Share(mine, {int(s): edge_rows.positions[found[sources == s]] for s in np.unique(sources)})
