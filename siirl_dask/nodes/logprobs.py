@@ -1,0 +1,30 @@
+"""Log-probabilities of what was sampled, under the policy or a reference."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from siirl_dask.context import Context
+from siirl_dask.nodes.packing import pack_rows
+from siirl_dask.planner import columns
+from siirl_dask.schema import OLD_LOGPROBS, PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TYPES, fields
+from siirl_dask.training import Trainer
+
+
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(OLD_LOGPROBS))
+def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+    """Under the policy as it is before this step's update."""
+    return _logprobs(ctx, table, OLD_LOGPROBS)
+
+
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS))
+def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+    """Under the reference policy."""
+    return _logprobs(ctx, table, REFERENCE_LOGPROBS)
+
+
+def _logprobs(ctx: Context, table: pa.Table, column: str) -> pa.Table:
+    trainer: Trainer = ctx.resource
+    packed = pack_rows(table)
+    scores = trainer.logprobs(packed.rows)
+    return table.append_column(column, packed.per_token(scores.logprobs, TYPES[column]))

@@ -1,0 +1,189 @@
+"""DAGWorker: what lives on one Dask worker for the length of a run. It builds its roles once and runs one chain a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from distributed import WorkerPlugin, get_worker
+from distributed.comm import get_address_host
+from distributed.metrics import context_meter
+
+from siirl_dask.coordinator.databuffer import Databuffer
+from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Turn
+from siirl_dask.coordinator.transport import DaskTransport, serve, stop_serving
+from siirl_dask.errors import PeerError
+from siirl_dask.observe.metrics import pack
+from siirl_dask.planner import Plan
+from siirl_dask.worker import groups
+from siirl_dask.worker.devices import find_device
+from siirl_dask.worker.executor import Bench, Execution
+from siirl_dask.worker.stop import StopFlag, wait_for
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("siirl_dask.worker")
+_STORE = "store"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """All that a worker is told about a run: plans and settings, no data."""
+
+    run: str
+    """Unique to this start of the run; messages of any other are refused."""
+    url: str
+    seed: int
+    members: Mapping[str, str]
+    """{worker name: address}, in rank order, fixed for the run."""
+    phases: Mapping[str, tuple[Plan, Source]]
+    """Plan and dataset of each phase: ``train``, ``validation``, ``test``."""
+    threads: int
+    stall_timeout: float
+
+    @property
+    def plugin(self) -> str:
+        return f"siirl-{self.run}"
+
+    @property
+    def topic(self) -> str:
+        """Dask event topic on which workers and the supervisor report."""
+        return f"siirl-{self.run}"
+
+
+class DAGWorker(WorkerPlugin):
+    """Dask plugin, one a worker process. Its tasks are ``start_worker`` and ``run_chain`` below."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.name = spec.plugin
+        self.spec = spec
+
+    async def setup(self, worker: Worker) -> None:
+        self.stop = StopFlag()
+        self._bench: Bench | None = None
+        self._loaders: dict[str, Dataloader] = {}
+        self.worker_name = str(worker.name)
+        self._worker = worker
+        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        if self.spec.members.get(self.worker_name) != worker.address:
+            return  # a worker that joined or came back after the start is no member of this run
+        edges = {
+            f"{phase}/{edge.name}": edge for phase, (plan, _) in self.spec.phases.items() for edge in plan.edges
+        }
+        self._transport = DaskTransport(worker, self.spec.members, self.spec.stall_timeout)
+        await self._transport.start()
+        self._databuffer = Databuffer(self.spec.run, self.worker_name, edges, self._transport)
+        self._store_port: asyncio.Future[int] = self._loop.create_future()
+        worker.stream_handlers[f"{self.name}-abort"] = self._on_abort
+        serve(worker, self._handle)
+
+    async def teardown(self, worker: Worker) -> None:
+        self._on_abort("the run is over")
+        if not hasattr(self, "_transport"):
+            return
+        stop_serving(worker)
+        worker.stream_handlers.pop(f"{self.name}-abort", None)
+        await self._transport.close()
+
+    def start(self) -> None:
+        """Join the process groups and build this worker's roles; runs as a task, once."""
+        torch.set_num_threads(self.spec.threads)
+        names = list(self.spec.members)
+        device = find_device(self.worker_name, names.index(self.worker_name))
+        plan = self.spec.phases["train"][0]
+        ranks = self._join_groups(device, plan)
+        roles = {role.name: role for role in plan.dag.roles}
+        resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
+        self._bench = Bench(
+            device=device,
+            run_url=self.spec.url,
+            run_seed=self.spec.seed,
+            resources=resources,
+            ranks=ranks,
+            databuffer=self._databuffer,
+            loop=self._loop,
+            stop=self.stop,
+            meter=context_meter.meter,
+        )
+
+    def run_chain(self, turn: Turn, completed: int) -> None:
+        """Go through the turn's chain and report what was logged. All turns before ``completed`` are done everywhere."""
+        if self._bench is None:
+            raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
+        plan, source = self.spec.phases[turn.phase]
+        self._loop.call_soon_threadsafe(self._databuffer.forget, completed)
+        if turn.phase not in self._loaders:
+            self._loaders[turn.phase] = Dataloader(source)
+        metrics = Execution(self._bench, turn, self._loaders[turn.phase]).run(plan.chains[self.worker_name])
+        event = {"kind": "done", "member": self.worker_name, "sequence": turn.sequence, "metrics": pack(metrics)}
+        self._worker.log_event(self.spec.topic, event)
+
+    def finish(self) -> None:
+        """Let go of what ``start`` built; runs as a task after the last chain."""
+        for loader in self._loaders.values():
+            loader.close()
+        for resource in self._bench.resources.values() if self._bench else ():
+            if close := getattr(resource, "close", None):
+                close()
+        self._bench = None
+        groups.leave()
+
+    def _join_groups(self, device: Any, plan: Plan) -> dict[str, Any]:
+        mine = {role: members for role, members in plan.placement.items() if self.worker_name in members}
+        workers = list(self.spec.members)
+        if len(workers) == 1:
+            return groups.alone(mine)
+        host, timeout = get_address_host(self._worker.address), self.spec.stall_timeout
+        if workers[0] == self.worker_name:
+            store, port = groups.host_store(host, timeout)
+            self._loop.call_soon_threadsafe(self._store_port.set_result, port)
+        else:
+            first = get_address_host(self.spec.members[workers[0]])
+            store = groups.join_store(first, wait_for(self._ask_store_port(workers[0]), self._loop, self.stop), timeout)
+        return groups.join(
+            store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout
+        )
+
+    async def _ask_store_port(self, first: str) -> int:
+        reply = await self._transport.request(first, Request(_STORE, TransitionKey(self.spec.run, -1, _STORE)))
+        port = reply.header.get("port")
+        if not isinstance(port, int) or not 0 < port < 65536:
+            raise PeerError(f"worker {first!r} gave {port!r} as the port of the process group's store")
+        return port
+
+    async def _handle(self, request: Request) -> Reply:
+        if request.op == _STORE and request.key.run == self.spec.run:
+            return Reply({"port": await asyncio.shield(self._store_port)})
+        return await self._databuffer.handle(request)
+
+    def _on_abort(self, reason: str) -> None:
+        self.stop.set(reason)
+        if hasattr(self, "_databuffer"):
+            self._databuffer.abort(reason)
+
+
+def _plugin(name: str) -> DAGWorker:
+    plugin = get_worker().plugins[name]
+    assert isinstance(plugin, DAGWorker)
+    return plugin
+
+
+def start_worker(plugin: str) -> None:
+    """Dask task: build this worker's roles."""
+    _plugin(plugin).start()
+
+
+def run_chain(plugin: str, turn: tuple[str, int, int], completed: int, after: None) -> None:
+    """Dask task: one passage through the chain. ``after`` is the result of this worker's task before it."""
+    _plugin(plugin).run_chain(Turn(*turn), completed)
+
+
+def finish_worker(plugin: str, after: None) -> None:
+    """Dask task: let go of the roles."""
+    _plugin(plugin).finish()

@@ -1,0 +1,174 @@
+"""Runs a chain. It matches over links and knows no role, no algorithm, no engine and no Dask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from traceback import format_exc
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from siirl_storage import join, write_part
+
+from siirl_dask.context import Context, Device, Metric, Rank, Reduce
+from siirl_dask.coordinator.databuffer import Databuffer
+from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.messages import Turn
+from siirl_dask.errors import NodeError, SiirlError
+from siirl_dask.planner import Chain, Drop, Edge, Keep, Load, Recv, Run, Send
+from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.worker.stop import StopFlag, wait_for
+
+Meter = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What a worker has at hand while it runs its chains."""
+
+    device: Device
+    run_url: str
+    run_seed: int
+    resources: Mapping[str, Any]
+    """What each role of this worker built."""
+    ranks: Mapping[str, Rank]
+    databuffer: Databuffer
+    loop: asyncio.AbstractEventLoop
+    """The loop that the databuffer lives on."""
+    stop: StopFlag
+    meter: Meter
+    """Shows a node's time by its name wherever the process is watched."""
+
+
+@dataclass(slots=True)
+class Execution:
+    """One passage through a chain."""
+
+    bench: Bench
+    turn: Turn
+    loader: Dataloader
+    tables: dict[str, pa.Table] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def run(self, chain: Chain) -> dict[str, Metric]:
+        """Go through the chain's links and give back what was logged. Aborted when told to stop between two of them."""
+        received = self.bench.databuffer.bytes_received
+        for link in chain.links:
+            self.bench.stop.check()
+            match link:
+                case Load(name, columns, index, count):
+                    with self._timed(name):
+                        self.tables[name] = self.loader.load(self.turn.batch, columns, index, count)
+                case Run():
+                    with self._timed(link.node.name):
+                        self.tables[link.node.name] = self._run_node(link)
+                case Send(edge):
+                    self._wait(self.bench.databuffer.publish(edge, self.turn, self.tables[edge.source]))
+                case Recv(edge, guide):
+                    with self._timed(edge.name):
+                        self.tables[edge.name] = self._receive(edge, guide)
+                case Keep(node, table, index, count):
+                    folder = join(self.bench.run_url, table, f"step={self.turn.step:06d}")
+                    write_part(folder, index, count, self.tables[node])
+                case Drop(table):
+                    del self.tables[table]
+        self._context("").log("bytes/peers", self.bench.databuffer.bytes_received - received, Reduce.SUM)
+        return self.metrics
+
+    def _receive(self, edge: Edge, guide: Edge) -> pa.Table:
+        return self._wait(self.bench.databuffer.pull(edge, guide, self.turn))
+
+    def _wait(self, work: Any) -> Any:
+        return wait_for(work, self.bench.loop, self.bench.stop)
+
+    def _timed(self, name: str) -> AbstractContextManager[object]:
+        return _Timed(self, name)
+
+    def _context(self, role: str) -> Context:
+        bench = self.bench
+        return Context(
+            step=self.turn.step,
+            run_seed=bench.run_seed,
+            rank=bench.ranks.get(role, Rank()),
+            device=bench.device,
+            resource=bench.resources.get(role),
+            metrics=self.metrics,
+        )
+
+    def _run_node(self, link: Run) -> pa.Table:
+        node = link.node
+        try:
+            table = _join([self.tables[item.table].select(item.columns) for item in link.inputs])
+            given = node.fn(self._context(node.role), table)
+            return _checked(link, table, given)
+        except SiirlError as error:
+            error.add_note(f"in node {node.name!r}, {self.turn}, worker {self.bench.device.worker!r}")
+            raise
+        except Exception as error:
+            where = f"node {node.name!r}, {self.turn}, worker {self.bench.device.worker!r}"
+            failure = NodeError(f"{where}: {type(error).__name__}: {error}")
+            failure.add_note(format_exc())  # a traceback does not cross processes
+            raise failure from error
+
+
+class _Timed:
+    """Logs the seconds a link takes and shows it by name on the dashboard."""
+
+    def __init__(self, execution: Execution, name: str) -> None:
+        self._execution = execution
+        self._name = name
+        self._meter = execution.bench.meter(name)
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+        self._meter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._meter.__exit__(*error)
+        metric = self._execution.metrics.setdefault(f"seconds/{self._name}", Metric(Reduce.MAX))
+        metric.add(time.perf_counter() - self._started)
+
+
+def _join(tables: list[pa.Table]) -> pa.Table:
+    """The columns of all tables, row by row, sorted by row id. NodeError when they do not hold the same rows."""
+    tables = [_sorted(table) for table in tables]
+    first = tables[0]
+    columns = {name: first[name] for name in first.column_names}
+    for other in tables[1:]:
+        if not other[ROW_ID].equals(first[ROW_ID]):
+            raise NodeError(
+                f"its parents hold different rows: {first.num_rows} and {other.num_rows}, not the same row ids; "
+                "a node that removes rows must come before the branches part"
+            )
+        columns |= {name: other[name] for name in other.column_names if name not in IDENTITY}
+    return pa.table(columns)
+
+
+def _sorted(table: pa.Table) -> pa.Table:
+    ids = table[ROW_ID].combine_chunks().to_numpy()
+    return table if (ids[1:] >= ids[:-1]).all() else table.take(pc.sort_indices(table[ROW_ID]))
+
+
+def _checked(link: Run, table: pa.Table, given: object) -> pa.Table:
+    """The node's output, held against its contract. NodeError names the column."""
+    node = link.node
+    if not isinstance(given, pa.Table):
+        raise NodeError(f"node {node.name!r} gave a {type(given).__name__}: expected a pyarrow Table")
+    contract = node.contract
+    declared = {name: TYPES[name] for name in IDENTITY} | {field.name: field.type for field in contract.writes}
+    known = set(declared) | (set(table.column_names) if contract.passes else set())
+    if undeclared := [name for name in given.column_names if name not in known]:
+        raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
+    if missing := [name for name in link.columns if name not in given.column_names]:
+        raise NodeError(f"node {node.name!r} did not give {missing} (it gave {given.column_names})")
+    for name, kind in declared.items():
+        if name in given.column_names and given[name].type != kind:
+            raise NodeError(f"node {node.name!r} gave {name!r} as {given[name].type}: its contract says {kind}")
+    same = contract.new_rows or given[ROW_ID].equals(table[ROW_ID])
+    if not same and sorted(given[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
+        raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
+    return given.select(link.columns)

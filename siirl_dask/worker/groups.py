@@ -1,0 +1,87 @@
+"""torch.distributed among the workers of a run: one world, and in it one group per role.
+
+The first worker hosts the store and tells its peers the port over the data plane. Everything binds to the host that the
+worker itself is reached at, which is loopback for a cluster on one machine.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from siirl_dask.context import Device, DeviceKind, Rank
+
+_BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
+
+
+def host_store(host: str, timeout: float) -> tuple[dist.TCPStore, int]:
+    """A store on a free port of ``host``, and the port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        master_listen_fd=listener.detach(),
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return store, port
+
+
+def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def join(
+    store: dist.TCPStore,
+    run: str,
+    worker: str,
+    workers: Sequence[str],
+    roles: Mapping[str, Sequence[str]],
+    device: Device,
+    host: str,
+    timeout: float,
+) -> dict[str, Rank]:
+    """This worker's rank in each of its roles. Every worker makes every group, in the same order, as torch demands."""
+    backend = _BACKENDS[device.kind]
+    options = _gloo_options(host, timeout) if backend == "gloo" else None
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(run, store),
+        rank=workers.index(worker),
+        world_size=len(workers),
+        timeout=limit,
+        pg_options=options,
+    )
+    ranks: dict[str, Rank] = {}
+    for role, members in roles.items():
+        group = None
+        if len(members) > 1:
+            places = [workers.index(member) for member in members]
+            group = dist.new_group(places, timeout=limit, backend=backend, pg_options=options)
+        if worker in members:
+            ranks[role] = Rank(members.index(worker), len(members), group)
+    return ranks
+
+
+def alone(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
+    """The ranks of a run with one worker, which needs no process group."""
+    return {role: Rank() for role in roles}
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _gloo_options(host: str, timeout: float) -> ProcessGroupGloo._Options:
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    return options
