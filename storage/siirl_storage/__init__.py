@@ -1,0 +1,38 @@
+"""Partitioned Arrow tables on any fsspec URL: a local path, ``s3://``, ``gs://``, ``memory://``, ...
+
+A table is a folder of Parquet or Arrow parts; a snapshot's manifest is written last and created exclusively, so a
+reader sees a whole version or none. Plain files that somebody else wrote open as tables too. See docs/storage.md.
+"""
+
+from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
+from siirl_storage.files import join, open_fs, write_atomic, write_exclusive
+from siirl_storage.formats import ROWS_PER_GROUP, Format
+from siirl_storage.parts import Part, complete_parts, parse_part_name, part_name, write_part
+from siirl_storage.snapshot import RowGroup, Snapshot
+from siirl_storage.table import ROWS_PER_PART, append, commit, create_table, open_table, stage
+
+__all__ = [
+    "ROWS_PER_GROUP",
+    "ROWS_PER_PART",
+    "Conflict",
+    "CorruptPart",
+    "Format",
+    "Part",
+    "RowGroup",
+    "Snapshot",
+    "StorageError",
+    "TableNotFound",
+    "append",
+    "commit",
+    "complete_parts",
+    "create_table",
+    "join",
+    "open_fs",
+    "open_table",
+    "parse_part_name",
+    "part_name",
+    "stage",
+    "write_atomic",
+    "write_exclusive",
+    "write_part",
+]

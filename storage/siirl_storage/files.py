@@ -1,0 +1,148 @@
+"""The few verbs every store must have: open a URL, list, read, write atomically, create exclusively.
+
+On local files both writes go to a temporary file in the same folder first. On an object store one PUT is atomic, and an
+exclusive one is a conditional PUT. Filesystems with neither (sftp, ftp, hdfs through fsspec) give no such promise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from uuid import uuid4
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
+from fsspec.utils import get_protocol
+
+from siirl_storage.errors import Conflict, StorageError
+
+_memory_lock = threading.Lock()  # memory:// looks, then creates: two threads could both succeed
+
+
+def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
+    """The filesystem of ``url`` and the path on it. StorageError if the protocol is unknown or its package missing."""
+    try:
+        fs, path = url_to_fs(url)
+        if fs.async_impl:  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
+            fs, path = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        raise StorageError(f"cannot open {url!r}: {error}") from error  # says "Install s3fs to access S3"
+    except ValueError as error:
+        near = get_close_matches(get_protocol(url), known_implementations, n=1)
+        hint = f"; did you mean {near[0]}://?" if near else ""
+        raise StorageError(f"cannot open {url!r}: {error}{hint}") from error
+    return fs, str(path)
+
+
+def absolute(url: str) -> str:
+    """``url`` such that it names the same place from any process: a local path is made absolute."""
+    fs, path = open_fs(url)
+    return path if isinstance(fs, LocalFileSystem) else url
+
+
+def full_name(fs: AbstractFileSystem, path: str) -> str:
+    """``path`` as error messages show it: absolute, with its protocol unless it is local."""
+    return path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
+
+
+def join(url: str, *names: str) -> str:
+    """``url/name/name``, for a URL, a URL that is only a protocol (``memory://``), or a path."""
+    head, scheme, rest = url.rpartition("://")
+    stem = rest.rstrip("/")
+    start = f"{stem}/" if stem or rest else ""
+    return head + scheme + start + "/".join(name.strip("/") for name in names)
+
+
+def parent(url: str) -> str:
+    """The folder that holds ``url``."""
+    head, scheme, rest = url.rpartition("://")
+    folder, slash, _ = rest.rstrip("/").rpartition("/")
+    return head + scheme + (folder or slash)
+
+
+def at(root: str, relative: str) -> str:
+    """The path of ``relative`` below ``root``, both on one filesystem."""
+    return f"{root.rstrip('/')}/{relative}"
+
+
+def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
+    """Files at any depth below ``root``: path relative to it -> bytes. ``{"": bytes}`` if ``root`` is itself a file."""
+    start = len(root.rstrip("/")) + 1
+    try:
+        found = fs.find(root, detail=True)
+    except FileNotFoundError:  # a bucket that does not exist
+        return {}
+    return {str(name)[start:]: int(info["size"] or 0) for name, info in found.items()}
+
+
+def open_input(fs: AbstractFileSystem, path: str) -> pa.NativeFile:
+    """``path`` open for reading at random. FileNotFoundError if it is not there."""
+    if isinstance(fs, LocalFileSystem):
+        return pa.OSFile(path, mode="rb")
+    if isinstance(fs, MemoryFileSystem):
+        return pa.BufferReader(fs.cat_file(path))  # its open() gives every reader the same object, position included
+    return pa.PythonFile(fs.open(path, "rb"), mode="r")
+
+
+def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
+    """Write or replace ``path``: at any moment a reader sees the whole old file or the whole new one.
+
+    Folders are made as needed. On local files the bytes are on disk when this returns.
+    """
+    if isinstance(fs, LocalFileSystem):
+        with _written_aside(path, data) as aside:
+            aside.replace(path)  # fsspec's own commit goes through /tmp and shutil.move, which may copy
+    else:
+        fs.pipe_file(path, bytes(data))  # bytes: botocore refuses a memoryview
+
+
+def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
+    """Create ``path`` with all of ``data``, or raise Conflict if it exists: of several writers exactly one succeeds.
+
+    A network that loses a reply can make the winner see Conflict too; who must know reads the file back.
+    """
+    try:
+        if isinstance(fs, LocalFileSystem):
+            with _written_aside(path, data) as aside:
+                Path(path).hardlink_to(aside)
+        elif isinstance(fs, MemoryFileSystem):
+            with _memory_lock:
+                fs.pipe_file(path, bytes(data), mode="create")
+        else:
+            fs.pipe_file(path, bytes(data), mode="create")
+    except FileExistsError as error:
+        raise Conflict(f"{full_name(fs, path)} already exists") from error
+    except OSError as error:
+        # Not every S3-compatible store words a refused precondition in the way that s3fs takes for FileExistsError.
+        if isinstance(fs, LocalFileSystem) or not fs.exists(path):
+            raise
+        raise Conflict(f"{full_name(fs, path)} already exists ({error})") from error
+
+
+@contextmanager
+def _written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
+    """A temporary file beside ``path`` that holds ``data``, synced; gone afterwards, unless the block renamed it."""
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{Path(path).name}.{uuid4().hex}.tmp"
+    try:
+        with aside.open("xb") as file:  # not mkstemp, whose mode 0600 would hide the data from other users
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield aside
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # the new name, too, must survive a power cut
+        finally:
+            os.close(descriptor)
+    finally:
+        aside.unlink(missing_ok=True)

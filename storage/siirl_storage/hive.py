@@ -1,0 +1,38 @@
+"""Columns that folder names hold: ``step=000007/part.parquet`` has a column ``step``, unless the file itself has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def values(path: str) -> dict[str, str | None]:
+    """The ``key=value`` folders of a part's relative path; None stands for a null."""
+    pairs = [folder.split("=", 1) for folder in path.split("/")[:-1] if "=" in folder]
+    return {unquote(key): None if value == _NULL else unquote(value) for key, value in pairs if key}
+
+
+def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
+    """A field for each key in ``paths``: int64 if all of its values are integers, otherwise string."""
+    found: dict[str, list[str | None]] = {}
+    for path in paths:
+        for key, value in values(path).items():
+            found.setdefault(key, []).append(value)
+    return {
+        key: pa.field(key, pa.int64() if all(value is None or _is_int64(value) for value in column) else pa.string())
+        for key, column in found.items()
+    }
+
+
+def scalar(value: str | None, kind: pa.DataType) -> pa.Scalar:
+    """``value`` as the column's type."""
+    return pa.scalar(value, pa.string()).cast(kind)
+
+
+def _is_int64(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and len(digits) < 40 and -(2**63) <= int(text) < 2**63

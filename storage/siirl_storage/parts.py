@@ -1,0 +1,89 @@
+"""Parts that independent workers write side by side, each its own: ``step=000007/part-00002-of-00004.parquet``.
+
+Nobody commits: a part appears whole, its name says how many there will be, and the folder is complete when all are
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from siirl_storage.files import at, list_files, open_fs, write_atomic
+from siirl_storage.formats import ROWS_PER_GROUP, Format, decode_footer, encode
+
+_NAME = re.compile(r"part-(\d{5,})-of-(\d{5,})\.(parquet|arrow)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One data file of a table."""
+
+    path: str
+    """Relative to the table's URL."""
+    nbytes: int
+    """Size of the file."""
+    groups: tuple[int, ...]
+    """Rows of each of its row groups."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))  # a list, if it travelled as JSON
+
+    @property
+    def rows(self) -> int:
+        return sum(self.groups)
+
+
+def part_name(index: int, count: int, format: Format = Format.PARQUET) -> str:
+    """``part-00002-of-00004.parquet``. ValueError unless 0 <= index < count."""
+    if not 0 <= index < count:
+        raise ValueError(f"part index {index} is not in 0..{count - 1}")
+    return f"part-{index:05d}-of-{count:05d}.{format}"
+
+
+def parse_part_name(name: str) -> tuple[int, int, Format] | None:
+    """The (index, count, format) that ``part_name`` turned into ``name``; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    index, count, kind = int(match[1]), int(match[2]), Format(match[3])
+    return (index, count, kind) if index < count and part_name(index, count, kind) == name else None
+
+
+def write_part(
+    url: str,
+    index: int,
+    count: int,
+    table: pa.Table,
+    *,
+    format: Format = Format.PARQUET,
+    rows_per_group: int = ROWS_PER_GROUP,
+) -> Part:
+    """Write part ``index`` of ``count`` into the folder ``url``: whole or not at all. Writing it again replaces it.
+
+    StorageError if the format cannot hold a column.
+    """
+    return put_part(url, part_name(index, count, format), table, format, rows_per_group)
+
+
+def put_part(url: str, path: str, table: pa.Table, format: Format, rows_per_group: int) -> Part:
+    """Write ``table`` as one part at ``path`` below ``url``, atomically."""
+    buffer = encode(table, format, rows_per_group)
+    fs, root = open_fs(url)
+    write_atomic(fs, at(root, path), memoryview(buffer))
+    return Part(path, buffer.size, decode_footer(buffer, format).groups)
+
+
+def complete_parts(url: str) -> list[str] | None:
+    """Names of the parts in the folder ``url`` in order, if all are there; None if some are missing.
+
+    Also None if two of them disagree on how many there are, or are the same part in two formats: a restart on another
+    number of workers must empty the folder first.
+    """
+    fs, root = open_fs(url)
+    found = {name: parsed for name in list_files(fs, root) if (parsed := parse_part_name(name))}
+    names = sorted(found, key=lambda name: found[name][0])
+    expected = [(index, len(names)) for index in range(len(names))]
+    return names if names and [found[name][:2] for name in names] == expected else None

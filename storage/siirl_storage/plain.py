@@ -1,0 +1,82 @@
+"""Tables that somebody else wrote: one Parquet or Arrow file, or a folder of them, without a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+
+from siirl_storage import hive
+from siirl_storage.errors import StorageError, TableNotFound
+from siirl_storage.files import at, full_name, list_files, open_fs, parent
+from siirl_storage.formats import ENDINGS, Footer, format_of, read_footer
+from siirl_storage.parts import Part
+from siirl_storage.schemas import difference
+from siirl_storage.snapshot import Snapshot
+
+DATA = "data"
+_STAGED = re.compile(rf"{DATA}/[0-9a-f]{{32}}\.(parquet|arrow)", re.ASCII)
+
+
+def open_plain(url: str) -> Snapshot:
+    """The files at ``url`` as one table, sorted by path. Reads every footer, and no data.
+
+    Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do. TableNotFound if nothing
+    is left; CorruptPart for a file that cannot be read; StorageError if two files do not have the same columns.
+    """
+    fs, root = open_fs(url)
+    files = list_files(fs, root)
+    base = url
+    if "" in files:
+        base, name = parent(url), root.rpartition("/")[2]
+        root, files = open_fs(base)[1], {name: files[""]}
+    names = sorted(name for name in files if format_of(name) and not _is_hidden(name))
+    if not names:
+        raise TableNotFound(_nothing_here(full_name(fs, root), list(files)))
+    footers = read_footers(fs, root, names)
+    parts = tuple(Part(name, files[name], footer.groups) for name, footer in zip(names, footers, strict=True))
+    return Snapshot(url, None, _common_schema(fs, root, names, footers), parts, base=base)
+
+
+def read_footers(fs: AbstractFileSystem, root: str, names: Sequence[str]) -> list[Footer]:
+    """The footers of the parts ``names`` below ``root``. CorruptPart for the first that cannot be read."""
+    with ThreadPoolExecutor(max_workers=16) as pool:  # on an object store each costs a few round trips
+        return list(pool.map(lambda name: read_footer(fs, at(root, name)), names))
+
+
+def _is_hidden(name: str) -> bool:
+    # What a writer staged is no table until it is committed, even if the writer died and left nothing else there.
+    return any(step.startswith(("_", ".")) for step in name.split("/")) or _STAGED.fullmatch(name) is not None
+
+
+def _nothing_here(where: str, files: Sequence[str]) -> str:
+    looked = f"no table at {where}: looked for a snapshot in _snapshots/, and for files that end in {ENDINGS}"
+    if any(_STAGED.fullmatch(name) for name in files):
+        return f"{looked}; there are only parts in {DATA}/ that nobody has committed"
+    return f"{looked}; found {len(files)} other files" if files else f"{looked}; there are no files at all"
+
+
+def _common_schema(fs: AbstractFileSystem, root: str, names: Sequence[str], footers: Sequence[Footer]) -> pa.Schema:
+    keys = hive.fields(names)
+    schema: pa.Schema | None = None
+    for name, footer in zip(names, footers, strict=True):
+        mine = footer.schema
+        for key in hive.values(name):
+            if key not in mine.names:
+                mine = mine.append(keys[key])
+        if schema is None:
+            schema = mine
+            continue
+        if differs := difference(_with_types(schema, mine), mine):
+            raise StorageError(f"{full_name(fs, at(root, name))} does not go with {names[0]}: it {differs}")
+        schema = pa.unify_schemas([schema, mine])
+    assert schema is not None
+    return schema
+
+
+def _with_types(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """``schema``, where columns that are ``null`` so far take the type that they have in ``other``."""
+    return pa.schema([other.field(f.name) if pa.types.is_null(f.type) and f.name in other.names else f for f in schema])

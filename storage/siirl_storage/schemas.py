@@ -1,0 +1,43 @@
+"""When two schemas describe the same table: names and types agree; order, nullability and metadata may differ."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from siirl_storage.errors import StorageError
+
+
+def check_schema(schema: pa.Schema, where: str) -> None:
+    """StorageError if ``schema`` has no column, or two of one name: columns are found by name."""
+    if not schema.names:
+        raise StorageError(f"{where}: no columns")
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise StorageError(f"{where}: more than one column is called {', '.join(map(repr, twice))}")
+
+
+def difference(expected: pa.Schema, got: pa.Schema) -> str:
+    """What keeps ``got`` from being read as ``expected``, in words; empty if nothing does.
+
+    A column of type ``null`` goes for any type: it is what other writers infer from a partition without values.
+    """
+    found = [f"lacks column {name!r}" for name in expected.names if name not in got.names]
+    found += [f"has a column {name!r} that the table has not" for name in got.names if name not in expected.names]
+    for field in expected:
+        if field.name in got.names:
+            kind = got.field(field.name).type
+            if kind != field.type and not pa.types.is_null(kind):
+                found.append(f"has column {field.name!r} as {kind}, not {field.type}")
+    return "; ".join(found)
+
+
+def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
+    """``table`` with exactly the fields of ``schema``, in its order. StorageError that names the difference."""
+    if table.schema.equals(schema, check_metadata=True):
+        return table
+    if differs := difference(schema, table.schema):
+        raise StorageError(f"{where} {differs}")
+    try:
+        return table.select(schema.names).cast(schema)
+    except (pa.ArrowException, ValueError) as error:  # a plain ValueError for a null where none may be
+        raise StorageError(f"{where} does not fit the table's schema: {error}") from error

@@ -1,0 +1,135 @@
+"""One version of a table, for reading. It holds no open file: any process opens the same by ``url`` and ``version``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+from fsspec import AbstractFileSystem
+
+from siirl_storage import hive
+from siirl_storage.errors import CorruptPart, StorageError
+from siirl_storage.files import at, full_name, join, open_fs, open_input
+from siirl_storage.formats import Format, format_of, read_groups
+from siirl_storage.parts import Part
+from siirl_storage.schemas import difference
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """The smallest piece of a table that can be read by itself."""
+
+    part: str
+    """Path of its part, relative to the table."""
+    index: int
+    """Its place in that part."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One immutable version of a table, or the files of a plain folder as they were when it was opened."""
+
+    url: str
+    """Where ``open_table`` finds it again; a local path is absolute."""
+    version: int | None
+    """None for plain files, which have no versions."""
+    schema: pa.Schema
+    parts: tuple[Part, ...]
+    properties: Mapping[str, str] = field(default_factory=dict)
+    base: str = ""
+    """Folder that part paths are relative to: ``url``, or the folder of the one file that ``url`` names."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the parts are, for DuckDB, pandas and other readers."""
+        return [join(self.base, part.path) for part in self.parts]
+
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        """Every row group that has rows, in table order."""
+        return tuple(
+            RowGroup(part.path, index, rows) for part in self.parts for index, rows in enumerate(part.groups) if rows
+        )
+
+    def read_row_group(self, group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of ``group`` with all columns, or those named. Reads nothing else of the part.
+
+        CorruptPart if the part is missing, damaged, or not what the snapshot says; StorageError for a column or a
+        group that the table has not.
+        """
+        part = next((part for part in self.parts if part.path == group.part), None)
+        if part is None or not 0 <= group.index < len(part.groups):
+            raise StorageError(f"{self.url} has no row group {group.index} in a part {group.part!r}")
+        return self._read(part, [group.index], self._projection(columns))
+
+    def to_table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """The whole table in memory. Raises what ``read_row_group`` raises."""
+        schema = self._projection(columns)
+        tables = [self._read(part, range(len(part.groups)), schema) for part in self.parts if part.rows]
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def dataset(self) -> ds.Dataset:
+        """The parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
+        fs, root = open_fs(self.base)
+        bridge = pafs.PyFileSystem(_Handler(fs))
+        fragments = [self._fragment(part, at(root, part.path), bridge) for part in self.parts]
+        return ds.FileSystemDataset(fragments, self.schema, _file_format(Format.PARQUET), bridge)
+
+    def _fragment(self, part: Part, path: str, filesystem: pafs.FileSystem) -> ds.Fragment:
+        holds = ds.scalar(True)
+        for name, value in hive.values(part.path).items():
+            if name in self.schema.names:
+                column, constant = ds.field(name), hive.scalar(value, self.schema.field(name).type)
+                holds = holds & (column.is_null() if value is None else column == constant)
+        return _file_format(format_of(path)).make_fragment(path, filesystem, holds)
+
+    def _projection(self, columns: Sequence[str] | None) -> pa.Schema:
+        if columns is None:
+            return self.schema
+        unknown = [name for name in columns if name not in self.schema.names]
+        if unknown or not columns:
+            raise StorageError(f"{self.url} has no columns {unknown} to read (it has: {', '.join(self.schema.names)})")
+        return pa.schema([self.schema.field(name) for name in columns], self.schema.metadata)
+
+    def _read(self, part: Part, indices: Sequence[int], schema: pa.Schema) -> pa.Table:
+        fs, root = open_fs(self.base)
+        path = at(root, part.path)
+        table = read_groups(fs, path, indices, schema.names, part.groups)
+        rows = sum(part.groups[index] for index in indices)
+        for name, value in hive.values(part.path).items():
+            if name in schema.names and name not in table.column_names:
+                constant = hive.scalar(value, schema.field(name).type)
+                table = table.append_column(name, pa.repeat(constant, rows))
+        return _as_promised(table, schema, fs, path)
+
+
+def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, path: str) -> pa.Table:
+    """``table`` in the schema that the snapshot promised; CorruptPart if the file holds something else."""
+    if differs := difference(schema, table.schema):
+        raise CorruptPart(full_name(fs, path), f"it {differs}")
+    try:
+        return table.select(schema.names).cast(schema)
+    except (pa.ArrowException, ValueError) as error:
+        raise CorruptPart(full_name(fs, path), str(error)) from error
+
+
+def _file_format(kind: Format | None) -> ds.FileFormat:
+    if kind is Format.ARROW:
+        return ds.IpcFileFormat()
+    return ds.ParquetFileFormat(
+        default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+    )
+
+
+class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
+    """Arrow's view of an fsspec filesystem, opening files as the rest of this package does."""
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return open_input(self.fs, path)

@@ -1,0 +1,247 @@
+"""Tables with snapshots: parts are staged under ``data/``, then one manifest, created exclusively, publishes them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from uuid import uuid4
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+
+from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
+from siirl_storage.files import absolute, at, full_name, open_fs, write_exclusive
+from siirl_storage.formats import ROWS_PER_GROUP, Format, decode_footer, encode
+from siirl_storage.manifest import Manifest, is_below, list_versions, manifest_path, read_manifest
+from siirl_storage.parts import Part, put_part
+from siirl_storage.plain import DATA, open_plain, read_footers
+from siirl_storage.schemas import check_schema, conform, difference
+from siirl_storage.snapshot import Snapshot
+
+ROWS_PER_PART = 64 * ROWS_PER_GROUP
+"""Default rows of a part; one part at a time is held in memory while writing."""
+_ATTEMPTS = 64  # of a commit; each that fails means that another writer's succeeded
+
+
+def open_table(url: str, version: int | None = None) -> Snapshot:
+    """The newest snapshot of the table at ``url``, or the one numbered ``version``; or plain files as a table.
+
+    One of ours costs a listing and one small file, and its parts are checked as they are read. A plain ``.parquet``,
+    ``.arrow`` or ``.feather`` file, or a folder of them, costs reading every footer (see ``open_plain``).
+
+    TableNotFound if there is none; CorruptPart or StorageError if it cannot be used.
+    """
+    url = absolute(url)
+    fs, root = open_fs(url)
+    versions = list_versions(fs, root) if version is None else [version]
+    if not versions:
+        return open_plain(url)
+    try:
+        return _snapshot(url, read_manifest(fs, root, versions[-1]))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        there = ", ".join(map(str, list_versions(fs, root))) or "none"
+        raise TableNotFound(f"no snapshot {version} of {full_name(fs, root)} (versions there: {there})") from error
+
+
+def create_table(
+    url: str,
+    tables: Iterable[pa.Table],
+    *,
+    schema: pa.Schema | None = None,
+    format: Format = Format.PARQUET,
+    rows_per_part: int = ROWS_PER_PART,
+    rows_per_group: int = ROWS_PER_GROUP,
+    properties: Mapping[str, str] | None = None,
+) -> Snapshot:
+    """Write ``tables``, one after the other, as version 1 of a new table. ``schema`` defaults to the first one's.
+
+    Conflict if there is a table, or another process creates it meanwhile; StorageError if a table does not fit the
+    schema, or if there is neither a schema nor a table.
+    """
+    fs, root = open_fs(url)
+    if list_versions(fs, root):
+        raise Conflict(f"{full_name(fs, root)} already holds a table: append to it, or choose another place")
+    source = iter(tables)
+    if schema is None:
+        first = next(source, None)
+        if first is None:
+            raise StorageError(f"cannot create {full_name(fs, root)} from no tables without a schema")
+        schema, source = first.schema, chain([first], source)
+    check_schema(schema, full_name(fs, root))
+    with _discarded_on_error(fs, root) as staged:
+        for piece in _pieces(source, schema, rows_per_part):
+            staged.append(stage(url, piece, format=format, rows_per_group=rows_per_group))
+        return _publish(url, staged, schema, properties, version=1)
+
+
+def append(
+    url: str,
+    tables: Iterable[pa.Table],
+    *,
+    format: Format = Format.PARQUET,
+    rows_per_part: int = ROWS_PER_PART,
+    rows_per_group: int = ROWS_PER_GROUP,
+    properties: Mapping[str, str] | None = None,
+) -> Snapshot:
+    """Add ``tables`` at the end, as the next version. ``properties`` are added to those there are.
+
+    Any number of processes may append at once: each one's rows get in, together, in the order of their commits.
+    TableNotFound if there is none; StorageError if one of ``tables`` does not fit; Conflict if others always win.
+    """
+    fs, root = open_fs(url)
+    latest = _latest(fs, root)
+    if latest is None:
+        raise TableNotFound(f"no table at {full_name(fs, root)} to append to: create_table makes one")
+    with _discarded_on_error(fs, root) as staged:
+        for piece in _pieces(tables, latest.schema, rows_per_part):
+            staged.append(stage(url, piece, format=format, rows_per_group=rows_per_group))
+        return _publish(url, staged, latest.schema, properties)
+
+
+def stage(url: str, table: pa.Table, *, format: Format = Format.PARQUET, rows_per_group: int = ROWS_PER_GROUP) -> Part:
+    """Write ``table`` as a part of the table at ``url`` that no reader sees until a ``commit`` lists it.
+
+    StorageError if the format cannot give a column back as it is.
+    """
+    back = decode_footer(encode(table.schema.empty_table(), format, 1), format).schema
+    if differs := difference(table.schema, back):
+        raise StorageError(f"this table stored as {format} {differs}: cast it first, or use another format")
+    return put_part(url, f"{DATA}/{uuid4().hex}.{format}", table, format, rows_per_group)
+
+
+def commit(
+    url: str,
+    parts: Sequence[Part],
+    *,
+    schema: pa.Schema | None = None,
+    properties: Mapping[str, str] | None = None,
+) -> Snapshot:
+    """Publish staged ``parts``, in this order, as the next version; the first if there is no table yet.
+
+    Reads their footers, and refuses a part that is not what its stager said (CorruptPart) or does not fit ``schema``,
+    which defaults to the first part's, or to the table (StorageError). Committing parts that are all there already
+    changes nothing, so a committer that is not sure whether it succeeded does it again.
+    """
+    fs, root = open_fs(url)
+    if bad := [part.path for part in parts if not is_below(part.path)]:
+        raise StorageError(f"part paths {bad} do not lie below {full_name(fs, root)}")
+    if len({part.path for part in parts}) < len(parts):
+        raise StorageError(f"the parts to commit to {full_name(fs, root)} name one part twice")
+    latest = _latest(fs, root)
+    footers = read_footers(fs, root, [part.path for part in parts])
+    if schema is None:
+        schema = latest.schema if latest else footers[0].schema if footers else None
+    if schema is None:
+        raise StorageError(f"cannot create {full_name(fs, root)} from no parts without a schema")
+    check_schema(schema, full_name(fs, root))
+    for part, footer in zip(parts, footers, strict=True):
+        where = full_name(fs, at(root, part.path))
+        if footer.groups != part.groups:
+            raise CorruptPart(where, f"it has {sum(footer.groups)} rows, and {part.rows} were staged")
+        if differs := difference(schema, footer.schema):
+            raise StorageError(f"{where} {differs}")
+    return _publish(url, parts, schema, properties)
+
+
+def _publish(
+    url: str,
+    parts: Sequence[Part],
+    schema: pa.Schema,
+    properties: Mapping[str, str] | None,
+    version: int | None = None,
+) -> Snapshot:
+    """Create the manifest of exactly ``version``, or Conflict; if None, of the next version that is free."""
+    fs, root = open_fs(url)
+    for name, value in (properties or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise StorageError(f"property {name!r}: {value!r} of {full_name(fs, root)} is not a string")
+    token = uuid4().hex
+    for attempt in range(_ATTEMPTS):
+        latest = _latest(fs, root) if version is None else None
+        if latest and (differs := difference(latest.schema, schema)):
+            raise StorageError(f"cannot commit to {full_name(fs, root)}: the new schema {differs}")
+        if latest and parts and not _all_new(latest, parts, full_name(fs, root)):
+            return _snapshot(absolute(url), latest)
+        manifest = Manifest(
+            version=latest.version + 1 if latest else 1,
+            commit=token,
+            schema=latest.schema if latest else schema,
+            parts=(*(latest.parts if latest else ()), *parts),
+            properties={**(latest.properties if latest else {}), **(properties or {})},
+        )
+        try:
+            write_exclusive(fs, manifest_path(root, manifest.version), manifest.to_json())
+        except Conflict:
+            winner = _committer(fs, root, manifest.version)
+            if winner != token:
+                if version is not None and winner is not None:
+                    raise
+                time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # so that many writers do not stay in step
+                continue
+        return _snapshot(absolute(url), manifest)
+    raise Conflict(f"{full_name(fs, root)}: {_ATTEMPTS} times another writer committed first; try again")
+
+
+@contextmanager
+def _discarded_on_error(fs: AbstractFileSystem, root: str) -> Iterator[list[Part]]:
+    """A list for staged parts, which are deleted if the block raises StorageError.
+
+    After any other error they stay: where a reply was lost, the manifest that lists them may be there.
+    """
+    staged: list[Part] = []
+    try:
+        yield staged
+    except StorageError:
+        for part in staged:
+            with suppress(OSError):
+                fs.rm_file(at(root, part.path))
+        raise
+
+
+def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
+    """True if none of ``parts`` is in ``latest``, False if all are; StorageError for anything between."""
+    there = {part.path for part in latest.parts}
+    known = [part.path for part in parts if part.path in there]
+    if known and len(known) < len(parts):
+        raise StorageError(f"{where} already has {known}, but not the other parts of this commit")
+    return not known
+
+
+def _committer(fs: AbstractFileSystem, root: str, version: int) -> str | None:
+    """Who committed ``version``; None while a store refuses a second writer but does not show what the first wrote."""
+    try:
+        return read_manifest(fs, root, version).commit
+    except FileNotFoundError:
+        return None
+
+
+def _latest(fs: AbstractFileSystem, root: str) -> Manifest | None:
+    versions = list_versions(fs, root)
+    return read_manifest(fs, root, versions[-1]) if versions else None
+
+
+def _snapshot(url: str, manifest: Manifest) -> Snapshot:
+    return Snapshot(url, manifest.version, manifest.schema, manifest.parts, manifest.properties, base=url)
+
+
+def _pieces(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+    """The rows of ``tables`` in tables of exactly ``rows``, the last one with what is left; none for no rows."""
+    if rows < 1:
+        raise ValueError(f"rows_per_part={rows} must be at least 1")
+    held: list[pa.Table] = []
+    count = 0
+    for index, table in enumerate(tables):
+        rest = conform(table, schema, f"table {index}")
+        while rest.num_rows:
+            head = rest.slice(0, rows - count)
+            rest = rest.slice(head.num_rows)
+            held.append(head)
+            count += head.num_rows
+            if count == rows:
+                yield pa.concat_tables(held)
+                held, count = [], 0
+    if held:
+        yield pa.concat_tables(held)
