@@ -1,0 +1,65 @@
+"""What an engine that generates must do. Token ids in, token ids out; nothing here knows a model library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to draw tokens. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 are off; ``max_tokens`` per response."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sampled response."""
+
+    token_ids: list[int]
+    """Sampled tokens, the end token included when there is one."""
+    logprobs: list[float]
+    """Of each sampled token, under the softmax of logits / temperature, before top-p and top-k. Greedy: temperature 1."""
+    finish_reason: FinishReason
+
+
+class Tokenizer(Protocol):
+    """The few verbs the data plane needs of a tokenizer."""
+
+    def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a string as it is, or of chat messages through the model's chat template."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+
+class RolloutEngine(Protocol):
+    """Generates. A row's sample depends on its prompt, its seed and the weights; never on the rows beside it."""
+
+    tokenizer: Tokenizer
+    version: int
+    """Version of the weights in use; 0 are the ones it was built with."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """One response per prompt, in order. Empty input, empty output."""
+        ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,129 @@
+"""Generates with ``transformers``: no extra install, any causal model, any device torch knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from siirl_dask.config import ModelConfig
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout.engine import FinishReason, Generation, Sampling
+from siirl_dask.rollout.sampler import Sampler
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+
+
+class TransformersEngine:
+    """A RolloutEngine over ``model.generate``: rows of like length together, at most ``max_rows`` of them at once."""
+
+    def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
+        self._model, self.tokenizer = _load(model, device)
+        self._device = device
+        self._max_rows = max_rows
+        self._end_tokens = _end_tokens(self._model.generation_config, self.tokenizer)
+        self._pad_token = next(iter([*self._end_tokens, 0]))
+        self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
+        self.version = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """One response per prompt, in order. ValueError for a prompt without tokens."""
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
+        if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} have no tokens: there is nothing to go on from")
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
+        results: dict[int, Generation] = {}
+        for start in range(0, len(order), self._max_rows):
+            rows = order[start : start + self._max_rows]
+            generations = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], sampling)
+            results.update(zip(rows, generations, strict=True))
+        return [results[row] for row in range(len(prompts))]
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy every parameter in place. ValueError, with ``version`` as it was, if the names or shapes do not fit."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        missing = {id(parameter): name for name, parameter in reversed(parameters.items())}
+        unknown, misshaped = [], []
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if (parameter := parameters.get(name)) is None:
+                    unknown.append(name)
+                elif parameter.shape != tensor.shape:
+                    misshaped.append(f"{name} {list(tensor.shape)} for {list(parameter.shape)}")
+                else:
+                    parameter.copy_(tensor)
+                    missing.pop(id(parameter), None)
+        wrong = {"missing": sorted(missing.values()), "unknown": sorted(unknown), "misshaped": sorted(misshaped)}
+        if any(wrong.values()):
+            raise ValueError(f"weights of version {version} do not fit: { {k: v for k, v in wrong.items() if v} }")
+        self.version = version
+
+    def close(self) -> None:
+        """Free the weights; nothing can be generated any more."""
+        del self._model
+
+    @torch.inference_mode()
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
+        width = max(len(prompt) for prompt in prompts)
+        input_ids = torch.full((len(prompts), width), self._pad_token)
+        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        sampler = Sampler(seeds, sampling)
+        self._model.generate(
+            input_ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            logits_processor=LogitsProcessorList([sampler]),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_tokens,
+                do_sample=False,  # the sampler leaves one token to choose from
+                eos_token_id=sorted(self._end_tokens) or None,
+                pad_token_id=self._pad_token,
+            ),
+        )
+        tokens, logprobs = sampler.result()
+        return [self._cut(*row) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
+        """The row up to its end token."""
+        end = next((at for at, token in enumerate(tokens) if token in self._end_tokens), None)
+        length = len(tokens) if end is None else end + 1
+        if not all(logprob > -torch.inf for logprob in logprobs[:length]):
+            raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
+        reason = FinishReason.LENGTH if end is None else FinishReason.STOP
+        return Generation(tokens[:length], logprobs[:length], reason)
+
+
+def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
+    if not Path(model.path).is_dir():
+        raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=getattr(torch, model.dtype), local_files_only=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
+        raise ConfigError(f"model.path={model.path!r}: transformers cannot load it: {error}") from error
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")
+    return network.to(device).eval(), HuggingFaceTokenizer(tokenizer, model.path)
+
+
+def _end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
+    given = config.eos_token_id if config is not None else None
+    ends = [given] if isinstance(given, int) else list(given or [])
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    return frozenset(ends)

