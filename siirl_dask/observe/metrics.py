@@ -1,0 +1,167 @@
+"""A run's numbers: merged from what every worker logged, then one JSON line per step in ``<run.url>/metrics.jsonl``.
+
+metrics = merge([unpack(message) for message in messages])      # in worker order, for the same last bits each time
+log.write(Record(step=7, phase="train", seconds=1.9, metrics=values(metrics)))
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, TypeGuard, get_args
+
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import join, open_fs, write_atomic
+
+from siirl_dask.context import Metric, Reduce
+from siirl_dask.errors import DataError
+
+Phase = Literal["train", "validation", "test"]
+Message = dict[str, list[Any]]
+
+FILE = "metrics.jsonl"
+
+
+class Record(TypedDict):
+    """What is known of one step, or of one pass over the validation or test data."""
+
+    step: int
+    """train: which step this was, the first is 1. validation and test: how many steps had been trained before."""
+    phase: Phase
+    seconds: float
+    metrics: dict[str, float | None]
+    """None where nothing was logged, or, read back from the file, where the value was no finite number."""
+
+
+def pack(metrics: Mapping[str, Metric]) -> Message:
+    """``{name: [reducer, weight, total, squares, low, high]}``: plain values, about 60 bytes a metric in msgpack."""
+    return {name: [m.reduce.value, m.weight, m.total, m.squares, m.low, m.high] for name, m in metrics.items()}
+
+
+def unpack(message: object) -> dict[str, Metric]:
+    """What ``pack`` packed. ValueError, naming the metric, for anything else: the message came over the network."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a message of metrics is a dict, not {type(message).__name__}")
+    return {_checked_name(name): _unpack_one(name, entry) for name, entry in message.items()}
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ValueError(f"a metric's name is printable text, not {name!r}")
+    return name
+
+
+def _unpack_one(name: object, entry: object) -> Metric:
+    match entry:
+        case [str(reduce), *rest] if reduce in set(Reduce) and len(numbers := _numbers(rest)) == len(rest) == 5:
+            weight, total, squares, low, high = numbers
+        case _:
+            raise ValueError(
+                f"metric {name!r}: expected [reducer, weight, total, squares, low, high], got {entry!r:.200}"
+            )
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"metric {name!r}: weight {weight} is not a finite number from 0")
+    return Metric(Reduce(reduce), weight, total, squares, low, high)
+
+
+def _numbers(entries: Iterable[object]) -> list[float]:
+    return [float(entry) for entry in entries if _is_number(entry)]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """A float, or an integer that msgpack can hold (a larger one would overflow ``float``)."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Several workers' metrics as one; the parts are left as they are. ValueError if two disagree on a reducer."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            if name not in merged:
+                merged[name] = replace(metric)
+                continue
+            try:
+                merged[name].merge(metric)
+            except ValueError as error:
+                raise ValueError(f"metric {name!r}: {error}") from error
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float | None]:
+    """The one number each metric stands for, by name in order; None where nothing was logged."""
+    return {name: metrics[name].value for name in sorted(metrics)}
+
+
+class MetricsLog:
+    """Appends records to ``<url>/metrics.jsonl``; each is in the file when ``write`` returns.
+
+    Only local files are appended to. Elsewhere the file is put again, whole: object stores cannot append, and gcsfs
+    answers mode ``ab`` by overwriting. A step is about 1 kB, so that costs 1 MB a step after 1,000 steps.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._fs, self._path = open_fs(join(url, FILE))
+        self._appends = isinstance(self._fs, LocalFileSystem)
+        written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
+        whole = _whole_lines(written)
+        if whole != written or not written:  # the last run was killed while writing; or this one is new
+            write_atomic(self._fs, self._path, whole)
+        self._written = b"" if self._appends else whole
+
+    def write(self, record: Record) -> None:
+        line = _encode(record)
+        if self._appends:
+            with self._fs.open(self._path, "ab") as file:
+                file.write(line)
+        else:
+            self._written += line
+            write_atomic(self._fs, self._path, self._written)
+
+
+def read_metrics(url: str) -> list[Record]:
+    """Every record of the run at ``url``, by step. Of a step that was done again, after a restart, the later record.
+
+    A last line without an end was cut short, and is left out. DataError for any other line that is no record.
+    """
+    name = join(url, FILE)
+    fs, path = open_fs(name)
+    try:
+        text = fs.cat_file(path)
+    except FileNotFoundError as error:
+        raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
+    records: dict[tuple[Phase, int], Record] = {}
+    for number, line in enumerate(_whole_lines(text).splitlines(), start=1):
+        record = _decode(line, f"{name}, line {number}")
+        records.pop((record["phase"], record["step"]), None)
+        records[record["phase"], record["step"]] = record
+    return sorted(records.values(), key=lambda record: record["step"])
+
+
+def _whole_lines(text: bytes) -> bytes:
+    return text[: text.rfind(b"\n") + 1]
+
+
+def _encode(record: Record) -> bytes:
+    finite = {name: _finite(value) for name, value in record["metrics"].items()}
+    line = {"step": record["step"], "phase": record["phase"], "seconds": _finite(record["seconds"]), "metrics": finite}
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+
+
+def _decode(line: bytes, where: str) -> Record:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error})") from error
+    match found:
+        case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
+            phase in get_args(Phase) and all(value is None or _is_number(value) for value in metrics.values())
+        ):
+            return Record(step=step, phase=phase, seconds=float(seconds), metrics=metrics)
+    raise DataError(f"{where}: expected step, phase, seconds and metrics, got {found!r:.200}")

@@ -1,0 +1,141 @@
+"""What a run shows while it is under way: a bar on a terminal, a line every few steps in a CI log, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from rich import progress as bars
+from rich.console import Console
+from rich.text import Text
+
+from siirl_dask.observe.metrics import Phase, Record
+
+_LINES = 20  # that a whole run prints where there is no terminal, and more if it is slow:
+_SILENCE = 60.0  # seconds after which a step is printed in any case
+
+
+class Pace:
+    """How long is left, from the last 20 steps. (rich's own estimate forgets after 30 s; one step can take minutes.)"""
+
+    def __init__(self, done: int, now: float) -> None:
+        self._marks = deque([(done, now)], maxlen=20)
+
+    def mark(self, done: int, now: float) -> None:
+        if done <= self._marks[-1][0]:  # a step is being done again
+            self._marks = deque([(done, now)], maxlen=20)
+        else:
+            self._marks.append((done, now))
+
+    def seconds_left(self, total: int, now: float) -> float | None:
+        """Seconds from ``now`` until ``total`` steps are done; None before there is anything to go by."""
+        marks = tuple(self._marks)  # the bar's thread asks while steps are marked
+        (first, since), (done, until) = marks[0], marks[-1]
+        if done == first:
+            return None
+        return max((until - since) / (done - first) * (total - done) - (now - until), 0.0)
+
+
+class Progress:
+    """One run's progress: ``start``, ``step`` and ``validation`` as they come, then ``close``, whatever happened."""
+
+    def __init__(self, total_steps: int, console: Console | None = None, enabled: bool = True) -> None:
+        self._total = total_steps
+        self._console = console or Console()
+        self._enabled = enabled
+        self._pace = Pace(0, time.monotonic())
+        self._printed_at = 0.0
+        self._bar: bars.Progress | None = None
+        if enabled and self._console.is_terminal:
+            self._bar = _make_bar(self._console, self._time_left)
+            self._task = self._bar.add_task("train", total=total_steps, shown="")
+
+    def start(self, dashboard_url: str | None, run_url: str, done: int = 0) -> None:
+        """Say where to look, and begin to count time. ``done`` steps were trained before, by a run that stopped."""
+        self._pace = Pace(done, time.monotonic())
+        self.note(f"run        {run_url}")
+        if dashboard_url:
+            self.note(f"dashboard  {dashboard_url}")
+        if self._bar:
+            self._bar.update(self._task, completed=done)
+            self._bar.start()
+
+    def step(self, record: Record) -> None:
+        """A train record: step ``record["step"]`` of the run is done."""
+        if not self._enabled:
+            return
+        done, now = record["step"], time.monotonic()
+        self._pace.mark(done, now)
+        shown = headline(record["metrics"])
+        if self._bar:
+            self._bar.update(self._task, completed=done, shown=shown)
+        elif self._is_due(done, now):
+            self._printed_at = now
+            self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
+
+    def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = "validation") -> None:
+        """One line: the accuracy after ``step`` steps."""
+        accuracy, samples = metrics.get("reward/mean"), metrics.get("samples")
+        parts = [
+            f"{phase:<10}",
+            f"step {step}",
+            "no accuracy logged" if accuracy is None else f"accuracy {accuracy:.4f}",
+        ]
+        if samples is not None:
+            parts.append(f"({samples:.0f} prompts)")
+        self.note("  ".join(parts))
+
+    def note(self, text: str) -> None:
+        """Print ``text`` above the bar, as it is: no markup, no colours, no breaks."""
+        if self._enabled:
+            self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found. May be called twice."""
+        if self._bar:
+            self._bar.stop()
+
+    def _time_left(self) -> str:
+        return time_left(self._pace.seconds_left(self._total, time.monotonic()))
+
+    def _is_due(self, done: int, now: float) -> bool:
+        every = -(-self._total // _LINES)
+        return done in (1, self._total) or done % every == 0 or now - self._printed_at >= _SILENCE
+
+
+class _TimeLeft(bars.ProgressColumn):
+    """Counts down between steps: rich asks it several times a second, from a thread of its own."""
+
+    def __init__(self, left: Callable[[], str]) -> None:
+        super().__init__()
+        self._left = left
+
+    def render(self, task: bars.Task) -> Text:
+        return Text(self._left(), style="cyan")
+
+
+def _make_bar(console: Console, left: Callable[[], str]) -> bars.Progress:
+    columns = (
+        bars.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        bars.BarColumn(bar_width=20),
+        bars.TextColumn("{task.fields[shown]}", markup=False),
+        _TimeLeft(left),
+    )
+    return bars.Progress(*columns, console=console)
+
+
+def headline(metrics: Mapping[str, float | None]) -> str:
+    """``reward 0.714  12,345 tokens/s``, or as much of it as was logged."""
+    reward, speed = metrics.get("reward/mean"), metrics.get("tokens_per_second")
+    parts = [] if reward is None else [f"reward {reward:.3f}"]
+    return "  ".join(parts if speed is None else [*parts, f"{speed:,.0f} tokens/s"])
+
+
+def time_left(seconds: float | None) -> str:
+    """``1:02:03 left``; empty while it is unknown."""
+    if seconds is None:
+        return ""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02} left" if hours else f"{minute}:{second:02} left"

@@ -1,0 +1,126 @@
+"""Progress: readable in a CI log, readable on a terminal, and absent when turned off."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from siirl_dask.observe import Progress, Record
+from siirl_dask.observe.progress import Pace, headline, time_left
+
+
+def console(terminal: bool, width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, _environ={})
+
+
+def text_of(progress: Progress) -> str:
+    file = progress._console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def run(progress: Progress, steps: int) -> str:
+    progress.start("http://127.0.0.1:8787/status", "runs/a")
+    for step in range(1, steps + 1):
+        metrics: dict[str, float | None] = {"reward/mean": step / 100, "tokens_per_second": 12345.6}
+        progress.step(Record(step=step, phase="train", seconds=0.1, metrics=metrics))
+    progress.validation(steps, {"reward/mean": 0.8125, "samples": 256.0})
+    progress.close()
+    progress.close()
+    return text_of(progress)
+
+
+def test_a_ci_log_gets_whole_lines_few_of_them_and_no_escape_codes():
+    text = run(Progress(100, console(terminal=False)), 100)
+    lines = text.splitlines()
+    assert "\x1b" not in text and "\r" not in text
+    assert "dashboard  http://127.0.0.1:8787/status" in lines
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 21 and steps[0].startswith("step 1/100  reward 0.010  12,346 tokens/s")
+    assert steps[-1].startswith("step 100/100")
+    assert "validation  step 100  accuracy 0.8125  (256 prompts)" in lines
+
+
+def test_a_long_line_is_not_broken_in_a_ci_log():
+    progress = Progress(1, console(terminal=False, width=20))
+    progress.note("s3://bucket/a/very/long/path/that/someone/copies")
+    assert text_of(progress) == "s3://bucket/a/very/long/path/that/someone/copies\n"
+
+
+def test_a_slow_run_says_something_every_minute_in_a_ci_log(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("siirl_dask.observe.progress.time.monotonic", lambda: now[0])
+    progress = Progress(10_000, console(terminal=False))
+    progress.start(None, "runs/a")
+    for step in range(1, 11):
+        now[0] += 30
+        progress.step(Record(step=step, phase="train", seconds=30.0, metrics={}))
+    assert text_of(progress).count("step ") >= 5
+
+
+def test_a_terminal_gets_a_bar_with_step_reward_speed_and_time_left():
+    text = run(Progress(4, console(terminal=True, width=120)), 4)
+    last = [line for line in text.replace("\r", "\n").splitlines() if "step 4/4" in line][-1]
+    for part in ("━━━", "reward 0.040", "12,346 tokens/s", "0:00 left"):
+        assert part in last
+    assert "validation  step 4  accuracy 0.8125  (256 prompts)" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_disabled_prints_nothing_at_all(terminal):
+    assert run(Progress(4, console(terminal), enabled=False), 4) == ""
+
+
+def test_a_dag_that_logs_neither_reward_nor_samples_is_no_error():
+    progress = Progress(2, console(terminal=False))
+    progress.start(None, "runs/a")
+    progress.step(Record(step=1, phase="train", seconds=0.1, metrics={"reward/mean": None}))
+    progress.validation(1, {})
+    assert "validation  step 1  no accuracy logged" in text_of(progress)
+
+
+def test_square_brackets_in_a_note_are_text_not_markup():
+    progress = Progress(1, console(terminal=False))
+    progress.note("[red]reward[/nonsense]")
+    assert text_of(progress) == "[red]reward[/nonsense]\n"
+
+
+def test_headline_shows_what_there_is():
+    assert headline({}) == ""
+    assert headline({"tokens_per_second": 5.0}) == "5 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (0.2, "0:00 left"), (75.0, "1:15 left"), (3723.0, "1:02:03 left")]
+)
+def test_time_left_is_readable(seconds, text):
+    assert time_left(seconds) == text
+
+
+def test_time_left_follows_the_recent_pace_and_runs_down_between_steps():
+    pace = Pace(0, now=0.0)
+    assert pace.seconds_left(10, now=0.0) is None
+    pace.mark(1, now=100.0)
+    pace.mark(2, now=200.0)
+    assert pace.seconds_left(10, now=200.0) == 800.0
+    assert pace.seconds_left(10, now=250.0) == 750.0
+    for step in range(3, 43):
+        pace.mark(step, now=200.0 + step)
+    assert pace.seconds_left(52, now=242.0) == pytest.approx(10.0)
+
+
+def test_time_left_of_a_resumed_run_does_not_count_the_steps_done_before():
+    pace = Pace(50, now=0.0)
+    pace.mark(51, now=2.0)
+    assert pace.seconds_left(100, now=2.0) == 98.0
+
+
+def test_a_step_done_again_starts_the_pace_anew():
+    pace = Pace(0, now=0.0)
+    pace.mark(1, now=1.0)
+    pace.mark(1, now=50.0)
+    assert pace.seconds_left(3, now=50.0) is None
+    pace.mark(2, now=51.0)
+    assert pace.seconds_left(3, now=51.0) == 1.0
