@@ -117,7 +117,9 @@ class Context:
         key = f"{self.run_seed}/{self.step}/{row_id}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") & _MASK
 
-    def log(self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
+    def log(
+        self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0
+    ) -> None:
         """Log one value, or one per row, under ``name``; ``reduce`` says how all workers' values become one number."""
         metric = self.metrics.setdefault(name, Metric(reduce))
         if metric.reduce is not reduce:

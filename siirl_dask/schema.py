@@ -8,11 +8,12 @@ empty partition is normal, and Arrow would call its columns ``null``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import pyarrow as pa
 
-Schema = pa.Schema
-DataType = pa.DataType
+Schema: TypeAlias = pa.Schema
+DataType: TypeAlias = pa.DataType
 
 ROW_ID = "row_id"
 """int64. Position in the step's global batch: prompt position, after the rollout ``position * n + sample``."""

@@ -102,7 +102,7 @@ class Dataloader:
         wanted = self._dataset_columns(columns)
         used = {(place.group, wanted) for place in places}
         self._cache = {key: table for key, table in self._cache.items() if key in used}
-        rows = [self._group(place.group, wanted).slice(place.row, 1) for place in places]
+        rows = [self._group(place.group, wanted).slice(place.row, 1) for place in places] if wanted else []
         return self._shape(pa.concat_tables(rows) if rows else None, places, columns)
 
     def _group(self, group: int, columns: tuple[str, ...]) -> pa.Table:
@@ -122,12 +122,12 @@ class Dataloader:
 
     def _shape(self, rows: pa.Table | None, places: Sequence[Place], columns: Sequence[str]) -> pa.Table:
         schema = pa.schema([self._schema.field(name) for name in columns])
-        if rows is None:
+        if not places:
             return schema.empty_table()
         position = pa.array([place.position for place in places], pa.int64())
         given = {ROW_ID: position, GROUP_ID: position, TOKENS: pa.array(np.zeros(len(places), "i8"))}
         for name in columns:
-            if name not in IDENTITY:
+            if rows is not None and name not in IDENTITY:
                 given[name] = _extract(rows, {PROMPT: self._source.prompt, ANSWER: self._source.answer}.get(name, name))
         return pa.table([given[name] for name in columns], schema=schema).combine_chunks()
 

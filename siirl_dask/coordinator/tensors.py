@@ -17,7 +17,9 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
     """
     array = _one_chunk(column)
     if array.null_count:
-        raise ValueError(f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none")
+        raise ValueError(
+            f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
+        )
     offsets = array.offsets.to_numpy().astype(np.int64)
     return torch.from_dlpack(array.flatten()), torch.from_numpy(offsets - offsets[0])
 

@@ -20,7 +20,9 @@ from siirl_dask.errors import Aborted, PeerError, SiirlError
 if TYPE_CHECKING:
     from distributed import Worker
 
-OP = "siirl_request"
+
+def _op(run: str) -> str:
+    return f"siirl_request_{run}"
 
 
 class DaskTransport:
@@ -38,9 +40,8 @@ class DaskTransport:
 
     async def request(self, worker: str, request: Request) -> Reply:
         message = {
-            "op": OP,
+            "op": _op(request.key.run),
             "kind": request.op,
-            "run": request.key.run,
             "sequence": request.key.sequence,
             "edge": request.key.edge,
             "rows": list(request.rows),
@@ -77,10 +78,10 @@ class DaskTransport:
         await self._pool.close()
 
 
-def serve(worker: Worker, handler: Handler) -> None:
-    """Answer peers' requests on this worker with ``handler``."""
+def serve(worker: Worker, run: str, handler: Handler) -> None:
+    """Answer peers' requests of one run on this worker with ``handler``."""
 
-    async def siirl_request(kind: str, run: str, sequence: int, edge: str, rows: tuple[int, ...]) -> dict[str, Any]:
+    async def siirl_request(kind: str, sequence: int, edge: str, rows: tuple[int, ...]) -> dict[str, Any]:
         try:
             reply = await handler(Request(kind, TransitionKey(run, sequence, edge), rows))
         except Aborted as error:
@@ -89,8 +90,8 @@ def serve(worker: Worker, handler: Handler) -> None:
             return {"refused": str(error)}
         return {"header": reply.header, "payload": Serialized({}, list(reply.frames))}
 
-    worker.handlers[OP] = siirl_request
+    worker.handlers[_op(run)] = siirl_request
 
 
-def stop_serving(worker: Worker) -> None:
-    worker.handlers.pop(OP, None)
+def stop_serving(worker: Worker, run: str) -> None:
+    worker.handlers.pop(_op(run), None)

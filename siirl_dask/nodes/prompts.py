@@ -33,5 +33,3 @@ def encode_prompts(ctx: Context, table: pa.Table, *, max_prompt_length: int) -> 
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(map(len, ids), pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
     return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))
-
-

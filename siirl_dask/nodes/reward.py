@@ -33,7 +33,9 @@ def _score_row(ctx: Context, row: dict[str, object], reward: Callable[..., float
         value = reward(prompt, response, answer)
     except Exception as error:
         name = getattr(reward, "__qualname__", repr(reward))
-        raise RewardError(f"reward {name} raised {type(error).__name__}: {error} ({where}, answer {answer!r})") from error
+        raise RewardError(
+            f"reward {name} raised {type(error).__name__}: {error} ({where}, answer {answer!r})"
+        ) from error
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RewardError(f"the reward gave {value!r}: expected a finite number ({where}, answer {answer!r})")
     return float(value)

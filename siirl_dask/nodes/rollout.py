@@ -77,5 +77,3 @@ def _log(ctx: Context, samples: Sequence[Generation], tokens: Sequence[int]) -> 
     ctx.log("tokens", sum(tokens), Reduce.SUM)
     ctx.log("response/length", [len(sample.token_ids) for sample in samples])
     ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
-
-

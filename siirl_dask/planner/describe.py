@@ -11,6 +11,7 @@ from siirl_dask.planner.estimate import Estimate, Sizes, estimate
 from siirl_dask.planner.flow import Stage
 from siirl_dask.schema import IDENTITY
 
+_PACKAGE = __name__.split(".")[0]
 _WIDTH = 120
 _GAP = 2
 _LEAST = 30  # characters of the last column of a table
@@ -24,7 +25,7 @@ def describe(plan: Plan, sizes: Sizes) -> str:
     estimates = estimate(plan, sizes)
     sections = {
         f"{len(plan.dag.roles)} roles on {len(workers)} workers, {sizes.prompts} prompts a step": _roles(plan, workers),
-        f"{len(plan.dag.nodes)} nodes": _nodes(plan.stages.values()),
+        f"{len(plan.dag.nodes)} nodes (a dot stands for {_PACKAGE})": _nodes(plan.stages.values()),
         "The chain of each worker": _chains(plan, workers),
         f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(plan, workers, estimates),
     }
@@ -33,7 +34,7 @@ def describe(plan: Plan, sizes: Sizes) -> str:
 
 
 def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
-    builds = {role.name: function_name(getattr(role.build, "func", role.build)) for role in plan.dag.roles}
+    builds = {role.name: _short(role.build) for role in plan.dag.roles}
     rows = [(name, build, _who(plan.placement[name], workers)) for name, build in builds.items()]
     return _table(("role", "built by", "workers"), rows)
 
@@ -44,10 +45,13 @@ def _nodes(stages: Iterable[Stage]) -> str:
         node, contract = stage.node, stage.node.contract
         reads = [*contract.reads, *(name for name in contract.optional if name in stage.available)]
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        function = function_name(getattr(node.fn, "func", node.fn))
         kept = f", kept as {node.keep!r}" if node.keep else ""
-        rows.append((node.name, function, node.role, ", ".join(node.after) or "-", columns + kept))
+        rows.append((node.name, _short(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))
     return _table(("node", "function", "role", "after", "reads -> writes"), rows)
+
+
+def _short(fn: object) -> str:
+    return function_name(getattr(fn, "func", fn)).removeprefix(_PACKAGE)
 
 
 def _chains(plan: Plan, workers: tuple[str, ...]) -> str:

@@ -171,8 +171,9 @@ def _node(position: int, spec: Mapping[str, Any]) -> Node:
         if not isinstance(spec.get(key), str):
             raise PlanError(f"{what} has {key}={spec.get(key)!r}: expected name, run and role, each a text")
     rows = str(spec.get("rows") or Rows.ANYWHERE)
-    if rows not in list(Rows):
-        raise PlanError(f"{what} has rows={rows!r}: expected one of {[str(r) for r in Rows]}{did_you_mean(rows, Rows)}")
+    valid = [str(policy) for policy in Rows]
+    if rows not in valid:
+        raise PlanError(f"{what} has rows={rows!r}: expected one of {valid}{did_you_mean(rows, valid)}")
     return Node(
         name=spec["name"],
         fn=bind(resolve(spec["run"]), spec.get("with") or {}, what),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.worker")
 _STORE = "store"
+ABORT = "siirl-abort"
+"""Stream operation by which the supervisor stops a run's workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,27 +76,24 @@ class DAGWorker(WorkerPlugin):
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is no member of this run
-        edges = {
-            f"{phase}/{edge.name}": edge for phase, (plan, _) in self.spec.phases.items() for edge in plan.edges
-        }
+        edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self.spec.phases.items() for edge in plan.edges}
         self._transport = DaskTransport(worker, self.spec.members, self.spec.stall_timeout)
         await self._transport.start()
         self._databuffer = Databuffer(self.spec.run, self.worker_name, edges, self._transport)
         self._store_port: asyncio.Future[int] = self._loop.create_future()
-        worker.stream_handlers[f"{self.name}-abort"] = self._on_abort
-        serve(worker, self._handle)
+        worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
+        serve(worker, self.spec.run, self._handle)
 
     async def teardown(self, worker: Worker) -> None:
-        self._on_abort("the run is over")
-        if not hasattr(self, "_transport"):
-            return
-        stop_serving(worker)
-        worker.stream_handlers.pop(f"{self.name}-abort", None)
-        await self._transport.close()
+        self.abort("the run is over")
+        if hasattr(self, "_transport"):
+            stop_serving(worker, self.spec.run)
+            await self._transport.close()
 
     def start(self) -> None:
         """Join the process groups and build this worker's roles; runs as a task, once."""
         torch.set_num_threads(self.spec.threads)
+        groups.leave()  # a run that failed on this process may not have come to it
         names = list(self.spec.members)
         device = find_device(self.worker_name, names.index(self.worker_name))
         plan = self.spec.phases["train"][0]
@@ -146,9 +146,7 @@ class DAGWorker(WorkerPlugin):
         else:
             first = get_address_host(self.spec.members[workers[0]])
             store = groups.join_store(first, wait_for(self._ask_store_port(workers[0]), self._loop, self.stop), timeout)
-        return groups.join(
-            store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout
-        )
+        return groups.join(store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout)
 
     async def _ask_store_port(self, first: str) -> int:
         reply = await self._transport.request(first, Request(_STORE, TransitionKey(self.spec.run, -1, _STORE)))
@@ -162,10 +160,17 @@ class DAGWorker(WorkerPlugin):
             return Reply({"port": await asyncio.shield(self._store_port)})
         return await self._databuffer.handle(request)
 
-    def _on_abort(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
+        """Wake every wait of this worker and stop its chain at the next link."""
         self.stop.set(reason)
         if hasattr(self, "_databuffer"):
             self._databuffer.abort(reason)
+
+
+def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
+    """Stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no handler for one."""
+    if isinstance(running := worker.plugins.get(plugin), DAGWorker):
+        running.abort(reason)
 
 
 def _plugin(name: str) -> DAGWorker:

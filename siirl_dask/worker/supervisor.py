@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
+from siirl_dask.worker.dag_worker import ABORT
 from siirl_dask.worker.traffic import TrafficMeter
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ class Supervisor(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._aborted = False
         self._traffic = TrafficMeter(scheduler)
         scheduler.handlers[f"{self.name}-abort"] = self.abort
         scheduler.handlers[f"{self.name}-traffic"] = self.traffic
@@ -34,7 +34,7 @@ class Supervisor(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         lost = [name for name, address in self._members.items() if address == worker]
-        if lost and not self._aborted:
+        if lost:
             scheduler.log_event(self._topic, {"kind": "lost", "member": lost[0], "address": worker})
             self.abort(f"worker {lost[0]!r} at {worker} left the cluster")
 
@@ -44,8 +44,7 @@ class Supervisor(SchedulerPlugin):
 
     def abort(self, reason: str) -> None:
         """Tell every member that is still there to stop. Also a handler that the driver calls."""
-        self._aborted = True
-        message = {"op": f"{self.name}-abort", "reason": reason}
+        message = {"op": ABORT, "plugin": self.name, "reason": reason}
         present = [address for address in self._members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
 

@@ -1,0 +1,118 @@
+"""The Dask cluster of a run: processes started on this machine, or an existing cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+
+import dask
+from distributed import Client, LocalCluster
+
+from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.errors import ConfigError, RunError
+
+_CLOSE_TIMEOUT = 3.0  # seconds; Ctrl-C has to be over within five
+
+
+@contextmanager
+def connect(config: Config) -> Iterator[Client]:
+    """A client of a cluster with ``cluster.workers`` workers; one that was started here is closed on the way out."""
+    cluster = config.cluster
+    if cluster.address or cluster.scheduler_file:
+        with _existing(cluster) as client:
+            yield client
+        return
+    with dask.config.set(_local_settings(cluster)), _local(config) as local, Client(local) as client:
+        _wait_for_workers(client, cluster)
+        yield client
+
+
+def members(client: Client, count: int) -> dict[str, str]:
+    """{name: address} of the first ``count`` workers, in the order of their names: the run's rank order."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    named = {str(worker["name"]): address for address, worker in workers.items()}
+    order = sorted(named, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+    return {name: named[name] for name in order[:count]}
+
+
+@contextmanager
+def _local(config: Config) -> Iterator[LocalCluster]:
+    """One process a worker, everything bound to loopback."""
+    cluster = LocalCluster(
+        n_workers=0,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address=f"127.0.0.1:{config.observe.dashboard_port}",
+        memory_limit=0,  # the model is there for good: Dask must not pause or kill a worker for it
+        silence_logs=logging.CRITICAL,
+    )
+    try:
+        resource_tracker.ensure_running()  # started later, it would take the mask below off again
+        cluster.sync(_block_interrupts)
+        cluster.scale(config.cluster.workers)
+        yield cluster
+    finally:
+        _close(cluster)
+
+
+def _close(cluster: LocalCluster) -> None:
+    """Close in order; a worker that does not come out of what it is doing in time is killed, and none is left over."""
+    late = threading.Timer(_CLOSE_TIMEOUT, _kill, [[nanny.pid for nanny in cluster.workers.values() if nanny.pid]])
+    late.start()
+    try:
+        cluster.close()
+    finally:
+        late.cancel()
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _block_interrupts() -> None:
+    """Ctrl-C reaches every process of the terminal. Those that this thread starts inherit the mask and live on; the driver,
+    whose main thread is not masked, hears it and stops them in order."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _local_settings(cluster: ClusterConfig) -> dict[str, object]:
+    return {
+        "distributed.nanny.pre-spawn-environ": {
+            **dask.config.get("distributed.nanny.pre-spawn-environ"),
+            "OMP_NUM_THREADS": cluster.threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": 1,
+        },
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.logging.distributed": "critical",
+    }
+
+
+@contextmanager
+def _existing(cluster: ClusterConfig) -> Iterator[Client]:
+    try:
+        client = Client(address=cluster.address, scheduler_file=cluster.scheduler_file, timeout=cluster.start_timeout)
+    except OSError as error:
+        where = f"cluster.address={cluster.address!r}" if cluster.address else f"{cluster.scheduler_file!r}"
+        raise ConfigError(f"no Dask scheduler answers at {where}: {error}") from error
+    with client:
+        _wait_for_workers(client, cluster)
+        yield client
+
+
+def _wait_for_workers(client: Client, cluster: ClusterConfig) -> None:
+    try:
+        client.wait_for_workers(cluster.workers, timeout=cluster.start_timeout)
+    except TimeoutError as error:
+        up = len(client.scheduler_info(n_workers=-1)["workers"])
+        raise RunError(
+            f"{up} of {cluster.workers} workers came up within cluster.start_timeout={cluster.start_timeout:g} s"
+        ) from error

@@ -1,0 +1,207 @@
+"""The driver: hands out turns a few steps ahead and listens. It sees no sample: only what was logged, and failures."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from traceback import format_exception
+from typing import Any
+
+from distributed import Client, Future
+
+from siirl_dask.context import Metric
+from siirl_dask.coordinator.messages import Turn
+from siirl_dask.errors import Aborted, PeerError, RunError, SiirlError, WorkerLost
+from siirl_dask.observe import merge, unpack
+from siirl_dask.worker.dag_worker import DAGWorker, RunSpec, finish_worker, run_chain, start_worker
+from siirl_dask.worker.supervisor import Supervisor
+
+_GRACE = 2.0  # seconds after a first failure in which its cause may still come in
+_STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the cluster is closed over their heads
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A turn that every worker has completed."""
+
+    turn: Turn
+    seconds: float
+    """Since the turn before it was done, or since the start."""
+    metrics: dict[str, Metric]
+
+
+@dataclass(slots=True)
+class _Pending:
+    turn: Turn
+    futures: dict[str, Future]
+    logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
+
+
+class Driver:
+    """Runs turns on the workers of one run."""
+
+    def __init__(self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float) -> None:
+        self._client = client
+        self._spec = spec
+        self._lookahead = lookahead
+        self._stall_timeout = stall_timeout
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._pending: deque[_Pending] = deque()
+        self._last: dict[str, Future] = {}
+        self._started = False
+        self._undo = ExitStack()
+
+    def start(self, timeout: float) -> None:
+        """Put the run on the cluster and build every worker's roles. Raises what a role's build raised."""
+        client, plugin = self._client, self._spec.plugin
+        client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
+        self._undo.callback(client.unsubscribe_topic, self._spec.topic)
+        client.register_plugin(Supervisor(plugin, self._spec.topic, self._spec.members))
+        self._undo.callback(client.unregister_scheduler_plugin, plugin)
+        self._started = True
+        client.register_plugin(DAGWorker(self._spec))
+        self._undo.callback(client.unregister_worker_plugin, plugin)
+        self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
+        self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
+
+    def run(self, turns: Iterator[Turn]) -> Iterator[Done]:
+        """Yield each turn when all workers are through with it, while the next ones are under way already.
+
+        The run's failure is raised here: WorkerLost names the worker and the step, anything else is what a node raised.
+        """
+        since = time.monotonic()
+        while True:
+            while len(self._pending) <= self._lookahead and (turn := next(turns, None)) is not None:
+                self._hand_out(turn)
+            if not self._pending:
+                return
+            head = self._pending[0]
+            while len(head.logged) < len(self._spec.members):
+                self._handle(self._next_event(self._stall_timeout))
+            self._pending.popleft()
+            now = time.monotonic()
+            yield Done(head.turn, now - since, merge([head.logged[worker] for worker in self._spec.members]))
+            since = now
+
+    def traffic(self) -> int | None:
+        """Bytes through the scheduler and the client since ``start``."""
+        count: int | None = self._call("traffic")
+        return count
+
+    def abort(self, reason: str) -> None:
+        """Tell every worker to stop, and wait a moment until they have."""
+        if not self._started:
+            return
+        self._call("abort", reason=reason)
+        deadline = time.monotonic() + _STOP_TIMEOUT
+        running = [future for pending in self._pending for future in pending.futures.values()]
+        while time.monotonic() < deadline and any(future.status == "pending" for future in running[: len(self._last)]):
+            time.sleep(0.05)
+
+    def finish(self, timeout: float) -> None:
+        """Let every worker go of what it built."""
+        self._last = self._submit("finish", lambda worker: (finish_worker, self._spec.plugin, self._last[worker]))
+        self._await_all(self._last, time.monotonic() + timeout, "to finish")
+
+    def close(self) -> None:
+        """Take the run off the cluster."""
+        self._undo.close()
+
+    def _hand_out(self, turn: Turn) -> None:
+        completed = self._pending[0].turn.sequence if self._pending else turn.sequence
+        named = (turn.phase, turn.step, turn.sequence)
+        futures = self._submit(
+            f"{turn.sequence:06d}",
+            lambda worker: (run_chain, self._spec.plugin, named, completed, self._last[worker]),
+        )
+        self._pending.append(_Pending(turn, futures))
+        self._last = futures
+
+    def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future]:
+        """One task a worker, pinned, after the worker's task before it."""
+        futures = {}
+        for worker, address in self._spec.members.items():
+            function, *arguments = task(worker)
+            key = f"{self._spec.plugin}-{name}-{worker}"
+            futures[worker] = self._client.submit(function, *arguments, key=key, workers=[address], pure=False)
+            futures[worker].add_done_callback(self._listener(worker))
+        return futures
+
+    def _listener(self, worker: str) -> Callable[[Future], None]:
+        def on_done(future: Future) -> None:
+            if future.status == "error":
+                self._events.put({"kind": "error", "member": worker, "error": future.exception()})
+            elif future.status == "finished":
+                self._events.put({"kind": "finished", "member": worker, "key": future.key})
+
+        return on_done
+
+    def _await_all(self, futures: dict[str, Future], deadline: float, purpose: str) -> None:
+        waiting = {future.key for future in futures.values()}
+        while waiting:
+            left = deadline - time.monotonic()
+            event = self._next_event(left, f"{len(waiting)} workers took too long {purpose}")
+            waiting.discard(event.get("key"))
+            self._handle(event)
+
+    def _next_event(self, timeout: float, stalled: str = "") -> dict[str, Any]:
+        """The next event, waited for in slices so that Ctrl-C is heard."""
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return self._events.get(timeout=min(left, 0.2))
+            except queue.Empty:
+                continue
+        silent = [worker for worker in self._spec.members if self._pending and worker not in self._pending[0].logged]
+        where = f"{self._pending[0].turn}: no word from workers {silent}" if self._pending else stalled
+        raise RunError(f"{where} within {timeout:g} s (cluster.stall_timeout, cluster.start_timeout)")
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        match event["kind"]:
+            case "done":
+                pending = next(p for p in self._pending if p.turn.sequence == event["sequence"])
+                pending.logged[event["member"]] = unpack(event["metrics"])
+            case "error" | "lost":
+                raise self._cause([event, *self._events_within(_GRACE)])
+            case "finished":
+                pass
+
+    def _events_within(self, seconds: float) -> Iterator[dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                event = self._events.get(timeout=left)
+            except queue.Empty:
+                return
+            if event["kind"] in ("error", "lost"):
+                yield event
+            if event["kind"] == "lost":
+                return
+
+    def _cause(self, events: list[dict[str, Any]]) -> Exception:
+        """Of all that failed together, what the rest follows from: a death, else an error of a worker's own, else a peer's."""
+        for event in events:
+            if event["kind"] == "lost":
+                step = str(self._pending[0].turn) if self._pending else "the start"
+                return WorkerLost(
+                    f"worker {event['member']!r} at {event['address']} left the cluster during {step}: it was killed, "
+                    "ran out of memory or lost its connection; parts that were written are complete"
+                )
+        errors = [event["error"] for event in events]
+        errors.sort(key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
+        cause = errors[0]
+        if isinstance(cause, SiirlError):
+            return cause
+        failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")
+        failure.add_note("".join(format_exception(cause)))
+        return failure
+
+    def _call(self, what: str, **arguments: Any) -> Any:
+        async def call() -> Any:
+            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{what}")(**arguments)
+
+        return self._client.sync(call)

@@ -1,0 +1,1 @@
+"""Shipped for those who write engines, trainers or transports: conformance suites, tiny models, tiny tasks."""

@@ -1,0 +1,218 @@
+"""What every RolloutEngine must do, as tests to inherit.
+
+class TestMyEngine(EngineTests):
+    @classmethod
+def make_engine(cls, folder: Path) -> RolloutEngine:
+        return MyEngine(folder)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from siirl_dask.rollout import FinishReason, Generation, RolloutEngine, Sampling
+from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
+from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
+
+# A random model's next token is nearly uniform; at this temperature the likeliest of 264 tokens has about 0.1.
+_SHARP = 0.06
+
+
+class EngineTests:
+    """Conformance of an engine; ``make_engine`` builds one from a Hugging Face folder, in float32, once per class."""
+
+    tolerance = 1e-4
+    """Of log-probabilities, against a plain forward pass in float32."""
+
+    @classmethod
+    def make_engine(cls, folder: Path) -> RolloutEngine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_model(tmp_path_factory.mktemp("engine") / "model", seed=1, chat_template=CHAT_TEMPLATE)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, folder: Path) -> PreTrainedModel:
+        return load_model(folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other_model(cls, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+        return load_model(tiny_model(tmp_path_factory.mktemp("engine") / "other", seed=2))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def built_engine(cls, folder: Path) -> Iterator[RolloutEngine]:
+        engine = cls.make_engine(folder)
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine(self, built_engine: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
+        """Building one may take seconds, so all tests share one; each finds it with the weights of the folder."""
+        if built_engine.version != 0:
+            built_engine.load_weights(model.named_parameters(), 0)
+        return built_engine
+
+    def test_the_weights_it_was_built_with_are_version_0(self, engine: RolloutEngine) -> None:
+        assert engine.version == 0
+
+    def test_no_prompts_no_samples(self, engine: RolloutEngine) -> None:
+        assert engine.generate([], [], Sampling(max_tokens=4)) == []
+
+    def test_a_prompt_without_tokens_is_refused(self, engine: RolloutEngine) -> None:
+        with pytest.raises(ValueError, match="no tokens"):
+            engine.generate([[1, 2], []], [0, 1], Sampling(max_tokens=4))
+
+    def test_a_sample_is_the_same_whatever_stands_beside_it(self, engine: RolloutEngine) -> None:
+        prompts, seeds, sampling = _prompts(12), list(range(100, 112)), Sampling(max_tokens=8, temperature=_SHARP)
+        together = engine.generate(prompts, seeds, sampling)
+        reversed_order = engine.generate(prompts[::-1], seeds[::-1], sampling)[::-1]
+        alone = [engine.generate([prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+        self._assert_same(reversed_order, together)
+        self._assert_same(alone, together)
+
+    def test_a_longer_limit_only_goes_on_from_a_shorter_one(self, engine: RolloutEngine) -> None:
+        prompts, seeds = _prompts(4), [1, 2, 3, 4]
+        short = engine.generate(prompts, seeds, Sampling(max_tokens=3, temperature=_SHARP))
+        long = engine.generate(prompts, seeds, Sampling(max_tokens=9, temperature=_SHARP))
+        assert [sample.token_ids for sample in short] == [sample.token_ids[:3] for sample in long]
+
+    def test_other_seeds_give_other_samples(self, engine: RolloutEngine) -> None:
+        samples = engine.generate([[5, 6, 7]] * 8, list(range(8)), Sampling(max_tokens=8))
+        assert len({tuple(sample.token_ids) for sample in samples}) == 8
+
+    def test_samples_follow_the_model(self, engine: RolloutEngine, model: PreTrainedModel) -> None:
+        prompt, count = [5, 6, 7], 2000
+        samples = engine.generate([prompt] * count, list(range(count)), Sampling(max_tokens=1, temperature=_SHARP))
+        drawn = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=VOCABULARY) / count
+        with torch.no_grad():
+            expected = response_scores(model, prompt, [0], _SHARP)[0].exp()
+        noise = float(
+            (2 * expected * (1 - expected) / (torch.pi * count)).sqrt().sum()
+        )  # expected sum of |differences|
+        assert float((drawn - expected).abs().sum()) < 1.5 * noise
+
+    def test_logprobs_are_of_the_tempered_distribution_before_top_p_and_top_k(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        for sampling in (
+            Sampling(max_tokens=6, temperature=0.7),
+            Sampling(max_tokens=6, temperature=_SHARP, top_k=5),
+            Sampling(max_tokens=6, temperature=_SHARP, top_p=0.5),
+        ):
+            prompts = _prompts(6)
+            samples = engine.generate(prompts, list(range(6)), sampling)
+            self._assert_logprobs(model, prompts, samples, sampling.temperature)
+
+    def test_top_k_and_top_p_leave_only_the_likeliest(self, engine: RolloutEngine, model: PreTrainedModel) -> None:
+        prompt = [5, 6, 7]
+        with torch.no_grad():
+            likeliest = response_scores(model, prompt, [0], _SHARP)[0].exp().sort(descending=True)
+        nucleus = int((likeliest.values.cumsum(0) < 0.5).sum()) + 1
+        for sampling, count in (
+            (Sampling(max_tokens=1, temperature=_SHARP, top_k=3), 3),
+            (Sampling(max_tokens=1, temperature=_SHARP, top_p=0.5), nucleus),
+        ):
+            samples = engine.generate([prompt] * 200, list(range(200)), sampling)
+            assert {sample.token_ids[0] for sample in samples} <= set(likeliest.indices[:count].tolist())
+
+    def test_a_sample_ends_at_its_end_token_or_at_the_limit(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        end = model.generation_config.eos_token_id  # type: ignore[union-attr]
+        samples = engine.generate(_prompts(128), list(range(128)), Sampling(max_tokens=32))
+        for sample in samples:
+            assert len(sample.logprobs) == len(sample.token_ids)
+            if sample.finish_reason is FinishReason.STOP:
+                assert sample.token_ids.index(end) == len(sample.token_ids) - 1
+            else:
+                assert end not in sample.token_ids
+                assert len(sample.token_ids) == 32
+        assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
+
+    def test_greedy_takes_the_likeliest_token_whatever_the_seed(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        prompts, greedy = _prompts(6), Sampling(max_tokens=6, temperature=0.0)
+        samples = engine.generate(prompts, [0] * 6, greedy)
+        self._assert_same(engine.generate(prompts, [1] * 6, greedy), samples)
+        self._assert_logprobs(model, prompts, samples, temperature=1.0)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            scores = response_scores(model, prompt, sample.token_ids)
+            assert scores.argmax(-1).tolist() == sample.token_ids
+
+    def test_new_weights_are_the_ones_that_generate(
+        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+    ) -> None:
+        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        before = engine.generate(prompts, list(range(6)), sampling)
+        engine.load_weights(iter(list(other_model.named_parameters())), 7)
+        assert engine.version == 7
+        self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+        engine.load_weights(model.named_parameters(), 8)
+        self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+
+    @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
+    def test_weights_that_do_not_fit_are_refused_by_name(
+        self, engine: RolloutEngine, model: PreTrainedModel, wrong: str
+    ) -> None:
+        engine.load_weights(model.named_parameters(), 3)
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        name = "model.norm.weight"
+        if wrong == "missing":
+            del weights[name]
+        elif wrong == "unknown":
+            name = "model.unheard_of.weight"
+            weights[name] = torch.zeros(3)
+        else:
+            weights[name] = torch.zeros(3)
+        with pytest.raises(ValueError, match=name):
+            engine.load_weights(weights.items(), 4)
+        assert engine.version == 3
+
+    @pytest.mark.parametrize("text", ["Sort: 2 9 =", "  two  spaces\n\tand a tab ", "é ß 漢字 🙂", ""])
+    def test_the_tokenizer_gives_back_the_text(self, engine: RolloutEngine, text: str) -> None:
+        assert engine.tokenizer.decode(engine.tokenizer.encode(text), skip_special=False) == text
+
+    def test_the_tokenizer_leaves_special_tokens_out_when_asked(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        tokens = [*engine.tokenizer.encode("ab"), model.generation_config.eos_token_id]  # type: ignore[union-attr]
+        assert engine.tokenizer.decode(tokens, skip_special=True) == "ab"
+        assert engine.tokenizer.decode(tokens, skip_special=False) != "ab"
+
+    def test_messages_go_through_the_chat_template(self, engine: RolloutEngine) -> None:
+        tokens = engine.tokenizer.encode([{"role": "user", "content": "hi"}])
+        assert engine.tokenizer.decode(tokens, skip_special=False) == "user: hi\nassistant:"
+
+    def _assert_same(self, given: list[Generation], expected: list[Generation]) -> None:
+        assert [sample.token_ids for sample in given] == [sample.token_ids for sample in expected]
+        assert [sample.finish_reason for sample in given] == [sample.finish_reason for sample in expected]
+        for one, other in zip(given, expected, strict=True):
+            assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
+
+    def _assert_logprobs(
+        self, model: PreTrainedModel, prompts: list[list[int]], samples: list[Generation], temperature: float
+    ) -> None:
+        for prompt, sample in zip(prompts, samples, strict=True):
+            with torch.no_grad():
+                expected = response_logprobs(model, prompt, sample.token_ids, temperature)
+            assert_close(torch.tensor(sample.logprobs), expected, atol=self.tolerance, rtol=0)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    """Of 1 to 12 tokens, some twice."""
+    numbers = random.Random(0)
+    return [[numbers.randrange(256) for _ in range(numbers.randint(1, 12))] for _ in range(count)]

@@ -1,0 +1,35 @@
+"""What a model says of its tokens, by a plain forward pass of one row: what engines and trainers are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from siirl_dask.testing.tiny import no_progress_bars
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """In float32, ready to be run."""
+    with no_progress_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def response_scores(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probability of every token of the vocabulary at each place of the response. [len(response), V], with gradient."""
+    logits: Tensor = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
+    return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def response_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probability of each token of the response. [len(response)], with gradient."""
+    scores = response_scores(model, prompt, response, temperature)
+    return scores.gather(1, torch.tensor(response, dtype=torch.int64)[:, None]).squeeze(1)

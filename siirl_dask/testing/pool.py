@@ -1,0 +1,124 @@
+"""Many workers in one process: the real executor, databuffer and planner over a transport that is a function call.
+
+For tests of DAGs and of the data plane, without a cluster:
+
+    with LocalPool(plan, source, url=str(tmp_path)) as pool:
+        metrics = pool.run(step=1)
+
+Roles are built as on a cluster but without process groups, so a trainer that learns needs a role of one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from siirl_dask.context import Device, Metric, Rank
+from siirl_dask.coordinator.databuffer import Databuffer
+from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.messages import Handler, Reply, Request, Turn
+from siirl_dask.observe.metrics import merge
+from siirl_dask.planner import Plan
+from siirl_dask.worker.executor import Bench, Execution
+from siirl_dask.worker.stop import StopFlag
+
+RUN = "pool"
+
+
+@dataclass(slots=True)
+class LocalTransport:
+    """Calls the other worker's handler, after copying the frames as a network would."""
+
+    handlers: dict[str, Handler]
+    payload: int = 0
+    """Bytes of all replies so far."""
+
+    async def request(self, worker: str, request: Request) -> Reply:
+        reply = await self.handlers[worker](request)
+        frames = [bytes(frame) for frame in reply.frames]
+        self.payload += sum(map(len, frames))
+        return Reply(reply.header, frames)
+
+
+@dataclass
+class LocalPool:
+    plan: Plan
+    source: Source
+    url: str
+    seed: int = 0
+    handlers: dict[str, Handler] = field(default_factory=dict, init=False)
+    transport: LocalTransport = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transport = LocalTransport(self.handlers)
+        self.stop = StopFlag()
+        self._sequence = 0
+        self._first: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.workers = tuple(self.plan.chains)
+        self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
+        self._benches = {worker: self._bench(worker) for worker in self.workers}
+        self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
+
+    def run(self, step: int = 1) -> dict[str, Metric]:
+        """One step of every worker, each in a thread of its own. Raises what the first worker that failed raised."""
+        turn = Turn("train", step, self._sequence)
+        self._sequence += 1
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            running = [threads.submit(self._run_one, worker, turn) for worker in self.workers]
+            failed = [error for future in running if (error := future.exception())]
+        if failed:
+            raise self._first or failed[0]
+        return merge([future.result() for future in running])
+
+    def resources(self, worker: str) -> Mapping[str, Any]:
+        return self._benches[worker].resources
+
+    def __enter__(self) -> LocalPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run_one(self, worker: str, turn: Turn) -> dict[str, Metric]:
+        try:
+            return Execution(self._benches[worker], turn, self._loaders[worker]).run(self.plan.chains[worker])
+        except BaseException as error:
+            self._first = self._first or error
+            self.stop.set(f"worker {worker!r} failed")  # as the supervisor does on a cluster
+            raise
+
+    def _databuffer(self, worker: str) -> Databuffer:
+        edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
+        databuffer = Databuffer(RUN, worker, edges, self.transport)
+        self.handlers[worker] = databuffer.handle
+        return databuffer
+
+    def _bench(self, worker: str) -> Bench:
+        device = Device(worker)
+        roles = {role.name: role for role in self.plan.dag.roles}
+        mine = {name: members for name, members in self.plan.placement.items() if worker in members}
+        ranks = {name: Rank(members.index(worker), len(members)) for name, members in mine.items()}
+        return Bench(
+            device=device,
+            run_url=self.url,
+            run_seed=self.seed,
+            resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
+            ranks=ranks,
+            databuffer=self.databuffers[worker],
+            loop=self._loop,
+            stop=self.stop,
+            meter=lambda name: nullcontext(),
+        )

@@ -1,0 +1,41 @@
+"""The ranks of a process group, as processes on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from siirl_dask.context import Rank
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
+    """Call ``function(rank)`` in ``size`` new processes that share a gloo group on loopback; what each returned.
+
+    Results are tensors, numbers, strings and containers of them. ``folder`` is an empty one for what they exchange. An exception in a rank is raised here, with its traceback.
+    """
+    payload = cloudpickle.dumps(function)
+    mp.spawn(_run_rank, (size, payload, str(folder)), nprocs=size)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
+
+
+def _run_rank(rank: int, size: int, payload: bytes, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    try:
+        result = cloudpickle.loads(payload)(Rank(rank, size, dist.group.WORLD))
+        torch.save(result, f"{folder}/result-{rank}")
+        dist.barrier()  # a rank that is done must not take the group from one that is not
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""Fixtures that several folders share: a tiny task, a cluster of processes that outlives single tests, and a run on it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from siirl_dask.config import Config
+from siirl_dask.configfile import load, shipped
+
+
+@pytest.fixture(scope="session")
+def digits_task(tmp_path_factory):
+    """A random model of 91k parameters and prompts that ask for digits: learns without a warm start."""
+    from siirl_dask.testing.sorting import write_digits_task
+
+    return write_digits_task(tmp_path_factory.mktemp("digits"))
+
+
+@dataclass
+class Finished:
+    url: Path
+    summary: object
+
+    def table(self, name, step):
+        return pq.read_table(self.url / name / f"step={step:06d}").sort_by("row_id")
+
+    def records(self, phase="train"):
+        lines = (self.url / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["phase"] == phase]
+
+
+def digits_overrides(task, url):
+    """The quickstart's DAG on the digits task, as overrides of the shipped config."""
+    return [
+        f"run.url={url}",
+        f"data.url={task.train}",
+        "data.prepare=null",
+        f"model.path={task.model}",
+        "rewards.function=siirl_dask.testing.sorting:digit_fraction",
+        "rollout.max_response_length=8",
+        "data.batch_size=8",
+        "rollout.n=4",
+        "algorithm.minibatches=2",
+        "trainer.lr=2e-3",
+        "validation.url=null",
+        "validation.test_url=null",
+        "observe.progress=false",
+        "run.steps=3",
+    ]
+
+
+@pytest.fixture(scope="session")
+def cluster_address():
+    """Four worker processes on this machine, shared by every test that can live with workers that have run before."""
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=4, threads_per_worker=1, memory_limit=0, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+    ) as cluster:
+        yield cluster.scheduler_address
+
+
+@pytest.fixture
+def train(digits_task, cluster_address, tmp_path):
+    """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=..., validation=...)``."""
+    from siirl_dask.cli import dags
+    from siirl_dask.run import run
+
+    def start(name, *overrides, dag=None, config_file=None):
+        url = tmp_path / name
+        given = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", *overrides]
+        file = load(config_file or shipped("quickstart.yaml"), given)
+        own, validation = dags(file)
+        return Finished(url, run(file.config, dag(file.config) if dag else own, validation))
+
+    return start
+
+
+@pytest.fixture
+def digits_config(digits_task, tmp_path) -> Config:
+    return load(shipped("quickstart.yaml"), digits_overrides(digits_task, tmp_path / "run")).config

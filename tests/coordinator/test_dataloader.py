@@ -1,0 +1,108 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source, source_schema
+from siirl_dask.errors import DataError
+from siirl_dask.schema import ROW_ID
+
+COLUMNS = ("row_id", "group_id", "tokens", "prompt", "answer", "extra")
+
+
+@pytest.fixture
+def url(tmp_path):
+    rows = {"q": [f"p{i}" for i in range(50)], "meta": [{"truth": i} for i in range(50)], "extra": list(range(50))}
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet", row_group_size=7)
+    return str(tmp_path / "train.parquet")
+
+
+def source(url, **changes):
+    return Source(**({"url": url, "prompt": "q", "answer": "meta.truth", "batch_size": 8, "seed": 3} | changes))
+
+
+def load(url, step, workers):
+    loaders = [Dataloader(source(url)) for _ in range(workers)]
+    parts = [loader.load(step, COLUMNS, index, workers) for index, loader in enumerate(loaders)]
+    for loader in loaders:
+        loader.close()
+    return pa.concat_tables(parts)
+
+
+def test_columns_are_renamed_structs_opened_and_unknown_columns_travel(url):
+    table = load(url, 0, 1)
+    assert table.column_names == list(COLUMNS)
+    assert table["prompt"].to_pylist() == [f"p{i}" for i in table["answer"].to_pylist()]
+    assert table["extra"].to_pylist() == table["answer"].to_pylist()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_a_step_is_the_same_on_any_number_of_workers(url, workers):
+    for step in (0, 6, 7, 20):
+        assert load(url, step, workers).equals(load(url, step, 1))
+
+
+def test_more_workers_than_prompts_leaves_some_with_an_empty_typed_part(url):
+    loader = Dataloader(source(url, batch_size=3))
+    parts = [loader.load(0, COLUMNS, index, 5) for index in range(5)]
+    loader.close()
+    assert sorted(part.num_rows for part in parts) == [0, 0, 1, 1, 1]
+    assert len({part.schema for part in parts}) == 1
+
+
+def test_any_step_can_be_asked_for_first_so_a_run_goes_on_where_it_stopped(url):
+    loader = Dataloader(source(url))
+    in_order = [loader.load(step, COLUMNS, 0, 1) for step in range(9)]
+    loader.close()
+    assert load(url, 8, 2).equals(in_order[8])
+
+
+def test_without_a_batch_size_everything_comes_in_table_order(url):
+    loader = Dataloader(source(url, batch_size=None, seed=None))
+    assert loader.load(0, COLUMNS, 0, 1)["extra"].to_pylist() == list(range(50))
+    loader.close()
+
+
+def test_only_the_columns_that_are_asked_for_are_read(url):
+    loader = Dataloader(source(url))
+    assert loader.load(0, (ROW_ID, "prompt"), 0, 1).column_names == [ROW_ID, "prompt"]
+    assert {columns for _, columns in loader._cache} == {("q",)}
+    loader.close()
+
+
+def test_a_missing_dataset_is_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        open_source(source(str(tmp_path / "nowhere")))
+
+
+def test_an_empty_dataset_is_refused(tmp_path):
+    pq.write_table(pa.table({"q": pa.array([], pa.string()), "a": pa.array([], pa.string())}), tmp_path / "e.parquet")
+    with pytest.raises(DataError, match="no rows"):
+        open_source(source(str(tmp_path / "e.parquet"), answer="a"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"prompt": "Q"}, "'Q'"), ({"answer": "meta.trut"}, "did you mean 'truth'")]
+)
+def test_a_column_that_is_not_there_is_named_with_the_nearest(url, changes, said):
+    with pytest.raises(DataError, match=said):
+        open_source(source(url, **changes))
+
+
+def test_a_dataset_that_uses_our_names_is_refused():
+    schema = pa.schema({"q": pa.string(), "a": pa.string(), "row_id": pa.int64()})
+    with pytest.raises(DataError, match="'row_id'.*rename"):
+        source_schema(schema, source("x", answer="a"))
+
+
+def test_a_part_whose_data_is_corrupt_is_named_when_it_is_read(tmp_path):
+    for part in range(2):
+        pq.write_table(
+            pa.table({"q": [f"{part}-{i}" * 50 for i in range(99)], "a": ["x"] * 99}), tmp_path / f"{part}.parquet"
+        )
+    damaged = bytearray((tmp_path / "1.parquet").read_bytes())
+    damaged[20:400] = bytes(380)
+    (tmp_path / "1.parquet").write_bytes(damaged)
+    loader = Dataloader(source(str(tmp_path), answer="a", batch_size=None, seed=None))
+    with pytest.raises(DataError, match=r"1\.parquet"):
+        loader.load(0, ("row_id", "prompt"), 0, 1)
+    loader.close()

@@ -1,0 +1,74 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from siirl_dask.configfile import shipped
+from tests.conftest import digits_overrides
+
+
+@dataclass
+class Started:
+    """``siirl-dask run`` as a user starts it: a process group of its own, as a terminal gives one."""
+
+    process: subprocess.Popen
+    url: Path
+    family: list = field(default_factory=list)
+
+    def steps(self):
+        log = self.url / "metrics.jsonl"
+        return log.read_text().count('"phase": "train"') if log.exists() else 0
+
+    def wait_for_steps(self, count, timeout=90):
+        deadline = time.monotonic() + timeout
+        while self.steps() < count:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"{self.steps()} steps after {timeout} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def workers(self):
+        return [child for child in self.family if "spawn_main" in " ".join(child.cmdline())]
+
+    def end(self, timeout):
+        """Seconds until it ended, and what it printed; whatever of it is still there fails the test."""
+        began = time.monotonic()
+        out, err = self.process.communicate(timeout=timeout)
+        seconds = time.monotonic() - began
+        _, alive = psutil.wait_procs(self.family, timeout=3)
+        assert not alive, f"left over: {alive}"
+        return seconds, out, err
+
+
+@pytest.fixture
+def start(digits_task, tmp_path):
+    """Start a run on a cluster of its own."""
+    started = []
+
+    def begin(*overrides, config=None, env=None):
+        url = tmp_path / "run"
+        command = [sys.executable, "-m", "siirl_dask.cli", "run", str(config or shipped("quickstart.yaml"))]
+        process = subprocess.Popen(
+            [*command, *digits_overrides(digits_task, url), *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        started.append(process)
+        return Started(process, url)
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

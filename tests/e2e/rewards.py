@@ -1,0 +1,9 @@
+"""Rewards that go wrong."""
+
+
+def fails_on_the_fifth(prompt, response, answer):
+    return 1 / (0 if prompt.endswith("5:") or len(response) > 4 else 1)
+
+
+def gives_nan(prompt, response, answer):
+    return float("nan")

@@ -1,0 +1,43 @@
+"""How a run ends when it is not allowed to: a killed worker, Ctrl-C, SIGTERM."""
+
+import json
+import os
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+
+ENDLESS = "run.steps=100000"
+
+
+def test_kill_9_of_a_worker_ends_the_run_by_name_and_loses_no_committed_rollout(start):
+    run = start(ENDLESS)
+    run.wait_for_steps(2)
+    os.kill(run.workers()[1].pid, signal.SIGKILL)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 15
+    assert run.process.returncode == 1
+    assert "left the cluster during train step" in err
+    assert "error: worker '" in err
+    summary = json.loads((run.url / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["steps"] >= 2
+    for step in range(1, summary["steps"] + 1):
+        assert pq.read_table(run.url / "rollouts" / f"step={step:06d}").num_rows == 32
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_stop_within_5_s_and_say_how_far_it_came(start, sign):
+    run = start(ENDLESS)
+    run.wait_for_steps(2)
+    if sign == signal.SIGINT:
+        os.killpg(run.process.pid, sign)  # as the terminal does: to every process of the group
+    else:
+        run.process.send_signal(sign)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 5
+    assert run.process.returncode == 130
+    summary = json.loads((run.url / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert f"stopped by the user after {summary['steps']} of 100000 steps" in err
+    assert "Traceback" not in err

@@ -1,0 +1,36 @@
+"""No sample passes through the scheduler or the client."""
+
+from functools import partial
+
+import pytest
+
+from siirl_dask.planner import DAG, Node, Role, Rows
+from siirl_dask.testing.fakes import build_nothing, fill, take
+
+
+def moving(tokens):
+    def dag(config):
+        roles = (Role("rollout", build_nothing), Role("policy", build_nothing))
+        there = Node("there", partial(fill, tokens=tokens), "rollout")
+        back = Node("back", take, "policy", ("there",), Rows.BALANCED)
+        return DAG(roles, (there, back, Node("again", take, "rollout", ("back",), Rows.GROUPED)))
+
+    return dag
+
+
+def test_scheduler_and_client_carry_no_more_when_rows_are_100_times_longer(train):
+    settings = ("cluster.workers=4", "run.steps=30", "data.batch_size=64")
+    short = train("short", *settings, dag=moving(100))
+    long = train("long", *settings, dag=moving(10_000))
+    assert long.summary.bytes_per_step.peers > 80 * short.summary.bytes_per_step.peers
+    assert long.summary.bytes_per_step.peers > 64 * 10_000 * 4
+    control = [run.summary.bytes_per_step.scheduler_and_client for run in (short, long)]
+    assert control[1] < 1.3 * control[0]
+    assert control[1] < 100_000  # four workers: tasks, done events, heartbeats
+
+
+def test_every_row_arrives_with_its_own_values(train):
+    run = train("rows", "cluster.workers=4", "run.steps=3", "data.batch_size=64", dag=moving(50))
+    for record in run.records():
+        expected = sum(row + 1000 * record["step"] + i for row in range(64) for i in range(50))
+        assert record["metrics"]["taken/sum"] == pytest.approx(2 * expected)

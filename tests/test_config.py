@@ -1,0 +1,412 @@
+"""Configs: read, refused by name before anything starts, written back, and every key read by somebody."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.config import Config, Dtype, RolloutConfig, RunConfig, TrainerConfig
+from siirl_dask.configfile import dump, load, shipped
+from siirl_dask.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = "data: {url: rows}\nmodel: {path: model}\n"
+GROUPS = get_type_hints(Config)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a file and be in its folder; gives its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "run.yaml") -> str:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+        return name
+
+    return write
+
+
+def plain(value: object) -> bool:
+    """No OmegaConf container in it."""
+    if is_dataclass(value):
+        return all(plain(getattr(value, f.name)) for f in fields(value))
+    if isinstance(value, (list, tuple)):
+        return all(map(plain, value))
+    if isinstance(value, dict):
+        return all(map(plain, value.values()))
+    return value is None or isinstance(value, (str, int, float, Enum))
+
+
+def test_a_file_and_overrides(write):
+    path = write(NEEDED + "rollout:\n  n: 4\nrun: {name: first}\ncluster: {workers: 4, placement: {rollout: [0, 1]}}\n")
+    file = load(path, ["rollout.n=16", "cluster.placement.policy=[2,3]", "trainer.betas=[0.8, 0.9]", "trainer.lr=2e-6"])
+    config = file.config
+    assert config.rollout.n == 16
+    assert config.run.url == "runs/first"
+    assert config.cluster.placement == {"rollout": [0, 1], "policy": [2, 3]}
+    assert config.trainer.betas == (0.8, 0.9)
+    assert config.trainer.lr == 2e-6
+    assert (file.roles, file.nodes, file.validation_nodes) == ({}, [], [])
+    assert plain(config)
+
+
+def test_the_dag_sees_the_values(write):
+    path = write(
+        NEEDED
+        + """
+trainer: {lr: 1}
+roles: {policy: {build: "m:f", with: {trainer: "${trainer}"}}}
+nodes:
+  - {name: a, run: "m:f", role: policy, with: {rollout: "${rollout}", n: "${rollout.n}", url: "${run.url}/x"}}
+validation_nodes: "${nodes}"
+"""
+    )
+    file = load(path, ["rollout.n=3", "run.name=mine"])
+    options = file.nodes[0]["with"]
+    assert options["n"] == 3
+    assert options["url"] == "runs/mine/x"
+    assert set(options["rollout"]) == {f.name for f in fields(RolloutConfig)}
+    assert RolloutConfig(**options["rollout"]) == file.config.rollout
+    assert file.roles["policy"]["with"]["trainer"]["lr"] == 1.0
+    assert file.validation_nodes == file.nodes
+    assert plain(file.nodes)
+    assert plain(file.roles)
+
+
+def test_base_files_come_first_and_may_have_bases(write):
+    write(NEEDED + "rollout: {n: 2, top_k: 5}\nnodes: [{name: one}, {name: two}]\n", "shared/first.yaml")
+    write("base: first.yaml\nrollout: {n: 3, max_rows: 7}\n", "shared/second.yaml")
+    file = load(write("base: shared/second.yaml\nrollout: {n: 4}\nnodes: [{name: three}]\n"))
+    assert (file.config.rollout.n, file.config.rollout.top_k, file.config.rollout.max_rows) == (4, 5, 7)
+    assert file.nodes == [{"name": "three"}]
+
+
+def test_a_mapping_replaces_the_one_of_the_base(write):
+    write(
+        NEEDED + "cluster: {placement: {a: [0], b: [1]}}\nroles: {a: {with: {x: 1}}, b: {build: 'm:f'}}\n", "base.yaml"
+    )
+    path = write("base: base.yaml\ncluster: {placement: {c: [1]}}\nroles: {a: {build: 'm:g'}}\n")
+    file = load(path)
+    assert file.config.cluster.placement == {"c": [1]}
+    assert file.roles == {"a": {"build": "m:g"}, "b": {"build": "m:f"}}
+    assert load(path, ["cluster.placement.a=[0]"]).config.cluster.placement == {"c": [1], "a": [0]}
+    assert load(path, ["cluster.placement={a: [0]}"]).config.cluster.placement == {"a": [0]}
+    assert load(path, ["cluster.placement={}"]).config.cluster.placement == {}
+
+
+def test_values_from_the_environment(write, monkeypatch):
+    monkeypatch.setenv("SAMPLES", "5")
+    assert load(write(NEEDED + 'rollout: {n: "${oc.env:SAMPLES}"}\n')).config.rollout.n == 5
+
+
+def test_an_empty_group_and_whole_floats(write):
+    config = load(write(NEEDED + "rollout:\nrun: {steps: 1e3, name: 7}\n")).config
+    assert (config.run.steps, config.run.name, config.rollout) == (1000, "7", RolloutConfig())
+
+
+def test_in_python_alone():
+    assert Config(run=RunConfig(name="x")).run.url == "runs/x"
+    assert TrainerConfig(betas=[0.5, 0.6]).betas == (0.5, 0.6)
+
+
+GROUP_LIST = "(groups: run, cluster, data, model, rollout, rewards, algorithm, trainer, validation, observe,"
+REFUSED = [
+    # the file's text, then overrides, then parts of the error
+    ("rolout: {n: 1}", [], ["run.yaml: unknown group 'rolout'", GROUP_LIST, "did you mean 'rollout'?"]),
+    ("lr: 1", [], ["run.yaml: unknown group 'lr'", "did you mean 'trainer.lr'?"]),
+    ("validation_node: []", [], ["unknown group 'validation_node'", "did you mean 'validation_nodes'?"]),
+    ("", ["lr=1"], ["override 'lr=1': unknown group 'lr'", "did you mean 'trainer.lr'?"]),
+    (
+        "rollout: {temprature: 1}",
+        [],
+        ["run.yaml: unknown key 'rollout.temprature'", "'temperature'", "did you mean 'temperature'?"],
+    ),
+    ("rollout: {lr: 1}", [], ["unknown key 'rollout.lr'", "did you mean 'trainer.lr'?"]),
+    ("rollout: {max_prompt_length: 1}", [], ["did you mean 'data.max_prompt_length'?"]),
+    ("rollout: {max_promt_length: 1}", [], ["did you mean 'max_response_length'?"]),
+    ("data: {weight_decy: 1}", [], ["unknown key 'data.weight_decy'", "did you mean 'trainer.weight_decay'?"]),
+    ("rollout: 5", [], ["run.yaml: rollout=5: expected a mapping with keys of", "'temperature'"]),
+    ("rollout: {n: eight}", [], ["run.yaml: rollout.n='eight': expected a whole number (int)"]),
+    ("rollout: {n: 1.5}", [], ["rollout.n=1.5: expected a whole number (int)"]),
+    ("rollout: {n: true}", [], ["rollout.n=True: expected a whole number (int)"]),
+    ("rollout: {n: null}", [], ["rollout.n=None: expected a whole number (int)"]),
+    ("rollout: {n: [1]}", [], ["rollout.n=[1]: expected a whole number (int)"]),
+    ("run: {steps: .inf}", [], ["run.steps=inf: expected a whole number (int)"]),
+    ("run: {name: [x]}", [], ["run.name=['x']: expected a text (str)"]),
+    ("trainer: {lr: fast}", [], ["trainer.lr='fast': expected a number (float)"]),
+    ("observe: {progress: 1}", [], ["observe.progress=1: expected true or false (bool)"]),
+    ("trainer: {betas: [0.9]}", [], ["trainer.betas=[0.9]: expected a list of 2 values"]),
+    ("trainer: {betas: [0.9, x]}", [], ["trainer.betas[1]='x': expected a number (float)"]),
+    ("cluster: {placement: [0]}", [], ["cluster.placement=[0]: expected a mapping"]),
+    ("cluster: {placement: {policy: 1}}", [], ["cluster.placement.policy=1: expected a list"]),
+    (
+        "model: {dtype: bfloat61}",
+        [],
+        ["model.dtype='bfloat61': expected one of ['float32', 'bfloat16']", "did you mean"],
+    ),
+    ("rollout: {engine: vlm}", [], ["rollout.engine='vlm': expected one of ['transformers'"]),
+    # impossible values
+    ("rollout: {n: 0}", [], ["run.yaml: rollout.n=0: expected at least 1"]),
+    ("rollout: {temperature: 0}", [], ["rollout.temperature=0.0: expected more than 0"]),
+    ("rollout: {top_p: 1.5}", [], ["rollout.top_p=1.5: expected more than 0 and at most 1"]),
+    ("trainer: {lr: .nan}", [], ["trainer.lr=nan: expected more than 0"]),
+    ("trainer: {lr: .inf}", [], ["trainer.lr=inf: expected more than 0, and finite"]),
+    ("trainer: {betas: [0.9, 1.0]}", [], ["trainer.betas=(0.9, 1.0): expected two numbers from 0 to below 1"]),
+    ("run: {url: ''}", [], ["run.url='': expected a folder or an fsspec URL"]),
+    ("algorithm: {clip_low: 1}", [], ["algorithm.clip_low=1.0: expected less than 1"]),
+    ("algorithm: {minibatches: 64}", [], ["algorithm.minibatches=64: expected at most data.batch_size=32"]),
+    ("observe: {dashboard_port: 70000}", [], ["observe.dashboard_port=70000: expected 0 to 65535"]),
+    ("cluster: {placement: {policy: [2]}}", [], ["cluster.placement.policy=[2]: no worker 2", "gives 0 to 1"]),
+    ("cluster: {placement: {policy: [0, 0]}}", [], ["cluster.placement.policy=[0, 0]: expected worker indices"]),
+    ("cluster: {placement: {policy: []}}", [], ["cluster.placement.policy=[]: expected worker indices"]),
+    ("cluster: {address: 'tcp://x', scheduler_file: y}", [], ["cluster.address and cluster.scheduler_file"]),
+    # interpolation
+    (
+        "run: {name: '${run.nme}'}",
+        [],
+        ["run.yaml: run.name: Interpolation key 'run.nme' not found; did you mean 'run.name'?"],
+    ),
+    (
+        "run: {name: '${rollout.lr}'}",
+        [],
+        ["run.name: Interpolation key 'rollout.lr' not found; did you mean 'trainer.lr'?"],
+    ),
+    ("run: {name: '${nme}'}", [], ["run.name: Interpolation key 'nme' not found"]),
+    ("run: {name: '${run.name}'}", [], ["run.name: Recursive interpolation detected"]),
+    ("run: {name: '${oc.env:NOT_SET}'}", [], ["run.name: ", "'NOT_SET' not found"]),
+    ("run: {name: '${a'}", [], ["run.yaml: run.name: "]),
+    ("nodes: [{name: '${rollout.m}'}]", [], ["run.yaml: nodes[0].name: Interpolation key 'rollout.m' not found"]),
+    ("nodes: [{name: '???'}]", [], ["run.yaml: nodes[0].name: Missing mandatory value"]),
+    # shapes of the DAG's part
+    ("nodes: {a: 1}", [], ["run.yaml: nodes={'a': 1}: expected a list"]),
+    ("roles: [a]", [], ["run.yaml: roles=['a']: expected a mapping"]),
+    ("validation_nodes: 5", [], ["run.yaml: validation_nodes=5: expected a list"]),
+    # overrides
+    ("", ["rollout.n"], ["override 'rollout.n': expected key=value, such as trainer.lr=2e-6"]),
+    ("", ["=1"], ["override '=1': expected key=value"]),
+    ("", ["rollout.n=x"], ["override 'rollout.n=x': rollout.n='x': expected a whole number (int)"]),
+    ("", ["rollout.m=1"], ["override 'rollout.m=1': unknown key 'rollout.m'"]),
+    ("", ["rollout=1"], ["override 'rollout=1': rollout=1: expected a mapping"]),
+    ("", ["trainer.betas=[1"], ["override 'trainer.betas=[1': the value of trainer.betas is not YAML"]),
+    ("", ["nodes.0.name=x"], ["override 'nodes.0.name=x': 'nodes' is for files only", "'base:'"]),
+    ("", ["roles.policy.build=x"], ["'roles' is for files only", "'base:'"]),
+    ("", ["base=x.yaml"], ["'base' is for files only"]),
+    ("", ["data.prompt.x=1"], ["data.prompt={'x': 1}: expected a text (str)"]),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "parts"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused(write, text, overrides, parts):
+    group = text.split(":")[0]
+    needed = "".join(f"{line}\n" for line in NEEDED.splitlines() if not line.startswith(f"{group}:"))
+    more = [] if needed == NEEDED else [{"data": "data.url=x", "model": "model.path=x"}[group]]
+    with pytest.raises(ConfigError) as caught:
+        load(write(f"{needed}{text}\n"), [*overrides, *more])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["run.yaml: data.url, model.path: a value is needed", "data.url=..."]),
+        ("run: {seed: 1\nrollout: {n: 2}\n", ["run.yaml:2: not YAML"]),
+        ("run:\n\tseed: 1\n", ["run.yaml:2: not YAML"]),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", ["run.yaml:2: not YAML: found duplicate key run"]),
+        ("nodes:\n  - {n: ${rollout.n}}\n", ["run.yaml:2: not YAML", 'write interpolations in quotes: "${...}"']),
+        ("- a\n", ["run.yaml: holds a list: expected groups of values"]),
+        ("5\n", ["run.yaml: expected a YAML file with groups of values"]),
+        ("base: [a]\n", ["run.yaml: base=['a']: expected the path of another file"]),
+        ("base: other.yaml\n", ["run.yaml: base other.yaml: no such file"]),
+        ("base: run.yaml\n", ["run.yaml: base run.yaml makes a cycle"]),
+        ("base: .\n", ["run.yaml: base .: expected a YAML file"]),
+    ],
+)
+def test_files_that_are_refused(write, text, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(write(text))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_cycle_of_bases(write):
+    write("base: run.yaml\n", "other.yaml")
+    with pytest.raises(ConfigError, match=re.escape("other.yaml: base run.yaml makes a cycle")):
+        load(write("base: other.yaml\n"))
+
+
+def test_no_such_file(write):
+    with pytest.raises(ConfigError, match=re.escape("none/such.yaml: no such file")):
+        load("none/such.yaml")
+
+
+def test_a_bad_value_of_a_base_is_reported_there(write):
+    write("rollout: {n: x}\n", "other.yaml")
+    with pytest.raises(ConfigError, match=re.escape("other.yaml: rollout.n='x'")):
+        load(write(f"base: other.yaml\n{NEEDED}"))
+
+
+def test_shipped(write):
+    assert load(shipped("quickstart.yaml")).config == load(shipped("quickstart")).config
+    with pytest.raises(
+        ConfigError, match=r"no config 'quick' comes with siirl_dask \(there are: \[.*'quickstart.yaml'"
+    ):
+        shipped("quick")
+    with pytest.raises(ConfigError, match=r"quickstart.yaml: no such file; siirl_dask comes with .*quickstart.yaml"):
+        load("quickstart.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_in_the_repository_loads(path):
+    load(path)
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=12)
+words = st.one_of(
+    texts, st.sampled_from(["${run.name}", r"\${x}", r"\\${x}", "1e-3", "null", "yes", "007", "a: b", "#", "'"])
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(words, words, st.floats(1e-12, 1e3), st.integers(0, 2**62), st.booleans(), st.none() | words)
+def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
+    config = Config()
+    config.run = RunConfig(name=name, seed=seed)
+    config.data.url, config.model.path, config.model.dtype = path + "x", "y" + path, Dtype.bfloat16
+    config.trainer = TrainerConfig(lr=lr, betas=(0.25, 0.5))
+    config.observe.progress, config.cluster.address = progress, address
+    config.cluster.placement = {"policy": [1, 0]}
+    file = tmp_path_factory.mktemp("dump") / "config.yaml"
+    file.write_text(dump(config))
+    assert load(file).config == config
+
+
+# Every key is read by somebody. A key counts as read where code gets the attribute from something that is known to be
+# that group, by annotation (``rollout: RolloutConfig`` ... ``rollout.n``) or by way of a Config (``config.rollout.n``),
+# and where a YAML file hands it to a node or role (``${rollout.n}``).
+
+
+@dataclass
+class Reads(ast.NodeVisitor):
+    """Keys that one source file reads. Names are known within their function, attributes within the file."""
+
+    attributes: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
+
+    KINDS: ClassVar = {**{kind.__name__: group for group, kind in GROUPS.items()}, "Config": "config"}
+
+    def declared(self, annotation: ast.expr | None) -> str | None:
+        """The group that an annotation names, ``config`` for the whole."""
+        words = re.findall(r"\w+", ast.unparse(annotation)) if annotation else []
+        return next((self.KINDS[word] for word in words if word in self.KINDS), None)
+
+    def group_of(self, value: ast.expr) -> str | None:
+        match value:
+            case ast.Name(name):
+                return self.names.get(name)
+            case ast.Attribute(inner, name):
+                if self.group_of(inner) == "config" and name in GROUPS:
+                    return name
+                return self.attributes.get(name) or ("config" if name == "config" else None)
+            case ast.Call(func=ast.Name(name)):
+                return self.KINDS.get(name)
+        return None
+
+    def learn(self, target: ast.expr, group: str | None) -> None:
+        match target:
+            case ast.Name(name) if group:
+                self.names[name] = group
+            case ast.Name(name):
+                self.names.pop(name, None)
+            case ast.Attribute(_, name) if group:
+                self.attributes[name] = group
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for item in node.body:
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and (group := self.declared(item.annotation))
+            ):
+                self.attributes[item.target.id] = group
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        outside = dict(self.names)
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            self.learn(ast.Name(argument.arg), self.declared(argument.annotation))
+        self.generic_visit(node)
+        self.names = outside
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.learn(node.target, self.declared(node.annotation))
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for name, value in pairs:
+                self.learn(name, self.group_of(value))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        group = self.group_of(node.value)
+        if group in GROUPS and isinstance(node.ctx, ast.Load):
+            self.found.add(f"{group}.{node.attr}")
+        self.generic_visit(node)
+
+
+def reads_of(source: str) -> set[str]:
+    """Twice: an attribute may be used above the line that says what it is."""
+    tree, reads = ast.parse(source), Reads()
+    for _ in range(2):
+        reads.visit(tree)
+    return reads.found
+
+
+def keys() -> Iterator[str]:
+    return (f"{group}.{f.name}" for group, kind in GROUPS.items() for f in fields(kind))
+
+
+def test_what_counts_as_reading_a_key():
+    source = """
+class Engine:
+    rollout: RolloutConfig
+    def go(self, trainer: TrainerConfig | None, other):
+        self._data = self.config.data
+        run, n = self.config.run, 1
+        self._data.batch_size, trainer.lr, run.seed, other.lr, self.rollout.top_k, run.name.upper()
+    def set(self, config: Config, model: ModelConfig):
+        config.cluster.workers = config.observe.progress
+        model = None
+        model.path
+def trainer(): trainer.betas
+"""
+    wanted = {"data.batch_size", "trainer.lr", "run.seed", "run.name", "rollout.top_k", "observe.progress"}
+    assert reads_of(source) == wanted
+
+
+def test_every_key_is_read_somewhere():
+    read: set[str] = set()
+    for path in (ROOT / "siirl_dask").rglob("*.py"):
+        if path.name not in ("config.py", "configfile.py"):
+            read |= reads_of(path.read_text())
+    for path in (ROOT / "configs").glob("*.yaml"):
+        read |= set(re.findall(r"\$\{(\w+\.\w+)\}", path.read_text()))
+    unread = [key for key in keys() if key not in read]
+    assert not unread, f"nobody reads {unread}: use them or remove them from config.py"
