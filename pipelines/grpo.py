@@ -1,9 +1,10 @@
-"""GRPO (arXiv:2402.03300) without its KL to a reference policy, as in DAPO (arXiv:2503.14476): one model fewer in memory.
+"""GRPO (arXiv:2402.03300) without its KL to a reference policy, as in DAPO (arXiv:2503.14476): one model fewer in
+memory.
 
     python pipelines/grpo.py configs/quickstart.yaml trainer.lr=5e-5
 
-The DAG below is the one that configs/quickstart.yaml spells in YAML; a test holds the two equal. Rewards and log-probs are
-computed side by side on different workers and joined by the advantage.
+The DAG below is the one that configs/quickstart.yaml spells in YAML; a test holds the two equal. Rewards and
+log-probs are computed side by side on different workers and joined by the advantage.
 """
 
 from functools import partial

@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_pipeline(training: DagOf, validation: DagOf | None = None, arguments: Sequence[str] | None = None) -> None:
-    """The command line of a pipeline script: ``CONFIG [key=value ...]``; the script's DAG stands in for the config's."""
+    """The command line of a pipeline script: ``CONFIG [key=value ...]``; the script's DAG stands in for the
+    config's.
+    """
     parser = argparse.ArgumentParser(epilog=_EXIT_CODES)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")

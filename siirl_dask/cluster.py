@@ -78,8 +78,9 @@ def _kill(pids: list[int]) -> None:
 
 
 async def _block_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal. Those that this thread starts inherit the mask and live on; the driver,
-    whose main thread is not masked, hears it and stops them in order."""
+    """Ctrl-C reaches every process of the terminal. Those that this thread starts inherit the mask and live on; the
+    driver, whose main thread is not masked, hears it and stops them in order.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 

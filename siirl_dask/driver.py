@@ -183,7 +183,9 @@ class Driver:
                 return
 
     def _cause(self, events: list[dict[str, Any]]) -> Exception:
-        """Of all that failed together, what the rest follows from: a death, else an error of a worker's own, else a peer's."""
+        """Of all that failed together, what the rest follows from: a death, else an error of a worker's own, else a
+        peer's.
+        """
         for event in events:
             if event["kind"] == "lost":
                 step = str(self._pending[0].turn) if self._pending else "the start"

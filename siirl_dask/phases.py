@@ -1,4 +1,6 @@
-"""The phases of a run (training, validation, test): their DAGs, their datasets, their plans, and what cannot go together."""
+"""The phases of a run (training, validation, test): their DAGs, their datasets, their plans, and what cannot go
+together.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,8 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     written = {name for node in dag.nodes for name in node.contract.writes.names}
     if config.algorithm.kl_coefficient > 0 and REFERENCE_LOGPROBS not in written:
         raise ConfigError(
-            f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node of "
-            "the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
+            f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
+            "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
     if validation is not None and {role.name for role in validation.roles} - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")

@@ -14,8 +14,9 @@ _OVERVIEW = (
 
 
 def query(url: str, sql: str | None = None) -> str:
-    """The answer to ``sql`` over the table ``rollouts`` (one row a sample, with ``step``), as text. DataError if there is
-    no such table or the SQL is wrong."""
+    """The answer to ``sql`` over the table ``rollouts`` (one row a sample, with ``step``), as text. DataError if
+    there is no such table or the SQL is wrong.
+    """
     fs, path = open_fs(join(url, "rollouts"))
     if not fs.glob(f"{path}/step=*/*.parquet"):
         raise DataError(f"{url!r} holds no rollouts: expected the folder of a run that has finished a step")

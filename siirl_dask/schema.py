@@ -1,8 +1,8 @@
 """The columns of the data plane: one Arrow schema, ragged lists, no padding.
 
-A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's position in the step's global
-batch and never from a rank, so they are the same on any number of workers. Types are declared and never inferred: an
-empty partition is normal, and Arrow would call its columns ``null``.
+A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's position in the step's
+global batch and never from a rank, so they are the same on any number of workers. Types are declared and never
+inferred: an empty partition is normal, and Arrow would call its columns ``null``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ PROMPT_TEXT = "prompt_text"
 RESPONSE = "response"
 """string. The response decoded, special tokens left out."""
 ROLLOUT_LOGPROBS = "rollout_logprobs"
-"""list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the temperature)."""
+"""list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the
+temperature).
+"""
 FINISH_REASON = "finish_reason"
 """string. ``stop`` (the model ended it) or ``length`` (the limit did)."""
 WEIGHTS_VERSION = "weights_version"

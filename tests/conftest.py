@@ -1,4 +1,6 @@
-"""Fixtures that several folders share: a tiny task, a cluster of processes that outlives single tests, and a run on it."""
+"""Fixtures that several folders share: a tiny task, a cluster of processes that outlives single tests, and a run on
+it.
+"""
 
 import json
 from dataclasses import dataclass

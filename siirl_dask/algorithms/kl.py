@@ -1,4 +1,6 @@
-"""Estimates of KL(p, q) from tokens drawn from p (Schulman, http://joschu.net/blog/kl-approx.html), ``d = log p - log q``."""
+"""Estimates of KL(p, q) from tokens drawn from p (Schulman, http://joschu.net/blog/kl-approx.html), ``d = log p - log
+q``.
+"""
 
 from __future__ import annotations
 

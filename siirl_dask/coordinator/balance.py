@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,8 @@ def balance_minibatches(sizes: Ints, minibatches: Ints, owners: int) -> Ints:
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
     """``[start, stop)`` of each of ``parts`` consecutive runs of ``count`` items, the longer ones first: 10 over 4 is
-    (0,3) (3,6) (6,8) (8,10)."""
+    (0,3) (3,6) (6,8) (8,10).
+    """
     base, extra = divmod(count, parts)
     starts = [part * base + min(part, extra) for part in range(parts + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(starts))

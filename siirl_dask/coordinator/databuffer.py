@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.exchange import Exchange
 from siirl_dask.coordinator.frames import from_frames, to_frames
-from siirl_dask.coordinator.messages import Reply, Request, Transport, TransitionKey, Turn
+from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport, Turn
 from siirl_dask.coordinator.statistics import Statistics, describe_rows, share_of
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Edge, Rows

@@ -47,7 +47,9 @@ def open_source(source: Source) -> Snapshot:
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
-    """Columns the dataloader gives: identity, ``prompt``, ``answer``, and every other column of the dataset as it is."""
+    """Columns the dataloader gives: identity, ``prompt``, ``answer``, and every other column of the dataset as it
+    is.
+    """
     fields = {name: TYPES[name] for name in IDENTITY}
     fields |= {PROMPT: _column_type(schema, source.prompt, source), ANSWER: _column_type(schema, source.answer, source)}
     for field in schema:
@@ -65,7 +67,8 @@ def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
             raise DataError(
-                f"dataset {source.url!r} has no column {path!r}: no {name!r} (there is: {known}){did_you_mean(name, known)}"
+                f"dataset {source.url!r} has no column {path!r}: "
+                f"no {name!r} (there is: {known}){did_you_mean(name, known)}"
             )
         kind = kind.field(name).type
     return kind

@@ -1,8 +1,8 @@
 """The all-gather of row statistics: a tree of fan-out 16, asked for and never pushed.
 
-Members are an edge's sources, then its other targets; member ``i`` hangs below ``(i - 1) // 16``. Statistics go up among
-the sources and the whole comes down to whoever asks; each member asks its parent once, however many ask it. A tree of
-fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
+Members are an edge's sources, then its other targets; member ``i`` hangs below ``(i - 1) // 16``. Statistics go up
+among the sources and the whole comes down to whoever asks; each member asks its parent once, however many ask it. A
+tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import pyarrow as pa
 
 from siirl_dask.coordinator.frames import from_frames, to_frames
-from siirl_dask.coordinator.messages import Reply, Request, Transport, TransitionKey
+from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.statistics import STATISTICS
 from siirl_dask.planner import Edge
 

@@ -1,10 +1,10 @@
 """The global order of a dataset: which row stands where in which step, as a pure function of a seed.
 
-A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are shuffled within each, and the
-resulting order is cut into B equal runs: stream j gives the prompt at position j of every step. A worker that owns a run of
-positions therefore reads one run of row groups and nothing else, and what a step holds does not depend on how many workers
-there are. The order changes with each epoch; the last step of an epoch is shorter when B does not divide the dataset, so no
-row is lost or repeated.
+A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are shuffled within each, and
+the resulting order is cut into B equal runs: stream j gives the prompt at position j of every step. A worker that
+owns a run of positions therefore reads one run of row groups and nothing else, and what a step holds does not depend
+on how many workers there are. The order changes with each epoch; the last step of an epoch is shorter when B does not
+divide the dataset, so no row is lost or repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The small statistics that decide where rows go, and the decision.
 
-A worker publishes one line a row: id, group, tokens, mini-batch. Whoever needs the layout of a transition gathers all of
-them and computes it; the answer depends on nothing else, so everyone's is the same.
+A worker publishes one line a row: id, group, tokens, mini-batch. Whoever needs the layout of a transition gathers all
+of them and computes it; the answer depends on nothing else, so everyone's is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def describe_rows(table: pa.Table, source: int) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of all rows of an edge, sorted by row id; a row that several sources hold is listed once, where it is found first."""
+    """Of all rows of an edge, sorted by row id; a row that several sources hold is listed once, where it is found
+    first.
+    """
 
     row_ids: Ints
     groups: Ints

@@ -1,4 +1,6 @@
-"""Between Arrow's ragged columns and packed tensors. A list column's values and offsets are the packed layout already."""
+"""Between Arrow's ragged columns and packed tensors. A list column's values and offsets are the packed layout
+already.
+"""
 
 from __future__ import annotations
 

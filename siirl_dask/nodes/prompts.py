@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 @columns(reads=[PROMPT], writes=fields(PROMPT_IDS, PROMPT_TEXT), new_rows=True)
 def encode_prompts(ctx: Context, table: pa.Table, *, max_prompt_length: int) -> pa.Table:
-    """Token ids of each prompt. A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted;
-    the rule looks at the prompt alone, so it drops the same rows on any number of workers."""
+    """Token ids of each prompt. A prompt of more than ``max_prompt_length`` tokens is dropped from its step and
+    counted; the rule looks at the prompt alone, so it drops the same rows on any number of workers.
+    """
     engine: RolloutEngine = ctx.resource
     ids = [engine.tokenizer.encode(prompt) for prompt in table[PROMPT].to_pylist()]
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):

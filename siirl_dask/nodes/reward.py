@@ -17,8 +17,9 @@ _SHOWN = 200  # characters of a prompt or a response in an error
 
 @columns(reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD))
 def score(ctx: Context, table: pa.Table, *, reward: Callable[..., float]) -> pa.Table:
-    """``reward(prompt, response, answer)`` of each row. RewardError with the row when it raises or gives no finite number:
-    a made-up score never trains."""
+    """``reward(prompt, response, answer)`` of each row. RewardError with the row when it raises or gives no finite
+    number: a made-up score never trains.
+    """
     rows = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).to_pylist()
     rewards = [_score_row(ctx, row, reward) for row in rows]
     ctx.log("reward/mean", rewards)

@@ -54,7 +54,9 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
 
 @columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
-    """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps trained."""
+    """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps
+    trained.
+    """
     engine: RolloutEngine = ctx.resource
     engine.load_weights(_tensors(table), ctx.step)
     return table

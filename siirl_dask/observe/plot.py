@@ -48,7 +48,8 @@ def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "training reward")
     steps, means = _series(records, "train", "reward/mean")
     if not steps:
-        return _say_missing(axes)
+        _say_missing(axes)
+        return
     spread = dict(zip(*_series(records, "train", "reward/std"), strict=True))
     banded = [(step, mean, spread[step]) for step, mean in zip(steps, means, strict=True) if step in spread]
     if banded:
@@ -65,7 +66,8 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
     steps, scores = _series(records, "validation", "reward/mean")
     tested, test_scores = _series(records, "test", "reward/mean")
     if not steps and not tested:
-        return _say_missing(axes)
+        _say_missing(axes)
+        return
     axes.plot(steps, scores, color=_GREEN, marker="o", markersize=5, label="validation")
     if tested:
         axes.plot(tested, test_scores, color=_ORANGE, marker="D", markersize=6, linestyle="none", label="test")
@@ -81,7 +83,8 @@ def _draw_entropy(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "policy entropy (nats per token)")
     steps, entropies = _series(records, "train", "policy/entropy")
     if not steps:
-        return _say_missing(axes)
+        _say_missing(axes)
+        return
     axes.plot(steps, entropies, color=_PURPLE, marker=_marker(steps))
 
 

@@ -1,7 +1,8 @@
 """Draws tokens so that a row's sample depends on its seed and its logits, never on the rows beside it.
 
-The random number of a row's t-th token is a hash of (seed, t): no generator has a state that other rows could advance.
-It picks the token by inverting the cumulative distribution in float64, which the same logits always send to the same token.
+The random number of a row's t-th token is a hash of (seed, t): no generator has a state that other rows could
+advance. It picks the token by inverting the cumulative distribution in float64, which the same logits always send to
+the same token.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typ
         """Record a token for each row and leave only it possible. [B, T], [B, V] -> [B, V]."""
         uniforms = torch.from_numpy(uniform(self._seeds, len(self._tokens))).to(scores.device)
         rows = max(1, _CHUNK_BYTES // (8 * scores.shape[-1]))
-        drawn = [self._draw(*part) for part in zip(input_ids.split(rows), scores.split(rows), uniforms.split(rows))]
+        drawn = [
+            self._draw(*part)
+            for part in zip(*(part.split(rows) for part in (input_ids, scores, uniforms)), strict=True)
+        ]
         tokens = torch.cat([token for token, _ in drawn])
         self._tokens.append(tokens)
         self._logprobs.append(torch.cat([logprob for _, logprob in drawn]))

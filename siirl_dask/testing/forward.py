@@ -22,7 +22,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 def response_scores(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of every token of the vocabulary at each place of the response. [len(response), V], with gradient."""
+    """Log-probability of every token of the vocabulary at each place of the response. [len(response), V], with
+    gradient.
+    """
     logits: Tensor = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
     return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 

@@ -21,7 +21,8 @@ _TIMEOUT = timedelta(seconds=60)
 def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
     """Call ``function(rank)`` in ``size`` new processes that share a gloo group on loopback; what each returned.
 
-    Results are tensors, numbers, strings and containers of them. ``folder`` is an empty one for what they exchange. An exception in a rank is raised here, with its traceback.
+    Results are tensors, numbers, strings and containers of them. ``folder`` is an empty one for what they exchange.
+    An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
     mp.spawn(_run_rank, (size, payload, str(folder)), nprocs=size)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Log-probability and entropy of response tokens from hidden states, a chunk of tokens at a time.
 
-The logits of all tokens are never held at once (4k tokens of a 32k vocabulary would take 2.5 GB with their gradients): the
-backward pass computes each chunk again.
+The logits of all tokens are never held at once (4k tokens of a 32k vocabulary would take 2.5 GB with their
+gradients): the backward pass computes each chunk again.
 """
 
 from __future__ import annotations

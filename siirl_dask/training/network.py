@@ -53,7 +53,9 @@ class PackedNetwork:
 
 
 def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
-    """Last hidden states, [T, D]. Any attention mask, or a cache, would silently mix the rows (log-probs off by 0.5)."""
+    """Last hidden states, [T, D]. Any attention mask, or a cache, would silently mix the rows (log-probs off by
+    0.5).
+    """
     output = model.get_decoder()(
         input_ids=batch.input_ids.to(device),
         position_ids=batch.position_ids.to(device),
@@ -104,6 +106,7 @@ def _use_packed_attention(model: PreTrainedModel, path: str) -> None:
     off = (packed - expected).abs().max().item()
     if not off <= 1e-3 * max(1.0, expected.abs().max().item()):
         raise ConfigError(
-            f"model.path={path!r}: logits of {type(model).__name__} from packed rows and a linear head are off by {off:.2g}; "
+            f"model.path={path!r}: logits of {type(model).__name__} from packed rows and a linear head "
+            f"are off by {off:.2g}; "
             "this trainer supports decoders such as Llama, Qwen2 and Qwen3"
         )

@@ -64,8 +64,9 @@ class TorchTrainer(TorchReference):
     def update(self, batches: Sequence[TrainBatch], loss_fn: LossFn) -> dict[str, float]:
         """One optimiser step per mini-batch that has response tokens anywhere.
 
-        Metrics: ``loss`` and the loss function's own, means over tokens; ``grad_norm`` before clipping, mean over steps;
-        ``lr`` of the last step; ``empty_minibatches`` that were skipped. Without a single token only the last two.
+        Metrics: ``loss`` and the loss function's own, means over tokens; ``grad_norm`` before clipping, mean over
+        steps; ``lr`` of the last step; ``empty_minibatches`` that were skipped. Without a single token only the last
+        two.
         """
         counts = torch.tensor([len(batch.old_logprobs) for batch in batches], dtype=torch.int64)
         counts = all_reduce(counts.to(self._network.device), self._group)

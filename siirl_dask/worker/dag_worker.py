@@ -1,4 +1,6 @@
-"""DAGWorker: what lives on one Dask worker for the length of a run. It builds its roles once and runs one chain a turn."""
+"""DAGWorker: what lives on one Dask worker for the length of a run. It builds its roles once and runs one chain a
+turn.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ class DAGWorker(WorkerPlugin):
         )
 
     def run_chain(self, turn: Turn, completed: int) -> None:
-        """Go through the turn's chain and report what was logged. All turns before ``completed`` are done everywhere."""
+        """Go through the turn's chain and report what was logged. All turns before ``completed`` are done
+        everywhere.
+        """
         if self._bench is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         plan, source = self.spec.phases[turn.phase]
@@ -168,7 +172,9 @@ class DAGWorker(WorkerPlugin):
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
-    """Stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no handler for one."""
+    """Stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no handler for
+    one.
+    """
     if isinstance(running := worker.plugins.get(plugin), DAGWorker):
         running.abort(reason)
 

@@ -75,7 +75,8 @@ async def move(e, parts, delay=None):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.integers(1, 6), st.integers(1, 6), st.integers(-3, 3), st.sampled_from([r for r in Rows if r != Rows.REPLICATED]),
+    st.integers(1, 6), st.integers(1, 6), st.integers(-3, 3),
+    st.sampled_from([r for r in Rows if r != Rows.REPLICATED]),
     st.integers(0, 40), st.integers(0, 9),
 )  # fmt: skip
 def test_any_degree_to_any_degree_moves_each_row_once_and_leaves_nothing_behind(s, t, shift, rows, count, seed):

@@ -90,7 +90,7 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(url, changes, said
 
 def test_a_dataset_that_uses_our_names_is_refused():
     schema = pa.schema({"q": pa.string(), "a": pa.string(), "row_id": pa.int64()})
-    with pytest.raises(DataError, match="'row_id'.*rename"):
+    with pytest.raises(DataError, match=r"'row_id'.*rename"):
         source_schema(schema, source("x", answer="a"))
 
 

@@ -46,7 +46,7 @@ def test_a_mistake_is_refused_by_name_before_anything_starts(capsys, tmp_path, o
 
 
 def test_a_model_that_is_not_there_is_refused_by_name(train):
-    with pytest.raises(ConfigError, match="model.path"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         train("run", "model.path=/no/model")
 
 

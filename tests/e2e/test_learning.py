@@ -71,7 +71,8 @@ def test_every_sample_is_kept_for_anyone_who_reads_parquet(finished):
 
 def test_metrics_are_logged_each_step_with_what_is_promised(finished):
     promised = {
-        "reward/mean", "reward/std", "response/length", "policy/entropy", "policy/kl_to_sampler", "policy/clip_fraction",
+        "reward/mean", "reward/std", "response/length", "policy/entropy", "policy/kl_to_sampler",
+        "policy/clip_fraction",
         "policy/grad_norm", "seconds/rollout", "seconds/update", "tokens_per_second", "bytes/peers",
     }  # fmt: skip
     for record in finished.records():

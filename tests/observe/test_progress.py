@@ -35,10 +35,12 @@ def run(progress: Progress, steps: int) -> str:
 def test_a_ci_log_gets_whole_lines_few_of_them_and_no_escape_codes():
     text = run(Progress(100, console(terminal=False)), 100)
     lines = text.splitlines()
-    assert "\x1b" not in text and "\r" not in text
+    assert "\x1b" not in text
+    assert "\r" not in text
     assert "dashboard  http://127.0.0.1:8787/status" in lines
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 21 and steps[0].startswith("step 1/100  reward 0.010  12,346 tokens/s")
+    assert len(steps) == 21
+    assert steps[0].startswith("step 1/100  reward 0.010  12,346 tokens/s")
     assert steps[-1].startswith("step 100/100")
     assert "validation  step 100  accuracy 0.8125  (256 prompts)" in lines
 

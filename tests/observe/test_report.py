@@ -58,7 +58,8 @@ def test_samples_of_the_same_prompt_stand_on_one_line():
     lines = [
         line for line in shown(Report(summary=SUMMARY, before=before, after=after)).splitlines() if "Sort:" in line
     ]
-    assert len(lines) == 3 and all("was" in line and "now" in line for line in lines)
+    assert len(lines) == 3
+    assert all("was" in line and "now" in line for line in lines)
 
 
 def test_a_run_that_failed_early_shows_its_error_and_what_was_not_measured():
@@ -72,7 +73,9 @@ def test_a_run_that_failed_early_shows_its_error_and_what_was_not_measured():
         samples_per_second=None,
     )
     text = shown(Report(summary=failed, before=[sample("p", "was", 0.0)]))
-    assert "worker [w1] left" in text and "not measured" in text and "not generated" in text
+    assert "worker [w1] left" in text
+    assert "not measured" in text
+    assert "not generated" in text
 
 
 def test_what_a_model_sampled_cannot_steer_the_terminal():
@@ -84,7 +87,9 @@ def test_what_a_model_sampled_cannot_steer_the_terminal():
 def test_long_responses_are_cut_and_chat_prompts_are_readable():
     chat = [{"role": "user", "content": "Add them"}]
     text = shown(Report(summary=SUMMARY, before=[sample(chat, "x" * 10_000, 0.0)]))
-    assert "Add them" in text and "…" in text and text.count("x") < 400
+    assert "Add them" in text
+    assert "…" in text
+    assert text.count("x") < 400
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": None, "response": None, "reward": None}])

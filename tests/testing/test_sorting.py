@@ -1,8 +1,7 @@
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.config import Config, DataConfig, RunConfig
-from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import RunError
 from siirl_dask.rollout import Sampling, build_engine
