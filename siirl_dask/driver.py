@@ -37,7 +37,7 @@ class Done:
 @dataclass(slots=True)
 class _Pending:
     turn: Turn
-    futures: dict[str, Future]
+    futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
 
 
@@ -51,7 +51,7 @@ class Driver:
         self._stall_timeout = stall_timeout
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[_Pending] = deque()
-        self._last: dict[str, Future] = {}
+        self._last: dict[str, Future[Any]] = {}
         self._started = False
         self._undo = ExitStack()
 
@@ -121,7 +121,7 @@ class Driver:
         self._pending.append(_Pending(turn, futures))
         self._last = futures
 
-    def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future]:
+    def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future[Any]]:
         """One task a worker, pinned, after the worker's task before it."""
         futures = {}
         for worker, address in self._spec.members.items():
@@ -131,8 +131,8 @@ class Driver:
             futures[worker].add_done_callback(self._listener(worker))
         return futures
 
-    def _listener(self, worker: str) -> Callable[[Future], None]:
-        def on_done(future: Future) -> None:
+    def _listener(self, worker: str) -> Callable[[Future[Any]], None]:
+        def on_done(future: Future[Any]) -> None:
             if future.status == "error":
                 self._events.put({"kind": "error", "member": worker, "error": future.exception()})
             elif future.status == "finished":
@@ -140,7 +140,7 @@ class Driver:
 
         return on_done
 
-    def _await_all(self, futures: dict[str, Future], deadline: float, purpose: str) -> None:
+    def _await_all(self, futures: dict[str, Future[Any]], deadline: float, purpose: str) -> None:
         waiting = {future.key for future in futures.values()}
         while waiting:
             left = deadline - time.monotonic()

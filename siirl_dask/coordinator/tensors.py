@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 
 def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
@@ -23,7 +24,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
             f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
         )
     offsets = array.offsets.to_numpy().astype(np.int64)
-    return torch.from_dlpack(array.flatten()), torch.from_numpy(offsets - offsets[0])
+    return from_dlpack(array.flatten()), torch.from_numpy(offsets - offsets[0])
 
 
 def values(column: pa.ChunkedArray) -> Tensor:
@@ -31,7 +32,7 @@ def values(column: pa.ChunkedArray) -> Tensor:
     array = _one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
-    return torch.from_dlpack(array)
+    return from_dlpack(array)
 
 
 def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> pa.Array:

@@ -54,9 +54,13 @@ class Tokenizer(Protocol):
 class RolloutEngine(Protocol):
     """Generates. A row's sample depends on its prompt, its seed and the weights; never on the rows beside it."""
 
-    tokenizer: Tokenizer
-    version: int
-    """Version of the weights in use; 0 are the ones it was built with."""
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use; 0 are the ones it was built with."""
+        ...
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
         """One response per prompt, in order. Empty input, empty output."""

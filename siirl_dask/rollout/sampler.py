@@ -35,7 +35,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class Sampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+class Sampler(LogitsProcessor):
     """Chooses each row's next token inside ``generate`` and keeps it with its log-probability."""
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling) -> None:
@@ -78,7 +78,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typ
     def _probabilities(self, input_ids: Tensor, logits: Tensor, logprobs: Tensor) -> Tensor:
         if not self._filters:
             return logprobs.exp()
-        kept: Tensor = self._filters(input_ids, logits)
+        kept: Tensor = self._filters(input_ids, logits)  # type: ignore[arg-type]  # it takes any Tensor
         return kept.double().softmax(dim=-1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -77,7 +78,7 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         sampler = Sampler(seeds, sampling)
-        self._model.generate(
+        self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
             logits_processor=LogitsProcessorList([sampler]),
@@ -107,7 +108,7 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=getattr(torch, model.dtype), local_files_only=True, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
@@ -116,6 +117,7 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
+    network, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")
     return network.to(device).eval(), HuggingFaceTokenizer(tokenizer, model.path)

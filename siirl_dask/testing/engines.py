@@ -131,7 +131,7 @@ class EngineTests:
     def test_a_sample_ends_at_its_end_token_or_at_the_limit(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
-        end = model.generation_config.eos_token_id  # type: ignore[union-attr]
+        end = model.generation_config.eos_token_id
         samples = engine.generate(_prompts(128), list(range(128)), Sampling(max_tokens=32))
         for sample in samples:
             assert len(sample.logprobs) == len(sample.token_ids)
@@ -189,7 +189,7 @@ class EngineTests:
     def test_the_tokenizer_leaves_special_tokens_out_when_asked(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
-        tokens = [*engine.tokenizer.encode("ab"), model.generation_config.eos_token_id]  # type: ignore[union-attr]
+        tokens = [*engine.tokenizer.encode("ab"), model.generation_config.eos_token_id]
         assert engine.tokenizer.decode(tokens, skip_special=True) == "ab"
         assert engine.tokenizer.decode(tokens, skip_special=False) != "ab"
 

@@ -25,14 +25,14 @@ def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[
     An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
-    mp.spawn(_run_rank, (size, payload, str(folder)), nprocs=size)  # type: ignore[no-untyped-call]
+    mp.spawn(_run_rank, (size, payload, str(folder)), nprocs=size)  # type: ignore[attr-defined,no-untyped-call]
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
 def _run_rank(rank: int, size: int, payload: bytes, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         result = cloudpickle.loads(payload)(Rank(rank, size, dist.group.WORLD))

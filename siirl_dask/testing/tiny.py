@@ -87,7 +87,7 @@ def tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = model_class(config)  # type: ignore[no-untyped-call]
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with no_progress_bars():
         model.save_pretrained(folder)

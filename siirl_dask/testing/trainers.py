@@ -88,7 +88,7 @@ class TrainerTests:
         model = load_model(folder)
         logprobs = _plain_scores(model, batch.rows).logprobs
         loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
         metrics = trainer.update([batch], _PPO)
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)

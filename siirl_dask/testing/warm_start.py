@@ -67,7 +67,7 @@ def _learn(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tupl
     logits = model(inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_NO_LOSS)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -36,16 +36,17 @@ def packed_attention(
         raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
     sizes = [count * length for count, length in runs]
     parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
-    outputs = [
-        _attend(*(_rows(part, count, length) for part in (q, k, v)), scaling, sliding_window).flatten(0, 1)
-        for (count, length), q, k, v in parts
-    ]
+    outputs = []
+    for (count, length), *packed in parts:
+        q, k, v = (_rows(part, count, length) for part in packed)
+        outputs.append(_attend(q, k, v, scaling, sliding_window).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
 
 def _rows(packed: Tensor, count: int, length: int) -> Tensor:
     """[1, H, count * length, D] -> [count, H, length, D]."""
-    return packed[0].unflatten(1, (count, length)).transpose(0, 1)
+    rows: Tensor = packed[0].unflatten(1, (count, length)).transpose(0, 1)
+    return rows
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -60,7 +60,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both over the temperature."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors

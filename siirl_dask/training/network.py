@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ class PackedNetwork:
         self.device = torch.device(device)
         self.temperature = temperature
         self.dtype: torch.dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
-        self.model = _load(config.path).to(self.device).eval()
+        self.model = _load(config.path).to(self.device).eval()  # type: ignore[arg-type]  # a decorator hides its type
         _use_packed_attention(self.model, config.path)
 
     def scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def _load(path: str) -> PreTrainedModel:
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
@@ -81,6 +82,7 @@ def _load(path: str) -> PreTrainedModel:
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={path!r}: its weights lack {missing}, which would be random numbers")
     return model  # type: ignore[no-any-return]

@@ -96,7 +96,7 @@ class TorchTrainer(TorchReference):
                     f"the loss has shape {list(result.loss.shape)}, expected {list(logprobs.shape)}: a token each"
                 )
             if result.loss.requires_grad:
-                (result.loss.sum() / count).backward()  # type: ignore[no-untyped-call]
+                (result.loss.sum() / count).backward()
             for name, value in {"loss": result.loss, **result.metrics}.items():
                 sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
         reduced = all_reduce(torch.stack(list(sums.values())), self._group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from distributed import WorkerPlugin, get_worker
-from distributed.comm import get_address_host
+from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 
 from siirl_dask.coordinator.databuffer import Databuffer

@@ -9,8 +9,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from siirl_dask.context import Device, DeviceKind, Rank
@@ -18,11 +20,11 @@ from siirl_dask.context import Device, DeviceKind, Rank
 _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
 
 
-def host_store(host: str, timeout: float) -> tuple[dist.TCPStore, int]:
+def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
     """A store on a free port of ``host``, and the port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -33,12 +35,12 @@ def host_store(host: str, timeout: float) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def join(
-    store: dist.TCPStore,
+    store: TCPStore,
     run: str,
     worker: str,
     workers: Sequence[str],
@@ -53,7 +55,7 @@ def join(
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(run, store),
+        store=PrefixStore(run, store),
         rank=workers.index(worker),
         world_size=len(workers),
         timeout=limit,
@@ -80,8 +82,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _gloo_options(host: str, timeout: float) -> ProcessGroupGloo._Options:
-    options = ProcessGroupGloo._Options()
+def _gloo_options(host: str, timeout: float) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
     return options
