@@ -88,6 +88,7 @@ class LocalPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for loader in self._loaders.values():
             loader.close()
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -97,7 +98,10 @@ class LocalPool:
             return Execution(self._benches[worker], turn, self._loaders[worker]).run(self.plan.chains[worker])
         except BaseException as error:
             self._first = self._first or error
-            self.stop.set(f"worker {worker!r} failed")  # as the supervisor does on a cluster
+            reason = f"worker {worker!r} failed"
+            self.stop.set(reason)  # as the supervisor does on a cluster
+            for databuffer in self.databuffers.values():
+                self._loop.call_soon_threadsafe(databuffer.abort, reason)
             raise
 
     def _databuffer(self, worker: str) -> Databuffer:
@@ -122,3 +126,11 @@ class LocalPool:
             stop=self.stop,
             meter=lambda name: nullcontext(),
         )
+
+
+async def _cancel_the_rest() -> None:
+    """Requests between workers of a pool that is closed while they wait."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)

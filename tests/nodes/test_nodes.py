@@ -1,0 +1,159 @@
+"""The built-in nodes, each with the smallest resource that shows what it does."""
+
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pytest
+import torch
+
+from siirl_dask.config import RolloutConfig
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.errors import PeerError, RewardError
+from siirl_dask.nodes import draw_minibatches, encode_prompts, generate, load_weights, publish_weights, score
+from siirl_dask.nodes.packing import pack_rows
+from siirl_dask.rollout import FinishReason, Generation
+from siirl_dask.schema import TYPES
+
+
+class Words:
+    def encode(self, prompt):
+        return [len(word) for word in prompt.split()]
+
+    def decode(self, token_ids, *, skip_special):
+        return " ".join(map(str, token_ids))
+
+
+@dataclass
+class Echo:
+    """An engine that answers with the seed it was given."""
+
+    tokenizer: Words = field(default_factory=Words)
+    version: int = 4
+    loaded: dict = field(default_factory=dict)
+
+    def generate(self, prompts, seeds, sampling):
+        return [Generation([seed % 1000, 7], [-0.5, -1.0], FinishReason.STOP) for seed in seeds]
+
+    def load_weights(self, tensors, version):
+        self.loaded, self.version = {name: tensor.clone() for name, tensor in tensors}, version
+
+
+@dataclass
+class Holder:
+    parameters: dict
+
+    def weights(self):
+        yield from self.parameters.items()
+
+
+def context(resource=None, *, step=1, rank=0, size=1):
+    return Context(step=step, run_seed=0, rank=Rank(rank, size), device=Device("w"), resource=resource)
+
+
+def rows(**columns):
+    count = len(next(iter(columns.values())))
+    identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    return pa.table(identity | {n: pa.array(v, TYPES.get(n)) for n, v in columns.items()})
+
+
+def test_prompts_over_the_limit_are_dropped_with_their_row_ids_and_counted():
+    ctx = context(Echo())
+    table = encode_prompts(ctx, rows(prompt=["a bb", "a b c d", "ccc"]), max_prompt_length=2)
+    assert table["row_id"].to_pylist() == [0, 2]
+    assert table["prompt_ids"].to_pylist() == [[1, 2], [3]]
+    assert table["tokens"].to_pylist() == [2, 1]
+    assert ctx.metrics["data/dropped_prompts"].value == 1
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="row 1 has no tokens"):
+        encode_prompts(context(Echo()), rows(prompt=["a", ""]), max_prompt_length=9)
+
+
+def test_samples_are_numbered_by_prompt_and_seeded_by_their_number_alone():
+    table = rows(prompt_ids=[[1], [2, 3], [4]])
+    rollout = RolloutConfig(n=2)
+    whole = generate(context(Echo()), table, rollout=rollout)
+    part = generate(context(Echo()), table.slice(1, 1), rollout=rollout)
+    assert whole["row_id"].to_pylist() == [0, 1, 2, 3, 4, 5]
+    assert whole["group_id"].to_pylist() == [0, 0, 1, 1, 2, 2]
+    assert len(set(map(tuple, whole["response_ids"].to_pylist()))) == 6
+    assert part.to_pylist() == whole.slice(2, 2).to_pylist()
+    assert whole["tokens"].to_pylist() == [3, 3, 4, 4, 3, 3]
+    assert set(whole["weights_version"].to_pylist()) == {4}
+
+
+def test_another_step_draws_other_samples():
+    table = rows(prompt_ids=[[1]])
+    one, two = (generate(context(Echo(), step=step), table, rollout=RolloutConfig(n=1)) for step in (1, 2))
+    assert one["response_ids"] != two["response_ids"]
+
+
+def test_an_empty_partition_generates_an_empty_typed_table():
+    empty = generate(context(Echo()), rows(prompt_ids=[[1]]).slice(0, 0), rollout=RolloutConfig(n=3))
+    assert empty.num_rows == 0
+    assert empty["response_ids"].type == TYPES["response_ids"]
+
+
+@pytest.mark.parametrize("value", [None, "1.0", float("inf"), float("nan")])
+def test_a_reward_that_is_no_finite_number_is_refused_with_its_row(value):
+    table = rows(prompt=["p"], response=["r"], answer=["a"])
+    with pytest.raises(RewardError, match=r"row 0 of step 1, prompt 'p', response 'r'"):
+        score(context(), table, reward=lambda prompt, response, answer: value)
+
+
+@pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])
+def test_minibatches_are_equal_runs_of_prompts_with_all_their_samples_drawn_alike_everywhere(minibatches, batch_size):
+    groups = [group for group in range(batch_size) for _ in range(2)]
+    table = pa.table({"group_id": pa.array(groups, pa.int64())})
+    drawn = draw_minibatches(context(), table, minibatches=minibatches, batch_size=batch_size)["minibatch"].to_pylist()
+    assert drawn[::2] == drawn[1::2]
+    counts = [drawn.count(minibatch) for minibatch in range(minibatches)]
+    assert max(counts) - min(counts) <= 2
+    part = draw_minibatches(context(rank=1, size=2), table.slice(4), minibatches=minibatches, batch_size=batch_size)
+    assert part["minibatch"].to_pylist() == drawn[4:]
+
+
+def test_every_parameter_is_published_by_one_worker_and_loads_back_to_the_bit():
+    parameters = {
+        "a": torch.randn(3, 4),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.tensor(2.5),
+        "d": torch.randn(0, 4),
+        "e": torch.randn(2, 3).t(),
+    }
+    shares = [publish_weights(context(Holder(parameters), rank=rank, size=2), rows(prompt_ids=[])) for rank in (0, 1)]
+    assert sorted(pa.concat_tables(shares)["parameter"].to_pylist()) == sorted(parameters)
+    engine = Echo()
+    load_weights(context(engine, step=9), pa.concat_tables(shares))
+    assert engine.version == 9
+    for name, tensor in parameters.items():
+        assert engine.loaded[name].dtype == tensor.dtype
+        assert torch.equal(engine.loaded[name], tensor)
+
+
+def test_published_weights_do_not_change_with_the_next_update():
+    parameter = torch.zeros(4)
+    table = publish_weights(context(Holder({"a": parameter})), rows(prompt_ids=[]))
+    parameter += 1
+    engine = Echo()
+    load_weights(context(engine), table)
+    assert torch.equal(engine.loaded["a"], torch.zeros(4))
+
+
+@pytest.mark.parametrize("change", [{"dtype": ["int8"]}, {"shape": [[5]]}, {"data": [b"xx"]}])
+def test_weights_that_do_not_fit_their_description_are_refused(change):
+    table = publish_weights(context(Holder({"a": torch.zeros(4)})), rows(prompt_ids=[]))
+    for name, value in change.items():
+        table = table.set_column(table.column_names.index(name), name, pa.array(value, TYPES[name]))
+    with pytest.raises(PeerError, match="'a'"):
+        load_weights(context(Echo()), table)
+
+
+def test_rows_are_packed_prompt_then_response_with_nothing_in_between():
+    packed = pack_rows(rows(prompt_ids=[[1, 2], [3], [4]], response_ids=[[9], [], [8, 7]]))
+    assert packed.rows.tokens.tolist() == [1, 2, 9, 3, 4, 8, 7]
+    assert packed.rows.offsets.tolist() == [0, 3, 4, 7]
+    assert packed.rows.prompt_lengths.tolist() == [2, 1, 1]
+    assert packed.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 3.0, 3.0]
+    assert packed.per_token(torch.tensor([5.0, 6.0, 7.0]), TYPES["old_logprobs"]).to_pylist() == [[5.0], [], [6.0, 7.0]]
