@@ -78,7 +78,7 @@ class Sampler(LogitsProcessor):
     def _probabilities(self, input_ids: Tensor, logits: Tensor, logprobs: Tensor) -> Tensor:
         if not self._filters:
             return logprobs.exp()
-        kept: Tensor = self._filters(input_ids, logits)  # type: ignore[arg-type]  # it takes any Tensor
+        kept: Tensor = self._filters(input_ids, logits)  # type: ignore[arg-type]  # it wants LongTensor, FloatTensor  # type: ignore[arg-type]  # it takes any Tensor
         return kept.double().softmax(dim=-1)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, RunError
-from siirl_dask.rollout.engine import FinishReason, Generation, Sampling
+from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer
 from siirl_dask.rollout.sampler import Sampler
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 
@@ -22,10 +22,11 @@ class TransformersEngine:
     """A RolloutEngine over ``model.generate``: rows of like length together, at most ``max_rows`` of them at once."""
 
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
-        self._model, self.tokenizer = _load(model, device)
+        self._model, tokenizer = _load(model, device)
+        self.tokenizer: Tokenizer = tokenizer
         self._device = device
         self._max_rows = max_rows
-        self._end_tokens = _end_tokens(self._model.generation_config, self.tokenizer)
+        self._end_tokens = _end_tokens(self._model.generation_config, tokenizer)
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self.version = 0
@@ -117,6 +118,7 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
+    network, info = loaded
     network, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")

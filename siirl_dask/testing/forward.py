@@ -16,7 +16,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     """In float32, ready to be run."""
     with no_progress_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()  # type: ignore[no-any-return]
+    model.eval()
+    return model  # type: ignore[no-any-return]
 
 
 def response_scores(

@@ -11,7 +11,6 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from siirl_dask.context import Rank
 

@@ -57,7 +57,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
         behind = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
         mask = (behind >= 0) & (behind < window)
     grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(
+    output: Tensor = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
     return output.transpose(1, 2)

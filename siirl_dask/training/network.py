@@ -83,6 +83,7 @@ def _load(path: str) -> PreTrainedModel:
         if shown:
             transformers.logging.enable_progress_bar()
     model, info = loaded
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={path!r}: its weights lack {missing}, which would be random numbers")
     return model  # type: ignore[no-any-return]
