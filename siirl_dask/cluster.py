@@ -16,7 +16,9 @@ from distributed import Client, LocalCluster
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.errors import ConfigError, RunError
 
-_CLOSE_TIMEOUT = 3.0  # seconds; Ctrl-C has to be over within five
+_PATIENCE = 3.0  # seconds that workers have to close by themselves after a run that is complete
+_HASTE = 0.5  # the same after a failure or Ctrl-C, which has to be over within five
+_CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
 
 
 @contextmanager
@@ -27,9 +29,14 @@ def connect(config: Config) -> Iterator[Client]:
         with _existing(cluster) as client:
             yield client
         return
-    with dask.config.set(_local_settings(cluster)), _local(config) as local, Client(local) as client:
-        _wait_for_workers(client, cluster)
-        yield client
+    with dask.config.set(_local_settings(cluster)), _local(config) as local:
+        client = Client(local)
+        try:
+            _wait_for_workers(client, cluster)
+            yield client
+        finally:
+            with suppress(TimeoutError):  # the cluster goes with it: there is nothing to take leave of
+                client.close(timeout=_HASTE)
 
 
 def members(client: Client, count: int) -> dict[str, str]:
@@ -57,16 +64,18 @@ def _local(config: Config) -> Iterator[LocalCluster]:
         cluster.sync(_block_interrupts)
         cluster.scale(config.cluster.workers)
         yield cluster
-    finally:
-        _close(cluster)
+    except BaseException:
+        _close(cluster, _HASTE)
+        raise
+    _close(cluster, _PATIENCE)
 
 
-def _close(cluster: LocalCluster) -> None:
+def _close(cluster: LocalCluster, patience: float) -> None:
     """Close in order; a worker that does not come out of what it is doing in time is killed, and none is left over."""
-    late = threading.Timer(_CLOSE_TIMEOUT, _kill, [[nanny.pid for nanny in cluster.workers.values() if nanny.pid]])
+    late = threading.Timer(patience, _kill, [[nanny.pid for nanny in cluster.workers.values() if nanny.pid]])
     late.start()
     try:
-        cluster.close()
+        cluster.close(timeout=_CLOSE_TIMEOUT)
     finally:
         late.cancel()
 

@@ -21,6 +21,7 @@ from siirl_dask.worker.dag_worker import DAGWorker, RunSpec, finish_worker, run_
 from siirl_dask.worker.supervisor import Supervisor
 
 _GRACE = 2.0  # seconds after a first failure in which its cause may still come in
+_CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the cluster is closed over their heads
 
 
@@ -206,4 +207,4 @@ class Driver:
         async def call() -> Any:
             return await getattr(self._client.scheduler, f"{self._spec.plugin}-{what}")(**arguments)
 
-        return self._client.sync(call)
+        return self._client.sync(call, callback_timeout=_CALL_TIMEOUT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pyarrow as pa
 from siirl_storage import StorageError, TableNotFound, open_table
 
 from siirl_dask.config import Config
@@ -14,6 +15,9 @@ from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Plan, compile_chains, resolve
 from siirl_dask.schema import REFERENCE_LOGPROBS, Schema
+
+PREPARED = pa.schema({"prompt": pa.string(), "answer": pa.string()})
+"""Columns that are assumed of a dataset which ``data.prepare`` has yet to make."""
 
 Phases = dict[str, tuple[Plan, Source]]
 

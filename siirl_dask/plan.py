@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
 from siirl_storage import open_fs
 
 from siirl_dask.config import Config
-from siirl_dask.phases import Phases, exists, plan_phases, worker_names
+from siirl_dask.phases import PREPARED, Phases, exists, plan_phases, worker_names
 from siirl_dask.planner import DAG, Plan, Sizes, describe
 from siirl_dask.schema import PARAMETER_DATA
-
-_ASSUMED = pa.schema({"prompt": pa.string(), "answer": pa.string()})
 
 
 def describe_run(config: Config, dag: DAG, validation: DAG | None) -> str:
     """The training plan and the validation plan of a run: DAG, chains, edges with their columns and estimated bytes."""
-    phases = plan_phases(config, dag, validation, worker_names(config), _ASSUMED if config.data.prepare else None)
+    phases = plan_phases(config, dag, validation, worker_names(config), PREPARED if config.data.prepare else None)
     parts = []
     if not exists(config.data.url):
-        parts.append(f"note: nothing is at {config.data.url} yet; assumed the columns {_ASSUMED.names}, both strings")
+        parts.append(f"note: nothing is at {config.data.url} yet; assumed the columns {PREPARED.names}, both strings")
     parts += [f"== {phase} ==\n\n{describe(plan, _sizes(config, plan, phase))}" for phase, plan in _shown(phases)]
     return "\n\n".join(parts)
 

@@ -15,7 +15,7 @@ from siirl_dask.coordinator.messages import Turn
 from siirl_dask.driver import Driver
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.observe import Status, Summary
-from siirl_dask.phases import plan_phases, prepare, worker_names
+from siirl_dask.phases import PREPARED, plan_phases, prepare, worker_names
 from siirl_dask.planner import DAG, dag_to_spec
 from siirl_dask.runlog import RunLog
 from siirl_dask.worker.dag_worker import RunSpec
@@ -31,8 +31,8 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
     starts; RunError when the run could not go on; Interrupted on Ctrl-C.
     """
     _refuse_second_run(config.run.url)
+    plan_phases(config, dag, validation, worker_names(config), PREPARED if config.data.prepare else None)
     prepare(config)
-    plan_phases(config, dag, validation, worker_names(config))
     log = RunLog(config)
     try:
         log.progress.note(f"starting {config.cluster.workers} workers")
@@ -75,7 +75,8 @@ def _drive(driver: Driver, config: Config, dag: DAG, log: RunLog, dashboard: str
         driver.abort(f"the run was stopped: {type(error).__name__}")
         raise
     finally:
-        driver.close()
+        if config.cluster.address or config.cluster.scheduler_file:
+            driver.close()  # a cluster that was started for this run ends with it
 
 
 def turns(config: Config, phases: Sequence[str]) -> Iterator[Turn]:

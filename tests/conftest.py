@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, settings
 
 from siirl_dask.config import Config
 from siirl_dask.configfile import load, shipped
+
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,4 @@
-"""Advantages, losses and KL estimates: pure functions of tensors. Passing one is the extension point; there is no
-registry.
-"""
+"""Advantages, losses and KL estimates: pure functions of tensors. Passing one is the extension point: no registry."""
 
 from siirl_dask.algorithms.advantages import AdvantageFn, dr_grpo, grpo
 from siirl_dask.algorithms.kl import k1, k2, k3

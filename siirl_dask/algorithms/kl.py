@@ -1,6 +1,4 @@
-"""Estimates of KL(p, q) from tokens drawn from p (Schulman, http://joschu.net/blog/kl-approx.html), ``d = log p - log
-q``.
-"""
+"""Estimates of KL(p, q) from tokens drawn from p, ``d = log p - log q`` (http://joschu.net/blog/kl-approx.html)."""
 
 from __future__ import annotations
 

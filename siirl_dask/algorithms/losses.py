@@ -35,9 +35,7 @@ class LossInputs:
 
 @dataclass(kw_only=True, slots=True)
 class TokenLoss:
-    """What a loss function gives: the trainer means ``loss`` and each metric over the mini-batch's tokens on all
-    ranks.
-    """
+    """What a loss function gives: the trainer means all of it over the mini-batch's tokens on all ranks."""
 
     loss: Tensor
     """[K], with gradient."""

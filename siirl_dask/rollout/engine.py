@@ -18,9 +18,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to draw tokens. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 are off; ``max_tokens`` per
-    response.
-    """
+    """How to draw tokens. ``temperature`` 0 is greedy, ``top_p`` 1 and ``top_k`` 0 off; ``max_tokens`` per response."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -35,9 +33,7 @@ class Generation:
     token_ids: list[int]
     """Sampled tokens, the end token included when there is one."""
     logprobs: list[float]
-    """Of each sampled token, under the softmax of logits / temperature, before top-p and top-k. Greedy: temperature
-    1.
-    """
+    """Of each sampled token, under softmax(logits / temperature), before top-p and top-k. Greedy: temperature 1."""
     finish_reason: FinishReason
 
 

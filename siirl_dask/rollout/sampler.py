@@ -53,10 +53,8 @@ class Sampler(LogitsProcessor):
         """Record a token for each row and leave only it possible. [B, T], [B, V] -> [B, V]."""
         uniforms = torch.from_numpy(uniform(self._seeds, len(self._tokens))).to(scores.device)
         rows = max(1, _CHUNK_BYTES // (8 * scores.shape[-1]))
-        drawn = [
-            self._draw(*part)
-            for part in zip(*(part.split(rows) for part in (input_ids, scores, uniforms)), strict=True)
-        ]
+        parts = zip(input_ids.split(rows), scores.split(rows), uniforms.split(rows), strict=True)
+        drawn = [self._draw(*part) for part in parts]
         tokens = torch.cat([token for token, _ in drawn])
         self._tokens.append(tokens)
         self._logprobs.append(torch.cat([logprob for _, logprob in drawn]))
@@ -78,7 +76,7 @@ class Sampler(LogitsProcessor):
     def _probabilities(self, input_ids: Tensor, logits: Tensor, logprobs: Tensor) -> Tensor:
         if not self._filters:
             return logprobs.exp()
-        kept: Tensor = self._filters(input_ids, logits)  # type: ignore[arg-type]  # it wants LongTensor, FloatTensor  # type: ignore[arg-type]  # it takes any Tensor
+        kept: Tensor = self._filters(input_ids, logits)  # type: ignore[arg-type]  # it takes any Tensor
         return kept.double().softmax(dim=-1)
 
 

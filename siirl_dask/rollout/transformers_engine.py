@@ -119,7 +119,6 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
         if shown:
             transformers.logging.enable_progress_bar()
     network, info = loaded
-    network, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")
     return network.to(device).eval(), HuggingFaceTokenizer(tokenizer, model.path)

@@ -17,7 +17,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     with no_progress_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def response_scores(

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from siirl_dask.context import Rank
 
@@ -24,7 +25,7 @@ def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[
     An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
-    mp.spawn(_run_rank, (size, payload, str(folder)), nprocs=size)  # type: ignore[attr-defined,no-untyped-call]
+    spawn(_run_rank, (size, payload, str(folder)), nprocs=size)
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 

@@ -1,13 +1,12 @@
-"""The quickstart's task: sort five digits, ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4 9``. Built on the spot, nothing is
-downloaded.
+"""The quickstart's task: sort five digits, ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4 9``. Built on the spot, no download.
 
-A small model is warm-started on demonstrations until it sorts about half of unseen prompts, and RL takes it from
-there. The prompts of the warm start, of RL, of validation and of the final test are disjoint, so a higher accuracy is
-a gain in skill.
+A small model is warm-started on demonstrations until it sorts about half of unseen prompts; RL takes it from there. The
+prompts of the warm start, of RL, of validation and of the final test are disjoint, so a higher accuracy is a gain in
+skill.
 
-The ``marked`` variant shows RL eliciting a format the model knows: 35 % of its demonstrations answer ``#### 1 1 2 4
-9``, the rest bare, and the reward wants the mark. The digits task needs no warm start: a random model learns to write
-digits.
+The ``marked`` variant shows RL eliciting a format the model knows: 35 % of its demonstrations answer
+``#### 1 1 2 4 9``, the rest bare, and the reward wants the mark. The digits task needs no warm start: a random model
+learns to write digits.
 """
 
 from __future__ import annotations

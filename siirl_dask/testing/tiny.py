@@ -39,9 +39,7 @@ _FAMILIES = {
 
 
 def tiny_tokenizer(*, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Byte-level without merges: a token is a byte, any text survives, ``save_pretrained`` and AutoTokenizer
-    included.
-    """
+    """Byte-level without merges: a token is a byte, any text survives, saved and loaded by AutoTokenizer too."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, PAD, END])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -66,9 +64,7 @@ def tiny_model(
     tied: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write a random model and its tokenizer; the same seed, the same weights. head_dim 32, so that vLLM takes it
-    too.
-    """
+    """Write a random model and its tokenizer; same seed, same weights. head_dim is 32, so that vLLM takes it too."""
     config_class, model_class = _FAMILIES[family]
     tokenizer = tiny_tokenizer(chat_template=chat_template)
     config = config_class(

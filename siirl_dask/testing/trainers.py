@@ -1,9 +1,11 @@
 """What every Trainer must do, as tests to inherit.
 
-class TestMyTrainer(TrainerTests):
-    @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
-        return MyTrainer(folder, config, temperature, rank)
+    class TestMyTrainer(TrainerTests):
+        @classmethod
+        def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+            return MyTrainer(folder, config, temperature, rank)
+
+pytest collects what is inherited; ``folder`` is a tiny random model in float32.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``runs`` reaches it as an argument of the model's
-    forward.
-    """
+    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``runs`` comes as an argument of the model's forward."""
     if changed := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
     sizes = [count * length for count, length in runs]

@@ -30,7 +30,9 @@ def token_logprobs(
     float32. Both results carry gradients to hidden, weight and bias.
     """
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)  # type: ignore[no-any-return]
+    apply: Any = _TokenLogprobs.apply
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, chunk)
+    return result
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

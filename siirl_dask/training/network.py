@@ -54,9 +54,7 @@ class PackedNetwork:
 
 
 def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
-    """Last hidden states, [T, D]. Any attention mask, or a cache, would silently mix the rows (log-probs off by
-    0.5).
-    """
+    """Last hidden states, [T, D]. An attention mask or a cache would silently mix the rows (log-probs off by 0.5)."""
     output = model.get_decoder()(
         input_ids=batch.input_ids.to(device),
         position_ids=batch.position_ids.to(device),
@@ -82,7 +80,6 @@ def _load(path: str) -> PreTrainedModel:
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
-    model, info = loaded
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={path!r}: its weights lack {missing}, which would be random numbers")
@@ -110,6 +107,5 @@ def _use_packed_attention(model: PreTrainedModel, path: str) -> None:
     if not off <= 1e-3 * max(1.0, expected.abs().max().item()):
         raise ConfigError(
             f"model.path={path!r}: logits of {type(model).__name__} from packed rows and a linear head "
-            f"are off by {off:.2g}; "
-            "this trainer supports decoders such as Llama, Qwen2 and Qwen3"
+            f"are off by {off:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
         )

@@ -41,7 +41,11 @@ class Started:
     def end(self, timeout):
         """Seconds until it ended, and what it printed; whatever of it is still there fails the test."""
         began = time.monotonic()
-        out, err = self.process.communicate(timeout=timeout)
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # faulthandler prints where every thread is
+            pytest.fail(f"still running after {timeout} s:\n{self.process.communicate()[1]}")
         seconds = time.monotonic() - began
         _, alive = psutil.wait_procs(self.family, timeout=3)
         assert not alive, f"left over: {alive}"
@@ -53,7 +57,7 @@ def start(digits_task, tmp_path):
     """Start a run on a cluster of its own."""
     started = []
 
-    def begin(*overrides, config=None, env=None):
+    def begin(*overrides, config=None):
         url = tmp_path / "run"
         command = [sys.executable, "-m", "siirl_dask.cli", "run", str(config or shipped("quickstart.yaml"))]
         process = subprocess.Popen(
@@ -62,7 +66,7 @@ def start(digits_task, tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         started.append(process)
         return Started(process, url)
