@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,10 +39,11 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         "summary": join(url, "summary.json"),
         "plot": join(url, "plot.png"),
     }
+    command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # as it can be typed here
     next_lines = (
-        f"siirl-dask plan {config_file}",
-        f'siirl-dask rollouts {url} "SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY step"',
-        "python pipelines/grpo.py configs/quickstart.yaml run.name=mine trainer.lr=5e-5",
+        f"{command} rollouts {url}",
+        f"{command} plan {os.path.relpath(config_file.resolve())}",
+        f"{command} quickstart run.name=mine trainer.lr=5e-5",
     )
     before, after = (_validation_rows(url, step) for step in (0, steps))
     console.print(
