@@ -52,6 +52,11 @@ class Started:
         return seconds, out, err
 
 
+def _hear_interrupts():
+    """Shells start background jobs, and so perhaps these tests, with SIGINT ignored; a terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(digits_task, tmp_path):
     """Start a run on a cluster of its own."""
@@ -66,6 +71,7 @@ def start(digits_task, tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_interrupts,
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         started.append(process)
