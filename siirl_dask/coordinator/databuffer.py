@@ -19,6 +19,7 @@ from siirl_dask.coordinator.exchange import Exchange
 from siirl_dask.coordinator.frames import from_frames, to_frames
 from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport, Turn
 from siirl_dask.coordinator.statistics import Statistics, describe_rows, share_of
+from siirl_dask.coordinator.tasks import together
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import ROW_ID
@@ -70,12 +71,8 @@ class Databuffer:
         share = share_of(edge, self._worker, guide, guide_rows, edge_rows)
         key = self.key(edge, turn)
         pulls = (self._pull_from(edge, edge.sources[source], key, rows) for source, rows in share.by_source.items())
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(pull) for pull in pulls]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        table = pa.concat_tables([edge.schema.empty_table(), *(part for task in tasks for part in task.result())])
+        parts = await together(*pulls)
+        table = pa.concat_tables([edge.schema.empty_table(), *(table for part in parts for table in part)])
         return table.take(pc.sort_indices(table[ROW_ID]))
 
     async def handle(self, request: Request) -> Reply:

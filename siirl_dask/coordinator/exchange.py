@@ -8,18 +8,20 @@ tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.coordinator.frames import from_frames, to_frames
 from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.statistics import STATISTICS
+from siirl_dask.coordinator.tasks import together
 from siirl_dask.planner import Edge
 
 FAN_OUT = 16
 
-Own = Callable[[TransitionKey], Awaitable[pa.Table]]
+Own = Callable[[TransitionKey], Coroutine[Any, Any, pa.Table]]
 """This worker's statistics of a transition, once it has published it."""
 
 
@@ -49,19 +51,15 @@ class Exchange:
         task = self._asked.get((key, direction))
         if task is None:
             task = asyncio.create_task(self._up(edge, key) if direction == "up" else self._down(edge, key))
+            task.add_done_callback(_mark_as_seen)
             self._asked[key, direction] = task
         return asyncio.shield(task)
 
     async def _up(self, edge: Edge, key: TransitionKey) -> pa.Table:
         place = edge.sources.index(self._worker)
         children = edge.sources[FAN_OUT * place + 1 : FAN_OUT * place + FAN_OUT + 1]
-        below = asyncio.gather(*(self._ask(child, Request("up", key)) for child in children))
-        try:
-            own = await self._own(key)
-        except BaseException:
-            below.cancel()
-            raise
-        return pa.concat_tables([own, *await below])
+        asks = (self._ask(child, Request("up", key)) for child in children)
+        return pa.concat_tables(await together(self._own(key), *asks))
 
     async def _down(self, edge: Edge, key: TransitionKey) -> pa.Table:
         members = (*edge.sources, *(worker for worker in edge.targets if worker not in edge.sources))
@@ -73,3 +71,9 @@ class Exchange:
     async def _ask(self, worker: str, request: Request) -> pa.Table:
         reply = await self._transport.request(worker, request)
         return from_frames(reply.header, reply.frames, STATISTICS)
+
+
+def _mark_as_seen(task: asyncio.Task[pa.Table]) -> None:
+    """Whoever waited may have been cancelled first; asyncio would call the exception lost."""
+    if not task.cancelled():
+        task.exception()
