@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from siirl_storage import Conflict, StorageError, join, open_fs, write_atomic, write_exclusive
+from siirl_storage.files import absolute
 
 from siirl_dask.cluster import connect, members
 from siirl_dask.config import Config
@@ -41,7 +42,7 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
             phases = plan_phases(config, dag, validation, list(found))
             spec = RunSpec(
                 run=uuid.uuid4().hex[:12],
-                url=config.run.url,
+                url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
                 seed=config.run.seed,
                 members=found,
                 phases=phases,

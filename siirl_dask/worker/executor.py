@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from traceback import format_exc
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,10 +19,11 @@ from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import NodeError, SiirlError
-from siirl_dask.planner import Chain, Drop, Edge, Keep, Load, Recv, Run, Send
+from siirl_dask.planner import Chain, Drop, Keep, Load, Recv, Run, Send
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
 from siirl_dask.worker.stop import StopFlag, wait_for
 
+_T = TypeVar("_T")
 Meter = Callable[[str], AbstractContextManager[object]]
 
 
@@ -56,37 +57,32 @@ class Execution:
 
     def run(self, chain: Chain) -> dict[str, Metric]:
         """Go through the chain's links and give back what was logged. Aborted when told to stop between two of them."""
-        received = self.bench.databuffer.bytes_received
+        databuffer = self.bench.databuffer
+        received = databuffer.bytes_received
         for link in chain.links:
             self.bench.stop.check()
             match link:
                 case Load(name, columns, index, count):
-                    with self._timed(name):
+                    with _Timed(self, name):
                         self.tables[name] = self.loader.load(self.turn.batch, columns, index, count)
                 case Run():
-                    with self._timed(link.node.name):
+                    with _Timed(self, link.node.name):
                         self.tables[link.node.name] = self._run_node(link)
                 case Send(edge):
-                    self._wait(self.bench.databuffer.publish(edge, self.turn, self.tables[edge.source]))
+                    self._wait(databuffer.publish(edge, self.turn, self.tables[edge.source]))
                 case Recv(edge, guide):
-                    with self._timed(edge.name):
-                        self.tables[edge.name] = self._receive(edge, guide)
+                    with _Timed(self, edge.name):
+                        self.tables[edge.name] = self._wait(databuffer.pull(edge, guide, self.turn))
                 case Keep(node, table, index, count):
                     folder = join(self.bench.run_url, table, f"step={self.turn.step:06d}")
                     write_part(folder, index, count, self.tables[node])
                 case Drop(table):
                     del self.tables[table]
-        self._context("").log("bytes/peers", self.bench.databuffer.bytes_received - received, Reduce.SUM)
+        self._context("").log("bytes/peers", databuffer.bytes_received - received, Reduce.SUM)
         return self.metrics
 
-    def _receive(self, edge: Edge, guide: Edge) -> pa.Table:
-        return self._wait(self.bench.databuffer.pull(edge, guide, self.turn))
-
-    def _wait(self, work: Any) -> Any:
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         return wait_for(work, self.bench.loop, self.bench.stop)
-
-    def _timed(self, name: str) -> AbstractContextManager[object]:
-        return _Timed(self, name)
 
     def _context(self, role: str) -> Context:
         bench = self.bench
