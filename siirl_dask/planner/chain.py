@@ -12,7 +12,7 @@ from siirl_dask.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Rows of one node that move to the workers of another.
+    """Rows of one node that move to the workers of another: of a parent, or of one further above, for its blobs.
 
     Where each row goes is decided by the statistics of ``guide``, one of the target's edges, and is the same for all
     edges into one target, so that a join finds its rows on one worker. An edge without columns moves no rows: it is

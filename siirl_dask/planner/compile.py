@@ -7,7 +7,7 @@ never waits, so no two workers can wait for each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.chain import Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
@@ -53,8 +53,8 @@ class _Layout:
     rows: str
     policy: str
     workers: tuple[str, ...]
-    origin: _Layout | None = None
-    """The layout that the rows were spread from."""
+    origin: str = ""
+    """The first node that had the layout these rows came from, where some may have stayed: what stays depends on it."""
 
     @property
     def replicated(self) -> bool:
@@ -65,8 +65,12 @@ class _Layout:
         """Workers whose parts together are every row once: of replicas, the first one."""
         return self.workers[:1] if self.replicated else self.workers
 
+    def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
+        """Whether rows that are wanted like this are in place: what is balanced already stays as it is."""
+        return self.workers == workers and (self.policy == policy or len(workers) == 1)
 
-def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: _Layout | None = None) -> _Layout:
+
+def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: str = "") -> _Layout:
     return _Layout(rows, policy, workers, origin) if len(workers) > 1 else _Layout(rows, "whole", workers)
 
 
@@ -80,65 +84,87 @@ class _Move:
     """Workers whose parts together are the node's output."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Where rows are once the nodes so far have run."""
+
+    stages: Mapping[str, Stage]
+    layouts: dict[str, _Layout] = field(default_factory=dict)
+    """Of each node's table."""
+    first: dict[_Layout, str] = field(default_factory=dict)
+    """The first node that had a layout."""
+    arrived: dict[tuple[str, _Layout], Edge] = field(default_factory=dict)
+    """The edge that brought rows of a node into a layout; its table is still there."""
+
+
 def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]]) -> dict[str, _Move]:
-    layouts: dict[str, _Layout] = {}
+    planned = _Planned(stages)
     moves: dict[str, _Move] = {}
     for name, stage in stages.items():
         node, workers = stage.node, placed[stage.node.role]
         if node.after:
-            guide = _guide(stage, workers, layouts)
-            layout = _wanted(stage, workers, layouts[guide])
-            inputs, edges = _bring(stage, layout, guide, layouts, stages)
+            guide = _guide(stage, workers, planned.layouts)
+            layout = _wanted(stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]])
+            inputs, edges = _bring(stage, layout, guide, planned)
+            planned.arrived.update({(edge.source, layout): edge for edge in edges if edge.moves})
         else:
             layout = _layout(DATA, "as loaded", workers)
             inputs, edges = (Input(f"{DATA}->{name}", stage.needed),), ()
-        layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
-        moves[name] = _Move(inputs, edges, layouts[name].holders)
+        planned.layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
+        planned.first.setdefault(planned.layouts[name], name)
+        moves[name] = _Move(inputs, edges, planned.layouts[name].holders)
     return moves
 
 
 def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout]) -> str:
-    """The parent whose rows decide: it knows the mini-batch if that matters, and is in place already if one is."""
-    parents = stage.node.after
-    if _by_minibatch(stage):
-        parents = (stage.providers[MINIBATCH],)
-    return next((parent for parent in parents if layouts[parent].workers == workers), parents[0])
+    """The parent whose rows decide: it knows the mini-batch if that matters, and is in place already if one is, or at
+    least on the node's workers.
+    """
+    parents = (stage.providers[MINIBATCH],) if _by_minibatch(stage) else stage.node.after
+    in_place = (parent for parent in parents if layouts[parent].is_as(_policy(stage), workers))
+    here = (parent for parent in parents if layouts[parent].workers == workers)
+    return next(in_place, None) or next(here, parents[0])
 
 
 def _by_minibatch(stage: Stage) -> bool:
     return stage.node.rows is Rows.BALANCED and MINIBATCH in stage.needed
 
 
-def _wanted(stage: Stage, workers: tuple[str, ...], guide: _Layout) -> _Layout:
-    """The layout a node's input will have."""
-    if stage.node.rows is not Rows.ANYWHERE:
-        by = f" by the minibatch of {stage.available[MINIBATCH].writer}" if _by_minibatch(stage) else ""
-        return _layout(stage.rows, f"{stage.node.rows}{by}", workers)
-    if guide.workers == workers:
+def _policy(stage: Stage) -> str:
+    by = f" by the minibatch of {stage.available[MINIBATCH].writer}" if _by_minibatch(stage) else ""
+    return f"{stage.node.rows}{by}"
+
+
+def _wanted(stage: Stage, workers: tuple[str, ...], guide: _Layout, origin: str) -> _Layout:
+    """The layout a node's input will have. ``origin`` stands for the guide's layout."""
+    policy = _policy(stage)
+    if guide.is_as(policy, workers) or (guide.workers == workers and stage.node.rows is Rows.ANYWHERE):
         return guide
-    return _layout(stage.rows, "spread", workers, guide)
+    some_stay = stage.node.rows is not Rows.REPLICATED and not set(guide.workers).isdisjoint(workers)
+    return _layout(stage.rows, policy, workers, origin if some_stay else "")
 
 
-def _bring(
-    stage: Stage,
-    layout: _Layout,
-    guide: str,
-    layouts: Mapping[str, _Layout],
-    stages: Mapping[str, Stage],
-) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
-    """The tables a node joins, and an edge from each parent whose rows are not in place."""
-    node = stage.node
-    in_place = {parent for parent in node.after if layouts[parent] == layout}
+def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
+    """The tables a node joins, and an edge from each whose rows are not in place: its parents', and those of nodes
+    further above that give it blobs, unless another node of its layout has got these already.
+    """
+    givers = dict.fromkeys((*stage.node.after, *stage.providers.values()))
+    in_place = {giver for giver in givers if planned.layouts[giver] == layout}
     inputs, edges = [], []
-    for parent in node.after:
-        taken = (name for name, provider in stage.providers.items() if provider == parent and name not in IDENTITY)
+    for giver in givers:
+        taken = (name for name, provider in stage.providers.items() if provider == giver and name not in IDENTITY)
         columns = (*IDENTITY, *taken)
-        edge = _edge(stage, stages[parent], layouts[parent].holders, layout, columns, guide)
-        inputs.append(Input(parent if parent in in_place else edge.name, columns))
-        if parent not in in_place:
+        edge = _edge(stage, planned.stages[giver], planned.layouts[giver].holders, layout, columns, guide)
+        arrived = planned.arrived.get((giver, layout))
+        if giver in in_place:
+            inputs.append(Input(giver, columns))
+        elif giver not in stage.node.after and arrived and set(columns) <= set(arrived.schema.names):
+            inputs.append(Input(arrived.name, columns))
+        else:
+            inputs.append(Input(edge.name, columns))
             edges.append(edge)
     if edges and guide in in_place:
-        edges.append(_edge(stage, stages[guide], layouts[guide].holders, layout, (), guide))
+        edges.append(_edge(stage, planned.stages[guide], planned.layouts[guide].holders, layout, (), guide))
     return tuple(inputs), tuple(edges)
 
 

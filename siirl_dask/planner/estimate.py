@@ -56,12 +56,14 @@ class Estimate:
 
 
 def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
-    """What goes along each edge of the DAG, by (source, target): bytes of values and offsets, 0 where rows stay."""
+    """What goes along each edge of the DAG, and straight to who reads a blob, by (source, target): bytes of values and
+    offsets, 0 where rows stay.
+    """
     rows = _rows(plan, sizes)
     moving = {(edge.source, edge.target): edge for edge in plan.edges if edge.moves}
     found: dict[tuple[str, str], Estimate] = {}
     for target, stage in plan.stages.items():
-        for source in stage.node.after:
+        for source in dict.fromkeys((*stage.node.after, *stage.providers.values())):
             edge = moving.get((source, target))
             if edge is None:
                 found[source, target] = Estimate(rows[stage.rows], 0)

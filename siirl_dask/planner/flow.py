@@ -1,4 +1,8 @@
-"""What flows along a DAG: which columns and rows reach each node, who wrote them, and who still reads them."""
+"""What flows along a DAG: which columns and rows reach each node, who wrote them, and who still reads them.
+
+Columns go along the edges of the DAG, from node to node. Blobs (binary values: images and the like) do not: a node that
+has no use for one is left out, and whoever reads it gets it straight from the last node that has it in its table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.dag import DAG, Contract, Node
+from siirl_dask.planner.dag import DAG, Node
 from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema
 
 DATA = "data"
@@ -32,9 +36,11 @@ class Stage:
     output: Mapping[str, Column]
     """After it ran, everything."""
     needed: tuple[str, ...]
-    """Columns the node must be given: what it reads, and what others after it still read of its output."""
+    """Columns the node must be given: what it reads, and what others after it still read of its table."""
     providers: Mapping[str, str]
-    """The parent that each needed column is taken from; a column travels along one branch of a diamond only."""
+    """The node that each needed column is taken from: a parent, or for a blob the last node above that has it. A column
+    travels along one branch of a diamond only.
+    """
     kept: tuple[str, ...]
     """Columns of its output that somebody reads or keeps; the rest is dropped as soon as the node has run."""
     rows: str
@@ -119,9 +125,10 @@ def _demand(
     kept: dict[str, tuple[str, ...]] = {}
     needed: dict[str, tuple[str, ...]] = {}
     providers: dict[str, dict[str, str]] = {}
-    contracts = {node.name: node.contract for node in order}
+    nodes = {node.name: node for node in order}
+    givers = _givers(order, output)
     for node in reversed(order):
-        contract = contracts[node.name]
+        contract = node.contract
         if node.keep:
             wanted[node.name] |= set(output[node.name])
         kept[node.name] = tuple(name for name in output[node.name] if name in wanted[node.name])
@@ -130,16 +137,54 @@ def _demand(
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
         providers[node.name] = {
-            name: _provider(name, [p for p in node.after if name in output[p]], contracts)
+            name: _provider(node, available[node.name][name], _above(node, name, givers), nodes)
             for name in needed[node.name]
             if node.after
         }
-        for name, parent in providers[node.name].items():
-            wanted[parent].add(name)
+        for name, giver in providers[node.name].items():
+            wanted[giver].add(name)
     return kept, needed, providers
 
 
-def _provider(column: str, having: Sequence[str], contracts: Mapping[str, Contract]) -> str:
-    """A parent that has the column for its own use, since it had to be brought there anyway; else the first."""
-    using = (p for p in having if column in contracts[p].reads or column in contracts[p].writes.names)
+def _givers(
+    order: tuple[Node, ...], output: Mapping[str, Mapping[str, Column]]
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    """For each node and column of its output, who can give it to those after it: the node, or, where it has no use for
+    a blob itself, those above it.
+    """
+    givers: dict[str, dict[str, tuple[str, ...]]] = {}
+    for node in order:
+        givers[node.name] = {
+            name: _above(node, name, givers) if _is_left_out(node, column) else (node.name,)
+            for name, column in output[node.name].items()
+        }
+    return givers
+
+
+def _above(node: Node, column: str, givers: Mapping[str, Mapping[str, tuple[str, ...]]]) -> tuple[str, ...]:
+    having = (parent for parent in node.after if column in givers[parent])
+    return tuple(dict.fromkeys(giver for parent in having for giver in givers[parent][column]))
+
+
+def _is_left_out(node: Node, column: Column) -> bool:
+    """A blob passes by a node unless it reads, writes or keeps it, or makes other rows, which nobody else can."""
+    contract = node.contract
+    uses = column.name in (*contract.reads, *contract.optional) or column.writer == node.name or node.keep is not None
+    return is_blob(column.type) and bool(node.after) and not uses and not contract.new_rows
+
+
+def is_blob(kind: DataType) -> bool:
+    """Whether values of this type are binary, or lists or structs with such in them."""
+    parts = [kind.field(index).type for index in range(kind.num_fields)]
+    return any(map(is_blob, parts)) if parts else "binary" in str(kind)
+
+
+def _provider(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:
+    """Of those who have the column, one that has it for its own use, since it had to be brought there anyway; of a blob
+    rather one of the same role, where rows may stay; else the first.
+    """
+    if is_blob(column.type):
+        having = [name for name in having if nodes[name].role == node.role] or having
+    contracts = {name: nodes[name].contract for name in having}
+    using = (p for p, made in contracts.items() if column.name in made.reads or column.name in made.writes.names)
     return next(using, having[0])

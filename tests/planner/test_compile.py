@@ -179,6 +179,40 @@ def test_rows_spread_from_different_places_move_again():
     assert "from_x->join" not in moving(plan)
 
 
+def two_ways(placement):
+    """What moves where two branches bring the same rows to ``c``, balanced, from ``a`` and from ``b``."""
+    nodes = [
+        Node("x", plain, "a"),
+        Node("y", plain, "b", ("x",), Rows.GROUPED),
+        Node("from_x", plain, "c", ("x",), Rows.BALANCED),
+        Node("from_y", plain, "c", ("y",), Rows.BALANCED),
+        Node("join", plain, "c", ("from_x", "from_y")),
+    ]
+    return moving(compile_chains(DAG((*ROLES, Role("c", build)), nodes), [*WORKERS, "w4", "w5"], SOURCE, placement))
+
+
+def test_rows_balanced_from_elsewhere_are_in_one_place_wherever_they_came_from():
+    assert "from_y->join" not in two_ways({"a": [0, 1], "b": [2, 3], "c": [4, 5]})
+
+
+def test_rows_balanced_from_workers_where_some_may_have_stayed_move_again_to_join_others():
+    assert "from_y->join" in two_ways({"a": [0, 1], "b": [3, 4], "c": [4, 5]})
+    assert "from_x->join" not in two_ways({"a": [0, 1], "b": [3, 4], "c": [4, 5]})
+
+
+@pytest.mark.parametrize("after", [("x", "groups"), ("groups", "x")])
+def test_the_parent_whose_rows_lie_as_wanted_leads_and_stays(after):
+    nodes = [
+        Node("x", plain, "a"),
+        Node("y", plain, "b", ("x",)),
+        Node("groups", plain, "a", ("y",), Rows.GROUPED),
+        Node("join", plain, "a", after, Rows.GROUPED),
+        Node("again", plain, "a", ("join",), Rows.GROUPED),
+    ]
+    plan = compile_chains(DAG(ROLES, nodes), WORKERS, SOURCE, {"a": [0, 1], "b": [1, 2]})
+    assert moving(plan) == {"x->y", "y->groups", "x->join"}
+
+
 @pytest.mark.parametrize(
     ("workers", "placement", "text"),
     [
