@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -16,6 +17,33 @@ class Engine(StrEnum):
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Way(StrEnum):
+    """By which rows travel between two workers. ``auto`` finds out for each pair."""
+
+    auto = "auto"
+    """Shared memory between processes of one host, messages between others."""
+    dask = "dask"
+    """Messages over the cluster's own comms, always."""
+    shm = "shm"
+    """Shared memory, always: a pair that has none is an error."""
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{k}B": 1000**n for n, k in enumerate("kMGT", 1)},
+    **{f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)},
+}
+
+
+def _parse_bytes(key: str, text: str) -> int:
+    """Bytes of ``2GiB``, ``500 MB`` or ``1000000``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not found or found[2] not in _UNITS:
+        raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _at_least(group: str, least: float, **values: float) -> None:
@@ -64,10 +92,13 @@ class ClusterConfig:
     """Seconds until every worker must be up and its roles built."""
     stall_timeout: float = 600.0
     """Seconds without progress after which a wait for a peer gives up and names it."""
+    peer_timeout: float = 5.0
+    """Seconds within which a peer that is dead or stands still is noticed by those that wait for it."""
 
     def __post_init__(self) -> None:
         _at_least("cluster", 1, workers=self.workers, threads=self.threads)
         _above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
+        _above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.address and self.scheduler_file:
             raise ConfigError("cluster.address and cluster.scheduler_file are both given: expected one of them")
         for role, workers in self.placement.items():
@@ -96,9 +127,26 @@ class DataConfig:
     """Column of the answer; a dot goes into a struct, as in ``reward_model.ground_truth``."""
     max_prompt_length: int = 1024
     """Tokens. A longer prompt is dropped from its step, and counted."""
+    transport: Way = Way.auto
+    """How rows move between workers: ``auto``, ``dask`` or ``shm``."""
+    memory_limit: str = "2GiB"
+    """What a worker may use to move rows, beyond its own part and its result; partitions that wait beyond it spill."""
+    spill_directory: str | None = None
+    """Where they spill to: a folder on every worker's machine; where none is given, that for temporary files."""
+    quadratic_from: int = 0
+    """Tokens at which attention costs a row as much as everything else, about 6 x hidden size: rows are balanced by
+    tokens + tokens^2 / quadratic_from. 0 balances by tokens alone.
+    """
 
     def __post_init__(self) -> None:
         _at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
+        _at_least("data", 0, quadratic_from=self.quadratic_from)
+        if self.memory_bytes < 2**20:
+            raise ConfigError(f"data.memory_limit={self.memory_limit!r}: expected at least 1MiB")
+
+    @property
+    def memory_bytes(self) -> int:
+        return _parse_bytes("data.memory_limit", self.memory_limit)
 
 
 @dataclass(kw_only=True, slots=True)

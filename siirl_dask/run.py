@@ -20,6 +20,7 @@ from siirl_dask.phases import PREPARED, plan_phases, prepare, worker_names
 from siirl_dask.planner import DAG, dag_to_spec
 from siirl_dask.runlog import RunLog
 from siirl_dask.worker.dag_worker import RunSpec
+from siirl_dask.worker.dataplane import DataSettings
 
 CONFIG_FILE = "config.yaml"
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model after the last step
@@ -47,7 +48,7 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
                 members=found,
                 phases=phases,
                 threads=config.cluster.threads,
-                stall_timeout=config.cluster.stall_timeout,
+                data=DataSettings.of(config),
             )
             driver = Driver(client, spec, config.run.lookahead, config.cluster.stall_timeout)
             _drive(driver, config, dag, log, client.dashboard_link, list(phases))

@@ -1,54 +1,75 @@
 """Databuffer: holds this worker's part of what moves, and pulls this worker's part of what others hold.
 
-The producer publishes under an immutable key, the consumer asks; reads can be repeated. The receiver sets the pace: one
-reply of at most 64 MiB per source at a time. What was published is freed when every row has been taken.
+The producer publishes under an immutable key, the consumer asks (see ``pulling``); reads can be repeated. What was
+published is freed when every row has been taken, and lies in a file meanwhile when too much is waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from siirl_dask.config import Way
+from siirl_dask.coordinator.arena import Arena, Attachments, CannotMap
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.exchange import Exchange
-from siirl_dask.coordinator.frames import from_frames, to_frames
-from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport, Turn
-from siirl_dask.coordinator.statistics import Statistics, describe_rows, share_of
-from siirl_dask.coordinator.tasks import together
+from siirl_dask.coordinator.budget import Budget
+from siirl_dask.coordinator.description import Description
+from siirl_dask.coordinator.exchange import Exchange, Gathered
+from siirl_dask.coordinator.limits import Limits
+from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport, Turn, pack_ints, unpack_ints
+from siirl_dask.coordinator.movers import Movers
+from siirl_dask.coordinator.published import Published, spill
+from siirl_dask.coordinator.pulling import Puller, Traffic
+from siirl_dask.coordinator.statistics import Share, Statistics, describe_rows, share_of
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Edge, Rows
-from siirl_dask.schema import ROW_ID
-
-MAX_REPLY_BYTES = 64 * 2**20
-
-
-@dataclass(slots=True)
-class _Published:
-    statistics: pa.Table
-    table: pa.Table | None
-    """None once every row has been taken."""
-    left: int
-    """Rows that are still to be taken, once per target when the edge replicates."""
 
 
 class Databuffer:
-    """All methods run on the event loop that serves this worker's peers. ``edges`` are keyed ``phase/name``."""
+    """All methods run on the event loop that serves this worker's peers. ``edges`` are keyed ``phase/name``.
 
-    def __init__(self, run: str, worker: str, edges: Mapping[str, Edge], transport: Transport) -> None:
+    ``quadratic_from``: see ``statistics.assign``.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        worker: str,
+        edges: Mapping[str, Edge],
+        transport: Transport,
+        *,
+        way: Way = Way.auto,
+        limits: Limits | None = None,
+        quadratic_from: int = 0,
+    ) -> None:
         self._run = run
         self._worker = worker
         self._edges = edges
-        self._transport = transport
-        self._published: dict[TransitionKey, asyncio.Future[_Published]] = {}
-        self._exchange = Exchange(worker, transport, self._own_statistics)
+        self._limits = limits or Limits()
+        self._quadratic_from = quadratic_from
+        self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
+        self._exchange = Exchange(worker, transport, self._gather_own)
         self._aborted: str | None = None
-        self.bytes_received = 0
-        """Payload that came from other workers, since the start."""
+        self._serving = Budget(self._limits.memory // 8)
+        self._attachments = Attachments()
+        self.arena = Arena(keep=self._limits.memory // 2)
+        self._movers = Movers()
+        self._puller = Puller(worker, transport, self._own, self.arena, self._movers, self._limits, way)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes in memory that were published and wait to be taken."""
+        done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())
+        return sum(slot.result().nbytes for slot in done if slot.exception() is None)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._puller.traffic
 
     def key(self, edge: Edge, turn: Turn) -> TransitionKey:
         return TransitionKey(self._run, turn.sequence, f"{turn.phase}/{edge.name}")
@@ -56,108 +77,146 @@ class Databuffer:
     async def publish(self, edge: Edge, turn: Turn, table: pa.Table) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays rows out by them."""
         statistics = describe_rows(table, edge.sources.index(self._worker))
-        moving = table.select(edge.schema.names).cast(edge.schema).combine_chunks() if edge.moves else None
+        moving = table.select(edge.schema.names).cast(edge.schema) if edge.moves and table.num_rows else None
         left = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
+        published = Published(statistics, moving, left)
+        if published.nbytes + self.waiting > self._limits.memory // 4:
+            published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
         slot = self._slot(self.key(edge, turn))
         if not slot.done():
-            slot.set_result(_Published(statistics, moving if left else None, left))
+            slot.set_result(published)
 
     async def pull(self, edge: Edge, guide: Edge, turn: Turn) -> pa.Table:
         """This worker's rows of the edge, sorted by row id. PeerError when a source cannot give them."""
-        guide_rows = Statistics.of(await self._exchange.all_statistics(guide, self.key(guide, turn)))
-        edge_rows = guide_rows
-        if edge.name != guide.name:
-            edge_rows = Statistics.of(await self._exchange.all_statistics(edge, self.key(edge, turn)))
-        share = share_of(edge, self._worker, guide, guide_rows, edge_rows)
-        key = self.key(edge, turn)
-        pulls = (self._pull_from(edge, edge.sources[source], key, rows) for source, rows in share.by_source.items())
-        parts = await together(*pulls)
-        table = pa.concat_tables([edge.schema.empty_table(), *(table for part in parts for table in part)])
-        return table.take(pc.sort_indices(table[ROW_ID]))
+        try:
+            share, descriptions = await self._share(edge, guide, turn)
+            return await self._puller.bring(edge, self.key(edge, turn), share, descriptions)
+        except PeerError as error:
+            raise PeerError(f"{turn}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
-        """Answer a peer. PeerError refuses what does not belong to this run."""
+        """Answer a peer. PeerError refuses what does not belong to this run, or asks for what there is not."""
         edge = self._edges.get(request.key.edge)
         if request.key.run != self._run or edge is None:
             raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
-        if request.op in ("up", "down"):
+        if request.op in (Op.UP, Op.DOWN):
             return await self._exchange.answer(edge, request)
-        published = await self._slot(request.key)
-        if request.op == "rows":
-            return await asyncio.to_thread(_reply_with_rows, published, request.rows)
-        self._release(published, len(request.rows))
-        return Reply()
+        if request.op == Op.RELEASE:
+            return self._release(request.body.get("taken"))
+        published = await self._own(request.key)
+        rows = unpack_ints(request.body.get("rows"), published.rows, published.rows)
+        if not len(rows) or request.op not in (Op.DESCRIBE, Op.FILL):
+            raise PeerError(f"refused {request.op!r} of {len(rows)} rows of edge {request.key.edge}")
+        if request.op == Op.DESCRIBE:
+            return Reply({}, [pack_ints(pattern[rows]) for pattern in published.patterns])
+        return await self._fill(published, rows, request.body)
+
+    async def settle(self) -> None:
+        """Wait until sources have freed what this worker has taken; nothing else needs to."""
+        await self._puller.releases.settle()
 
     def forget(self, before: int) -> None:
         """Drop everything of turns before sequence number ``before``: all workers have completed those."""
         self._exchange.forget(before)
-        for key in [key for key in self._published if key.sequence < before]:
-            self._published.pop(key).cancel()
+        for key in [key for key in self._slots if key.sequence < before]:
+            self._slots.pop(key).cancel()
 
     def abort(self, reason: str) -> None:
         """Wake every wait, now and later, with Aborted."""
         self._aborted = reason
-        for slot in self._published.values():
+        for slot in self._slots.values():
             self._fail(slot)
 
-    def _slot(self, key: TransitionKey) -> asyncio.Future[_Published]:
-        """Where a transition is, or will be, published on this worker."""
-        if key not in self._published:
-            self._published[key] = asyncio.get_running_loop().create_future()
-            if self._aborted is not None:
-                self._fail(self._published[key])
-        return self._published[key]
+    def close(self) -> None:
+        """Let go of all memory that is kept and of what others have shared."""
+        self._slots.clear()
+        self._attachments.clear()
+        self._puller.releases.close()
+        self._movers.close()
 
-    def _fail(self, slot: asyncio.Future[_Published]) -> None:
+    def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
+        if key not in self._slots:
+            self._slots[key] = asyncio.get_running_loop().create_future()
+            if self._aborted is not None:
+                self._fail(self._slots[key])
+        return self._slots[key]
+
+    def _fail(self, slot: asyncio.Future[Published]) -> None:
         if not slot.done():
             slot.set_exception(Aborted(self._aborted or ""))
             slot.exception()  # marks it as seen: not every slot has someone waiting
 
-    async def _own_statistics(self, key: TransitionKey) -> pa.Table:
-        return (await asyncio.shield(self._slot(key))).statistics
+    async def _gather_own(self, key: TransitionKey) -> Gathered:
+        published, edge = await self._own(key), self._edges[key.edge]
+        if published.table is None:
+            return Gathered(published.statistics)
+        source, most = edge.sources.index(self._worker), self._limits.described // len(edge.sources)
+        return Gathered(published.statistics, {source: published.describe(source, most)})
 
-    async def _pull_from(self, edge: Edge, source: str, key: TransitionKey, rows: Ints) -> list[pa.Table]:
-        if source == self._worker:
-            published = await self._slot(key)
-            part = _take(published, rows)
-            self._release(published, len(rows))
-            return [part]
-        parts: list[pa.Table] = []
-        asked = rows.tolist()
-        while asked:
-            reply = await self._transport.request(source, Request("rows", key, asked))
-            part = from_frames(reply.header, reply.frames, edge.schema)
-            if not 0 < part.num_rows <= len(asked):
-                raise PeerError(f"worker {source!r} gave {part.num_rows} of {len(asked)} rows of edge {edge.name}")
-            self.bytes_received += sum(memoryview(frame).nbytes for frame in reply.frames)
-            parts.append(part)
-            asked = asked[part.num_rows :]
-        await self._transport.request(source, Request("release", key, rows.tolist()))
-        return parts
+    async def _own(self, key: TransitionKey) -> Published:
+        """What this worker publishes of a transition, once it has."""
+        return await asyncio.shield(self._slot(key))
 
-    @staticmethod
-    def _release(published: _Published, rows: int) -> None:
-        published.left -= rows
-        if published.left <= 0:
-            published.table = None
+    async def _share(self, edge: Edge, guide: Edge, turn: Turn) -> tuple[Share, Mapping[int, Description]]:
+        """Which rows are this worker's, and what is known of them."""
+        guiding = await self._exchange.gather(guide, self.key(guide, turn))
+        same = edge.name == guide.name
+        moving = guiding if same else await self._exchange.gather(edge, self.key(edge, turn))
 
+        def decide() -> Share:
+            guide_rows = Statistics.of(guiding.statistics)
+            edge_rows = guide_rows if same else Statistics.of(moving.statistics)
+            return share_of(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from)
 
-def _take(published: _Published, rows: Ints) -> pa.Table:
-    if published.table is None:
-        raise PeerError("rows were asked for after every target had taken them")
-    if len(rows) == published.table.num_rows and np.array_equal(rows, np.arange(len(rows))):
-        return published.table
-    return published.table.take(pa.array(rows))
+        return await self._movers.run(guiding.statistics.nbytes, decide), moving.descriptions
 
+    async def _fill(self, published: Published, rows: Ints, body: Mapping[str, Any]) -> Reply:
+        """Write rows where the asker wants them, or send them; plain columns are sent, of as many rows as fit."""
+        columns, target = body.get("columns"), body.get("target")
+        known = list(published.cells())
+        if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
+            raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
+        asked = rows if body.get("plain") else rows[:0]
+        plain, frames, count = published.plain_reply(asked, self._limits.chunk)
+        count = count or len(rows)
+        rows = rows[:count]
+        header = {"rows": count, "plain": plain, "split": len(frames)}
+        size = published.nbytes_of(rows, columns)
+        if target is not None:
+            try:
+                await self._movers.run(size, published.write, rows, columns, target, self._attachments)
+            except CannotMap as error:
+                return Reply({"cannot map": str(error)})
+            return Reply(header, frames)
+        if size > self._limits.chunk and len(rows) > 1:
+            raise PeerError(f"asked for {size} bytes at once: expected at most {self._limits.chunk}")
+        return Reply(header, [*frames, *await self._gather(published, rows, columns, size)])
 
-def _reply_with_rows(published: _Published, rows: object) -> Reply:
-    """As many of the rows, from the first, as fit a reply; always at least one."""
-    wanted = np.asarray(rows, dtype=np.int64)
-    size = len(published.statistics)
-    if wanted.ndim != 1 or len(wanted) == 0 or wanted.min() < 0 or wanted.max() >= size:
-        raise PeerError(f"asked for rows outside the {size} that were published")
-    part = _take(published, wanted)
-    while part.nbytes > MAX_REPLY_BYTES and len(wanted) > 1:
-        wanted = wanted[: max(1, len(wanted) * MAX_REPLY_BYTES // (2 * part.nbytes))]
-        part = _take(published, wanted)
-    return Reply(*to_frames(part))
+    async def _gather(
+        self, published: Published, rows: Ints, columns: Sequence[str], size: int
+    ) -> Sequence[memoryview]:
+        await self._serving.take(size)
+        try:
+            frames = await self._movers.run(size, published.gather, rows, columns, self.arena)
+        except BaseException:
+            self._serving.give(size)
+            raise
+        loop = asyncio.get_running_loop()
+        for frame in frames:  # it is referred to until its last byte has left
+            weakref.finalize(frame.obj, self._give_back, loop, frame.nbytes).atexit = False
+        return frames
+
+    def _give_back(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._serving.give, nbytes)
+
+    def _release(self, taken: object) -> Reply:
+        for item in taken if isinstance(taken, list | tuple) else [taken]:
+            match item:
+                case [int(sequence), str(edge), int(count)] if count > 0:
+                    slot = self._slots.get(TransitionKey(self._run, sequence, edge))
+                    if slot is not None and slot.done() and not slot.cancelled() and slot.exception() is None:
+                        slot.result().take(count)
+                case _:
+                    raise PeerError(f"received {str(item)[:80]!r} for what was taken")
+        return Reply()

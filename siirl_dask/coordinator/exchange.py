@@ -8,21 +8,45 @@ tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from siirl_dask.coordinator.description import Description, pack_descriptions, unpack_descriptions
 from siirl_dask.coordinator.frames import from_frames, to_frames
-from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Transport
+from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.statistics import STATISTICS
 from siirl_dask.coordinator.tasks import together
+from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
 FAN_OUT = 16
 
-Own = Callable[[TransitionKey], Coroutine[Any, Any, pa.Table]]
-"""This worker's statistics of a transition, once it has published it."""
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What is known of an edge's rows: of one source's, of those below a member of the tree, or of all."""
+
+    statistics: pa.Table
+    descriptions: Mapping[int, Description] = field(default_factory=dict)
+    """By source; of an edge that moves no rows there are none."""
+
+    @staticmethod
+    def merge(parts: Sequence[Gathered]) -> Gathered:
+        descriptions = {source: found for part in parts for source, found in part.descriptions.items()}
+        return Gathered(pa.concat_tables([part.statistics for part in parts]), descriptions)
+
+    def reply(self) -> Reply:
+        header, frames = to_frames(self.statistics)
+        about, patterns = pack_descriptions(self.descriptions.values())
+        return Reply({"rows": header, "about": about, "split": len(frames)}, [*frames, *patterns])
+
+
+Own = Callable[[TransitionKey], Coroutine[Any, Any, Gathered]]
+"""What this worker knows of its own rows of a transition, once it has published them."""
 
 
 class Exchange:
@@ -32,48 +56,72 @@ class Exchange:
         self._worker = worker
         self._transport = transport
         self._own = own
-        self._asked: dict[tuple[TransitionKey, str], asyncio.Task[pa.Table]] = {}
+        self._asked: dict[tuple[TransitionKey, Op], asyncio.Task[Gathered]] = {}
 
-    async def all_statistics(self, edge: Edge, key: TransitionKey) -> pa.Table:
-        """The statistics of every row of the edge, from all its sources."""
-        return await self._once(edge, key, "down")
+    async def gather(self, edge: Edge, key: TransitionKey) -> Gathered:
+        """What is known of every row of the edge, from all its sources."""
+        return await self._once(edge, key, Op.DOWN)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        table = await self._once(edge, request.key, request.op)
-        return Reply(*to_frames(table))
+        member = edge.sources if request.op == Op.UP else _members(edge)
+        if self._worker not in member:
+            raise PeerError(f"worker {self._worker!r} has no part in the statistics of edge {edge.name}")
+        return (await self._once(edge, request.key, Op(request.op))).reply()
 
     def forget(self, before: int) -> None:
         """Drop what was gathered in turns before sequence number ``before``."""
         for key in [key for key in self._asked if key[0].sequence < before]:
             self._asked.pop(key).cancel()
 
-    def _once(self, edge: Edge, key: TransitionKey, direction: str) -> asyncio.Future[pa.Table]:
+    def _once(self, edge: Edge, key: TransitionKey, direction: Op) -> asyncio.Future[Gathered]:
         task = self._asked.get((key, direction))
         if task is None:
-            task = asyncio.create_task(self._up(edge, key) if direction == "up" else self._down(edge, key))
+            task = asyncio.create_task(self._up(edge, key) if direction is Op.UP else self._down(edge, key))
             task.add_done_callback(_mark_as_seen)
             self._asked[key, direction] = task
         return asyncio.shield(task)
 
-    async def _up(self, edge: Edge, key: TransitionKey) -> pa.Table:
+    async def _up(self, edge: Edge, key: TransitionKey) -> Gathered:
         place = edge.sources.index(self._worker)
         children = edge.sources[FAN_OUT * place + 1 : FAN_OUT * place + FAN_OUT + 1]
-        asks = (self._ask(child, Request("up", key)) for child in children)
-        return pa.concat_tables(await together(self._own(key), *asks))
+        asks = (self._ask(edge, child, Request(Op.UP, key)) for child in children)
+        return Gathered.merge(await together(self._own(key), *asks))
 
-    async def _down(self, edge: Edge, key: TransitionKey) -> pa.Table:
-        members = (*edge.sources, *(worker for worker in edge.targets if worker not in edge.sources))
+    async def _down(self, edge: Edge, key: TransitionKey) -> Gathered:
+        members = _members(edge)
         place = members.index(self._worker)
         if place == 0:
-            return await self._once(edge, key, "up")
-        return await self._ask(members[(place - 1) // FAN_OUT], Request("down", key))
+            return await self._once(edge, key, Op.UP)
+        return await self._ask(edge, members[(place - 1) // FAN_OUT], Request(Op.DOWN, key))
 
-    async def _ask(self, worker: str, request: Request) -> pa.Table:
+    async def _ask(self, edge: Edge, worker: str, request: Request) -> Gathered:
         reply = await self._transport.request(worker, request)
-        return from_frames(reply.header, reply.frames, STATISTICS)
+        try:
+            return _read(reply, edge)
+        except PeerError as error:
+            raise PeerError(f"edge {edge.name}, {request.op} from worker {worker!r}: {error}") from error
 
 
-def _mark_as_seen(task: asyncio.Task[pa.Table]) -> None:
+def _members(edge: Edge) -> tuple[str, ...]:
+    return (*edge.sources, *(worker for worker in edge.targets if worker not in edge.sources))
+
+
+def _read(reply: Reply, edge: Edge) -> Gathered:
+    split = reply.header.get("split")
+    if not isinstance(split, int) or not 0 <= split <= len(reply.frames):
+        raise PeerError(f"received {split!r} as the number of frames of {len(reply.frames)}")
+    table = from_frames(reply.header.get("rows", {}), reply.frames[:split], STATISTICS)
+    for name, below in (("source", len(edge.sources)), ("position", 2**48), ("tokens", 2**48), ("minibatch", 2**31)):
+        values = table[name].to_numpy()
+        if len(values) and (values.min() < 0 or values.max() >= below):
+            raise PeerError(f"received statistics with {name} from {values.min()} to {values.max()}")
+    if np.any([column.null_count for column in table.columns]):
+        raise PeerError("received statistics with nulls")
+    about = unpack_descriptions(reply.header.get("about"), reply.frames[split:], len(edge.sources), edge.schema)
+    return Gathered(table, about)
+
+
+def _mark_as_seen(task: asyncio.Task[Gathered]) -> None:
     """Whoever waited may have been cancelled first; asyncio would call the exception lost."""
     if not task.cancelled():
         task.exception()

@@ -1,7 +1,8 @@
 """The small statistics that decide where rows go, and the decision.
 
 A worker publishes one line a row: id, group, tokens, mini-batch. Whoever needs the layout of a transition gathers all
-of them and computes it; the answer depends on nothing else, so everyone's is the same.
+of them and computes it; the answer depends on nothing but them and on who published which, so everyone's is the same.
+Rows of a worker that is a target as well stay with it where that leaves the targets balanced.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.balance import Ints, balance, balance_groups, balance_minibatches
+from siirl_dask.coordinator.balance import (
+    NOWHERE,
+    Ints,
+    balance,
+    balance_groups,
+    balance_in_place,
+    balance_minibatches,
+    row_costs,
+)
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
@@ -53,28 +62,38 @@ class Statistics:
         return Statistics(*(arrays[name][order] for name in STATISTICS.names))
 
 
-def assign(edge: Edge, rows: Statistics) -> Ints:
-    """For each row of the guiding statistics, the index of its owner among the edge's targets. Not for REPLICATED."""
+def assign(edge: Edge, rows: Statistics, quadratic_from: int = 0) -> Ints:
+    """For each row of the guiding statistics, the index of its owner among the edge's targets. Not for REPLICATED.
+
+    ``quadratic_from``: see ``row_costs``.
+    """
     owners = len(edge.targets)
+    costs, homes = row_costs(rows.tokens, quadratic_from), _homes(edge, rows)
     match edge.rows:
         case Rows.GROUPED:
-            return balance_groups(rows.tokens, rows.groups, owners)
+            return balance_groups(costs, rows.groups, owners, homes)
         case Rows.BALANCED if edge.by_minibatch:
-            return balance_minibatches(rows.tokens, rows.minibatches, owners)
+            return balance_minibatches(costs, rows.minibatches, owners, homes)
         case Rows.BALANCED:
-            return balance(rows.tokens, owners)
+            return balance_in_place(costs, owners, homes)
         case Rows.ANYWHERE:
-            return _stay_or_spread(edge, rows)
+            return _stay_or_spread(costs, owners, homes)
     raise AssertionError(f"{edge.rows} rows have no single owner")
 
 
-def _stay_or_spread(guide: Edge, rows: Statistics) -> Ints:
+def _homes(edge: Edge, rows: Statistics) -> Ints:
+    """For each row, the index among the targets of the worker that published it; NOWHERE if that is no target."""
+    place = {worker: index for index, worker in enumerate(edge.targets)}
+    of_source = np.array([place.get(worker, NOWHERE) for worker in edge.sources], dtype=np.int64)
+    return of_source[rows.sources]
+
+
+def _stay_or_spread(costs: Ints, owners: int, homes: Ints) -> Ints:
     """Rows of a worker that is a target as well stay there; the others go to whoever has least."""
-    target_of = np.array([guide.targets.index(w) if w in guide.targets else -1 for w in guide.sources], dtype=np.int64)
-    owner = target_of[rows.sources] if len(rows.sources) else np.empty(0, dtype=np.int64)
-    away = owner < 0
-    loads = np.bincount(owner[~away], weights=rows.tokens[~away], minlength=len(guide.targets)).astype(int).tolist()
-    owner[away] = balance(rows.tokens[away], len(guide.targets), loads)
+    owner, away = homes.copy(), homes == NOWHERE
+    loads = np.zeros(owners, dtype=np.int64)
+    np.add.at(loads, homes[~away], costs[~away])
+    owner[away] = balance(costs[away], owners, loads)
     return owner
 
 
@@ -83,15 +102,22 @@ class Share:
     """What one worker pulls of an edge: positions of rows in what each source published."""
 
     row_ids: Ints
+    """Ascending."""
     by_source: dict[int, Ints]
+    places: dict[int, Ints]
+    """Of the same rows, by source: index into ``row_ids``."""
+    identity: pa.Table
+    """The columns that the statistics tell of the rows, in order: these need not travel."""
 
 
-def share_of(edge: Edge, worker: str, guide: Edge, guide_rows: Statistics, edge_rows: Statistics) -> Share:
+def share_of(
+    edge: Edge, worker: str, guide: Edge, guide_rows: Statistics, edge_rows: Statistics, quadratic_from: int = 0
+) -> Share:
     """The rows of ``edge`` that belong to ``worker``. PeerError if the guide knows rows that the edge has not."""
     if edge.rows is Rows.REPLICATED:
         mine = guide_rows.row_ids
     else:
-        mine = guide_rows.row_ids[assign(guide, guide_rows) == edge.targets.index(worker)]
+        mine = guide_rows.row_ids[assign(guide, guide_rows, quadratic_from) == edge.targets.index(worker)]
     found = np.searchsorted(edge_rows.row_ids, mine)
     inside = found < len(edge_rows.row_ids)
     if not inside.all() or not np.array_equal(edge_rows.row_ids[found], mine):
@@ -101,4 +127,7 @@ def share_of(edge: Edge, worker: str, guide: Edge, guide_rows: Statistics, edge_
             f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
         )
     sources = edge_rows.sources[found]
-    return Share(mine, {int(s): edge_rows.positions[found[sources == s]] for s in np.unique(sources)})
+    places = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
+    positions = {source: edge_rows.positions[found[rows]] for source, rows in places.items()}
+    identity = pa.table({ROW_ID: mine, GROUP_ID: edge_rows.groups[found], TOKENS: edge_rows.tokens[found]})
+    return Share(mine, positions, places, identity)

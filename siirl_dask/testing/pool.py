@@ -77,6 +77,8 @@ class LocalPool:
             failed = [error for future in running if (error := future.exception())]
         if failed:
             raise self._first or failed[0]
+        for databuffer in self.databuffers.values():
+            asyncio.run_coroutine_threadsafe(databuffer.settle(), self._loop).result()
         return merge([future.result() for future in running])
 
     def resources(self, worker: str) -> Mapping[str, Any]:

@@ -16,14 +16,13 @@ from distributed import WorkerPlugin, get_worker
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 
-from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader, Source
-from siirl_dask.coordinator.messages import Reply, Request, TransitionKey, Turn
-from siirl_dask.coordinator.transport import DaskTransport, serve, stop_serving
+from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
 from siirl_dask.errors import PeerError
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Plan
 from siirl_dask.worker import groups
+from siirl_dask.worker.dataplane import DataPlane, DataSettings
 from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.stop import StopFlag, wait_for
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-_STORE = "store"
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers."""
 
@@ -50,7 +48,7 @@ class RunSpec:
     phases: Mapping[str, tuple[Plan, Source]]
     """Plan and dataset of each phase: ``train``, ``validation``, ``test``."""
     threads: int
-    stall_timeout: float
+    data: DataSettings
 
     @property
     def plugin(self) -> str:
@@ -79,21 +77,19 @@ class DAGWorker(WorkerPlugin):
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is no member of this run
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self.spec.phases.items() for edge in plan.edges}
-        self._transport = DaskTransport(worker, self.spec.members, self.spec.stall_timeout)
-        await self._transport.start()
-        self._databuffer = Databuffer(self.spec.run, self.worker_name, edges, self._transport)
         self._store_port: asyncio.Future[int] = self._loop.create_future()
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
-        serve(worker, self.spec.run, self._handle)
+        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
+        await self._plane.start(self._handle)
 
     async def teardown(self, worker: Worker) -> None:
         self.abort("the run is over")
-        if hasattr(self, "_transport"):
-            stop_serving(worker, self.spec.run)
-            await self._transport.close()
+        if hasattr(self, "_plane"):
+            await self._plane.close()
 
     def start(self) -> None:
         """Join the process groups and build this worker's roles; runs as a task, once."""
+        self._plane.check()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # a run that failed on this process may not have come to it
         names = list(self.spec.members)
@@ -108,7 +104,7 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
-            databuffer=self._databuffer,
+            databuffer=self._plane.databuffer,
             loop=self._loop,
             stop=self.stop,
             meter=context_meter.meter,
@@ -121,7 +117,7 @@ class DAGWorker(WorkerPlugin):
         if self._bench is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         plan, source = self.spec.phases[turn.phase]
-        self._loop.call_soon_threadsafe(self._databuffer.forget, completed)
+        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, completed)
         if turn.phase not in self._loaders:
             self._loaders[turn.phase] = Dataloader(source)
         metrics = Execution(self._bench, turn, self._loaders[turn.phase]).run(plan.chains[self.worker_name])
@@ -143,7 +139,7 @@ class DAGWorker(WorkerPlugin):
         workers = list(self.spec.members)
         if len(workers) == 1:
             return groups.alone(mine)
-        host, timeout = get_address_host(self._worker.address), self.spec.stall_timeout
+        host, timeout = get_address_host(self._worker.address), self.spec.data.stall_timeout
         if workers[0] == self.worker_name:
             store, port = groups.host_store(host, timeout)
             self._loop.call_soon_threadsafe(self._store_port.set_result, port)
@@ -153,22 +149,22 @@ class DAGWorker(WorkerPlugin):
         return groups.join(store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout)
 
     async def _ask_store_port(self, first: str) -> int:
-        reply = await self._transport.request(first, Request(_STORE, TransitionKey(self.spec.run, -1, _STORE)))
+        reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))
         port = reply.header.get("port")
         if not isinstance(port, int) or not 0 < port < 65536:
             raise PeerError(f"worker {first!r} gave {port!r} as the port of the process group's store")
         return port
 
     async def _handle(self, request: Request) -> Reply:
-        if request.op == _STORE and request.key.run == self.spec.run:
+        if request.op == Op.STORE and request.key.run == self.spec.run:
             return Reply({"port": await asyncio.shield(self._store_port)})
-        return await self._databuffer.handle(request)
+        return await self._plane.databuffer.handle(request)
 
     def abort(self, reason: str) -> None:
         """Wake every wait of this worker and stop its chain at the next link."""
         self.stop.set(reason)
-        if hasattr(self, "_databuffer"):
-            self._databuffer.abort(reason)
+        if hasattr(self, "_plane"):
+            self._plane.databuffer.abort(reason)
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

@@ -58,7 +58,7 @@ class Execution:
     def run(self, chain: Chain) -> dict[str, Metric]:
         """Go through the chain's links and give back what was logged. Aborted when told to stop between two of them."""
         databuffer = self.bench.databuffer
-        received = databuffer.bytes_received
+        received = databuffer.traffic.total
         for link in chain.links:
             self.bench.stop.check()
             match link:
@@ -78,7 +78,7 @@ class Execution:
                     write_part(folder, index, count, self.tables[node])
                 case Drop(table):
                     del self.tables[table]
-        self._context("").log("bytes/peers", databuffer.bytes_received - received, Reduce.SUM)
+        self._context("").log("bytes/peers", databuffer.traffic.total - received, Reduce.SUM)
         return self.metrics
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -1,0 +1,186 @@
+"""The result of a pull: memory laid out in its final order before any row arrives, so that each is put there once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from siirl_dask.coordinator.arena import Arena, Block, Segment
+from siirl_dask.coordinator.balance import Ints
+from siirl_dask.coordinator.cells import array_of, cell_width, move_runs, starts_of
+from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.messages import pack_ints
+from siirl_dask.coordinator.published import Published
+from siirl_dask.errors import PeerError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows that come from one source."""
+
+    source: str
+    rows: Ints
+    """Positions in what the source published."""
+    places: Ints
+    """Of the same rows: index into the result."""
+    lengths: Mapping[str, Ints]
+    """Elements of each row, by column, of the columns that are runs of bytes."""
+    row_bytes: int
+    """Of the other columns, about, per row."""
+    domain: str
+    """See ``shared_memory_domain``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one message carries: rows of a part, by index into it, some columns of them, and perhaps the plain ones."""
+
+    rows: Ints
+    columns: Sequence[str]
+    plain: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    width: int
+    lengths: Ints
+    """Elements of each row of the result."""
+    starts: Ints
+    """In elements."""
+    block: Block
+
+
+class Assembly:
+    """Rows of ``schema``, out of ``parts`` that together have each place once; ``identity`` is what is known of them
+    already.
+    """
+
+    def __init__(self, schema: pa.Schema, identity: pa.Table, parts: Sequence[Part], arena: Arena) -> None:
+        self.schema = schema
+        self._identity = identity
+        self._count = identity.num_rows
+        self._parts = parts
+        self._plain: list[tuple[Ints, pa.Table]] = []
+        lengths = {name: self._lengths(name) for name in schema.names if any(name in part.lengths for part in parts)}
+        widths = {name: cell_width(schema.field(name).type) or 0 for name in lengths}
+        sizes = {name: int(found.sum()) * widths[name] for name, found in lengths.items()}
+        if sum(sizes.values()) > _physical_memory():
+            raise PeerError(f"{sum(sizes.values())} bytes of rows for this worker: more than its machine's memory")
+        self._columns = {
+            name: _Column(widths[name], found, starts_of(found), arena.allocate(sizes[name]))
+            for name, found in lengths.items()
+        }
+
+    def put_own(self, part: Part, published: Published) -> None:
+        """Bring the rows of this worker's own part."""
+        cells = published.cells()
+        for name in part.lengths:
+            own, column = cells[name], self._columns[name]
+            sizes = own.lengths[part.rows] * own.width
+            places = column.starts[part.places] * column.width
+            move_runs(own.values, own.starts[part.rows], column.block.bytes, places, sizes)
+        self.put_plain(part.places, published.plain(part.rows))
+
+    def put(self, part: Part, rows: Ints, frames: Mapping[str, Frame]) -> None:
+        """Bring rows of a part, by index into it, that came as a frame a column. PeerError for other sizes."""
+        for name, frame in frames.items():
+            column = self._columns[name]
+            sizes = part.lengths[name][rows] * column.width
+            if memoryview(frame).nbytes != sizes.sum():
+                raise PeerError(f"column {name!r} came as {memoryview(frame).nbytes} bytes instead of {sizes.sum()}")
+            places = column.starts[part.places[rows]] * column.width
+            move_runs(np.frombuffer(frame, np.uint8), starts_of(sizes), column.block.bytes, places, sizes)
+
+    def put_plain(self, places: Ints, table: pa.Table) -> None:
+        self._plain.append((places, table))
+
+    def plain_schema(self, part: Part) -> pa.Schema:
+        """Of the columns that a part brings as plain rows."""
+        known = (*part.lengths, *self._identity.column_names)
+        return pa.schema([field for field in self.schema if field.name not in known])
+
+    def target(self, part: Part, rows: Ints) -> dict[str, Any] | None:
+        """Where a process of this host shall write rows of the part; None where memory cannot be shared."""
+        segments: list[Segment] = []
+        patterns: dict[bytes, int] = {}
+        columns = []
+        for name in part.lengths:
+            column = self._columns[name]
+            if column.block.segment not in segments:
+                segments.append(column.block.segment)
+            pattern = patterns.setdefault(pack_ints(column.starts[part.places[rows]]), len(patterns))
+            columns.append([segments.index(column.block.segment), column.block.offset, pattern])
+        handles = [segment.handle.pack() for segment in segments if segment.handle]
+        if len(handles) < len(segments):
+            return None
+        return {"handles": handles, "columns": columns, "patterns": list(patterns)}
+
+    def missing(self, part: Part) -> int:
+        """Bytes of a part, but for the plain columns."""
+        return sum(int(found.sum()) * self._columns[name].width for name, found in part.lengths.items())
+
+    def chunks(self, part: Part, most: int) -> Iterator[Chunk]:
+        """A part cut into messages of at most ``most`` bytes, or of one cell."""
+        sizes = {name: found * self._columns[name].width for name, found in part.lengths.items()}
+        ends = np.cumsum(np.sum([np.full(len(part.rows), part.row_bytes), *sizes.values()], axis=0))
+        first = 0
+        while first < len(part.rows):
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+            rows, nbytes = np.arange(first, last), int(ends[last - 1]) - before
+            if nbytes <= most or len(sizes) < 2:
+                yield Chunk(rows, list(sizes), True, nbytes)
+            else:
+                for index, (name, size) in enumerate(sizes.items()):
+                    yield Chunk(rows, [name], index == 0, int(size[first]))
+            first = last
+
+    @property
+    def plain_bytes(self) -> int:
+        return sum(table.nbytes for _, table in self._plain)
+
+    def abandon(self) -> set[Segment]:
+        """Let go of the memory of a result that will not be, and name the segments it lay in."""
+        segments = {column.block.segment for column in self._columns.values()}
+        self._columns.clear()
+        self._plain.clear()
+        return segments
+
+    def table(self) -> pa.Table:
+        """The result, once all parts are there."""
+        arrays = [self._array(field.name, field.type) for field in self.schema]
+        return pa.table(arrays, schema=self.schema)
+
+    def _lengths(self, name: str) -> Ints:
+        lengths = np.zeros(self._count, np.int64)
+        for part in self._parts:
+            if name in part.lengths:
+                lengths[part.places] = part.lengths[name]
+        return lengths
+
+    def _array(self, name: str, kind: pa.DataType) -> pa.Array:
+        """A column that is in memory already, or came as plain rows, or both: where some sources' rows have nulls."""
+        if name in self._identity.column_names:
+            return self._identity[name].chunk(0)
+        column = self._columns.get(name)
+        plain = [(places, table[name]) for places, table in self._plain if name in table.column_names]
+        if column is not None and not plain:
+            return array_of(kind, column.lengths, column.block.buffer())
+        arrays = [array_of(kind, column.lengths, column.block.buffer())] if column is not None else []
+        index, after = np.arange(self._count), self._count if column is not None else 0
+        for places, rows in plain:
+            index[places] = after + np.arange(len(places))
+            after += len(places)
+            arrays += rows.chunks
+        whole = pa.concat_arrays([pa.array([], kind), *arrays])
+        return whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

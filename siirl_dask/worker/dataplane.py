@@ -1,0 +1,95 @@
+"""A worker's place in the data plane of a run: its databuffer, and the transport that joins it to its peers'."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from siirl_dask.config import Config, Way
+from siirl_dask.coordinator.databuffer import Databuffer
+from siirl_dask.coordinator.limits import Limits
+from siirl_dask.coordinator.messages import Handler
+from siirl_dask.coordinator.transport import DaskTransport, serve, stop_serving
+from siirl_dask.errors import ConfigError
+from siirl_dask.planner import Edge
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_LARGEST_KEPT = 32 * 2**20  # bytes: glibc takes no more for M_MMAP_THRESHOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """How a run moves rows. Times are seconds."""
+
+    way: Way = Way.auto
+    limits: Limits = field(default_factory=Limits)
+    quadratic_from: int = 0
+    peer_timeout: float = 5.0
+    stall_timeout: float = 600.0
+
+    @staticmethod
+    def of(config: Config) -> DataSettings:
+        data, cluster = config.data, config.cluster
+        return DataSettings(
+            way=data.transport,
+            limits=Limits(memory=data.memory_bytes, spill_folder=data.spill_directory),
+            quadratic_from=data.quadratic_from,
+            peer_timeout=cluster.peer_timeout,
+            stall_timeout=cluster.stall_timeout,
+        )
+
+
+class DataPlane:
+    """Lives on a Dask worker, on its event loop."""
+
+    def __init__(
+        self, worker: Worker, run: str, members: Mapping[str, str], edges: Mapping[str, Edge], settings: DataSettings
+    ) -> None:
+        self._worker = worker
+        self._run = run
+        self.transport = DaskTransport(worker, run, members, settings.peer_timeout, settings.stall_timeout)
+        self.databuffer = Databuffer(
+            run,
+            str(worker.name),
+            edges,
+            self.transport,
+            way=settings.way,
+            limits=settings.limits,
+            quadratic_from=settings.quadratic_from,
+        )
+        self._limits = settings.limits
+
+    async def start(self, handler: Handler | None = None) -> None:
+        """Answer peers with ``handler``, or with the databuffer's own."""
+        _keep_freed_memory(self._limits.memory // 8)
+        await self.transport.start()
+        serve(self._worker, self._run, handler or self.databuffer.handle)
+
+    def check(self) -> None:
+        """ConfigError when this machine lacks what the settings name."""
+        folder = self._limits.spill_folder
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"data.spill_directory={folder!r}: worker {self._worker.name!r} has no such folder")
+
+    async def close(self) -> None:
+        stop_serving(self._worker, self._run)
+        self.databuffer.close()
+        await self.transport.close()
+
+
+def _keep_freed_memory(most: int) -> None:
+    """Have glibc keep what messages were received into, up to ``most`` bytes: Dask's nanny sets it to give everything
+    back at once, and the next message would fault every page in again.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+            libc.mallopt(_M_TRIM_THRESHOLD, min(most, 2**31 - 1))

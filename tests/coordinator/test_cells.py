@@ -1,0 +1,81 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.coordinator.cells import array_of, cell_width, cells_of, move_runs, starts_of
+
+KINDS = {
+    pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
+    pa.large_list(pa.float64()): st.lists(st.floats(allow_nan=False), max_size=6),
+    pa.list_(pa.int8()): st.lists(st.integers(-5, 5), max_size=6),
+    pa.list_(pa.int16(), 3): st.lists(st.integers(-5, 5), min_size=3, max_size=3),
+    pa.string(): st.text(max_size=6),
+    pa.large_binary(): st.binary(max_size=6),
+    pa.list_(pa.timestamp("us")): st.lists(st.integers(0, 5), max_size=3),
+}
+
+
+@given(st.data(), st.sampled_from(list(KINDS)))
+def test_rows_picked_from_a_slice_come_back_as_arrow_would_take_them(data, kind):
+    array = pa.array(data.draw(st.lists(KINDS[kind], max_size=12)), kind)
+    array = array.slice(data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12)))
+    picked = np.array(data.draw(st.lists(st.integers(0, len(array) - 1), max_size=20)) if len(array) else [], np.int64)
+    cells = cells_of(array)
+    sizes = cells.lengths[picked] * cells.width
+    out = np.zeros(int(sizes.sum()), np.uint8)
+    move_runs(cells.values, cells.starts[picked], out, starts_of(sizes), sizes)
+    back = array_of(kind, cells.lengths[picked], pa.py_buffer(out))
+    back.validate(full=True)
+    assert back.equals(array.take(pa.array(picked)))
+
+
+@pytest.mark.parametrize("longest", [3, 400, 5000])
+def test_long_and_short_runs_land_where_they_belong(longest):
+    rng = np.random.default_rng(longest)
+    sizes = rng.integers(0, longest, 300) * rng.choice([1, 4])
+    source = rng.integers(0, 256, int(sizes.sum()), dtype=np.uint8)
+    order = rng.permutation(300)
+    places = np.empty(300, np.int64)
+    places[order] = starts_of(sizes[order])
+    target = np.zeros(int(sizes.sum()), np.uint8)
+    move_runs(source, starts_of(sizes), target, places, sizes)
+    expected = [source[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)]
+    assert target.tobytes() == b"".join(expected[i].tobytes() for i in order)
+
+
+@given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5))
+def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs):
+    starts, places, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+    source, target = np.ones(50, np.uint8), np.zeros(40, np.uint8)
+    inside = all(0 <= s <= s + n <= 50 and 0 <= p <= p + n <= 40 for s, p, n in runs) and (sizes >= 0).all()
+    if inside:
+        move_runs(source, starts, target, places, sizes)
+    else:
+        with pytest.raises(IndexError):
+            move_runs(source, starts, target, places, sizes)
+        assert not target.any()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([[1], None]),
+        pa.array([[1, None]]),
+        pa.array(["a", None]),
+        pa.array([1, 2]),
+        pa.array([[True]]),
+        pa.array([[[1]]]),
+        pa.array([{"a": 1}]),
+        pa.array([None]),
+    ],
+)
+def test_columns_that_are_no_runs_of_bytes_are_left_to_arrow(array):
+    assert cells_of(array) is None
+
+
+def test_the_width_is_that_of_an_element():
+    assert [cell_width(kind) for kind in (pa.list_(pa.int32()), pa.string(), pa.int64(), pa.list_(pa.bool_()))] == [
+        4, 1, None, None,
+    ]  # fmt: skip

@@ -1,0 +1,235 @@
+"""Peers that send anything: they are refused, and nothing they send is used before it is checked."""
+
+import asyncio
+from functools import partial
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.coordinator.limits import Limits
+from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, pack_ints
+from siirl_dask.errors import PeerError
+from siirl_dask.planner import Rows
+from tests.coordinator.test_databuffer import SCHEMA, TURN, buffers_of, edge, make_rows, scatter, settle
+
+EDGE = edge(("0",), ("1",), Rows.BALANCED)
+TWO = edge(("0", "2"), ("1",), Rows.BALANCED)
+leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=4) | st.binary(max_size=16)
+anything = st.recursive(leaves, lambda item: st.lists(item) | st.dictionaries(st.text(max_size=4), item), max_leaves=8)
+rows = st.lists(st.integers(-3, 12), max_size=4).map(lambda values: pack_ints(np.array(values, np.int64)))
+targets = st.fixed_dictionaries({"handles": anything, "columns": anything, "patterns": st.lists(rows, max_size=3)})
+bodies = st.fixed_dictionaries(
+    {},
+    optional={
+        "rows": rows | anything,
+        "columns": st.lists(st.sampled_from([*SCHEMA.names, "other"]), max_size=3) | anything,
+        "plain": st.booleans() | anything,
+        "target": st.none() | targets | anything,
+        "taken": st.lists(st.tuples(st.integers(), st.text(max_size=3), st.integers()).map(list)) | anything,
+    },
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from([*Op, "other"]), bodies), min_size=1, max_size=5))
+def test_whatever_is_asked_is_answered_or_refused_and_the_next_one_is_served(requests):
+    table = make_rows(10)
+
+    async def ask():
+        buffers, _ = buffers_of([EDGE], "messages")
+        key = buffers["0"].key(EDGE, TURN)
+        await buffers["0"].publish(EDGE, TURN, table)
+        for op, body in requests:
+            try:
+                assert isinstance(await buffers["0"].handle(Request(op, key, body)), Reply)
+            except PeerError:
+                continue
+        return await buffers["1"].pull(EDGE, EDGE, TURN)
+
+    assert asyncio.run(ask()).equals(table)
+
+
+NASTY = [
+    None, True, -1, 0, 1, 2, 9, 2**31, 2**63 - 1, -(2**63), 1.5, "", "ids", b"", b"x" * 16, [], [[]], [0], [1, -1],
+    [[0, "", 0, {}, 0]], [[0, "", 0, {"ids": 0}, 0]], [[0, "", 0, {"other": 0}, 1]], {}, {"rows": 3, "nodes": []},
+]  # fmt: skip
+
+
+def damage(reply, seed):
+    """Another reply: something in its header or its frames is not what was sent."""
+    rng = Random(seed)
+    header, frames = dict(reply.header), [bytearray(frame) for frame in reply.frames]
+    kind = rng.choice(["header", "key", "key", "cut", "flip", "flip", "drop", "more", "grow"])
+    index = rng.randrange(len(frames)) if frames else 0
+    if kind == "header":
+        header = {rng.choice([*header, "x"]): rng.choice(NASTY)}
+    elif kind == "key" and header:
+        header[rng.choice(list(header))] = rng.choice(NASTY)
+    elif kind == "more":
+        frames.append(bytearray(rng.randbytes(rng.randrange(16))))
+    elif kind == "drop" and frames:
+        frames.pop(index)
+    elif kind == "cut" and frames:
+        frames[index] = frames[index][: rng.randrange(len(frames[index]) + 1)]
+    elif kind == "grow" and frames:
+        frames[index] += rng.randbytes(1 + rng.randrange(16))
+    elif kind == "flip" and frames and frames[index]:
+        frames[index][rng.randrange(len(frames[index]))] ^= rng.randrange(1, 256)
+    return Reply(header, [bytes(frame) for frame in frames])
+
+
+@settings(max_examples=400)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([Op.UP, Op.DESCRIBE, Op.FILL, Op.DOWN]),
+    st.sampled_from(["messages", "shared memory"]),
+)
+def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(seed, op, way):
+    table = make_rows(10)
+
+    async def pull():
+        buffers, transport = buffers_of([TWO], way)
+
+        async def lie(handle, request):
+            reply = await handle(request)
+            return damage(reply, seed) if request.op == op else reply
+
+        for source, part in scatter(table, TWO.sources).items():
+            transport.handlers[source] = partial(lie, transport.handlers[source])
+            await buffers[source].publish(TWO, TURN, part)
+        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(TWO, TWO, TURN), 20), return_exceptions=True)
+        return got, buffers["1"]
+
+    got, buffer = asyncio.run(pull())
+    if isinstance(got, PeerError):
+        assert "train step 1" in str(got)
+    else:
+        assert got.schema.equals(SCHEMA)
+        got.validate(full=True)
+        got.to_pylist()
+    del got
+    assert buffer.arena.in_use == 0
+
+
+def test_more_rows_than_memory_are_refused_before_any_is_laid_out():
+    async def pull():
+        buffers, transport = buffers_of([EDGE], "messages")
+        handle = transport.handlers["0"]
+
+        async def boast(request):
+            reply = await handle(request)
+            if request.op != Op.DESCRIBE:
+                return reply
+            return Reply(reply.header, [pack_ints(np.full(10, 2**40))] * len(reply.frames))
+
+        transport.handlers["0"] = boast
+        await buffers["0"].publish(EDGE, TURN, make_rows(10))
+        await buffers["1"].pull(EDGE, EDGE, TURN)
+
+    with pytest.raises(PeerError, match="more than its machine's memory"):
+        asyncio.run(pull())
+
+
+def test_asking_for_more_than_a_message_may_carry_is_refused():
+    async def ask():
+        buffers, _ = buffers_of([EDGE], "messages", limits=Limits(chunk=100))
+        await buffers["0"].publish(EDGE, TURN, make_rows(200))
+        body = {"rows": pack_ints(np.arange(200)), "columns": ["ids"]}
+        await buffers["0"].handle(Request(Op.FILL, buffers["0"].key(EDGE, TURN), body))
+
+    with pytest.raises(PeerError, match="expected at most 100"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("way", ["messages", "shared memory"])
+def test_a_write_that_comes_after_its_pull_was_given_up_spoils_nothing(way):
+    """The pull is cancelled and repeated before a slow source does what it was told first."""
+    table = make_rows(50)
+
+    async def work():
+        buffers, transport = buffers_of([EDGE], way)
+        handle, held, go = transport.handlers["0"], asyncio.Event(), asyncio.Event()
+        late = []
+
+        async def slow(request):
+            if request.op != Op.FILL or held.is_set():
+                return await handle(request)
+            held.set()
+            late.append(asyncio.ensure_future(hold(request)))
+            return await late[0]
+
+        async def hold(request):
+            await go.wait()
+            return await handle(request)
+
+        transport.handlers["0"] = slow
+        await buffers["0"].publish(EDGE, TURN, table)
+        first = asyncio.create_task(buffers["1"].pull(EDGE, EDGE, TURN))
+        await held.wait()
+        late_task = asyncio.shield(late[0])
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        again = await buffers["1"].pull(EDGE, EDGE, TURN)
+        before = again.to_pylist()
+        go.set()
+        await asyncio.gather(late_task, return_exceptions=True)
+        assert again.to_pylist() == before
+        await settle(buffers)
+        return again, buffers["1"]
+
+    again, buffer = asyncio.run(work())
+    assert again.equals(table)
+    del again
+    assert buffer.arena.in_use == 0
+
+
+def test_a_key_of_another_attempt_is_refused():
+    async def ask():
+        buffers, _ = buffers_of([EDGE], "messages")
+        await buffers["0"].publish(EDGE, TURN, make_rows(5))
+        key = TransitionKey("run-before", TURN.sequence, f"train/{EDGE.name}")
+        await buffers["0"].handle(Request(Op.FILL, key, {"rows": pack_ints(np.arange(5)), "columns": ["ids"]}))
+
+    with pytest.raises(PeerError, match="refused"):
+        asyncio.run(ask())
+
+
+def test_statistics_that_point_outside_of_the_edge_are_refused():
+    async def pull():
+        buffers, transport = buffers_of([EDGE], "messages")
+        handle = transport.handlers["0"]
+
+        async def point_elsewhere(request):
+            reply = await handle(request)
+            frames = [bytes(f) for f in reply.frames]
+            zeros = pack_ints(np.zeros(10))
+            return Reply(
+                reply.header, [pack_ints(np.full(10, 7)) if frame[:80] == zeros else frame for frame in frames]
+            )
+
+        transport.handlers["0"] = point_elsewhere
+        await buffers["0"].publish(EDGE, TURN, make_rows(10))
+        await buffers["1"].pull(EDGE, EDGE, TURN)
+
+    with pytest.raises(PeerError, match="source from 7 to 7"):
+        asyncio.run(pull())
+
+
+def test_text_that_is_no_text_is_refused():
+    async def pull():
+        buffers, transport = buffers_of([EDGE], "messages", limits=Limits())
+        handle = transport.handlers["0"]
+
+        async def spoil(request):
+            reply = await handle(request)
+            return Reply(reply.header, [bytes(f).replace("é".encode(), b"\xff\xff") for f in reply.frames])
+
+        transport.handlers["0"] = spoil
+        await buffers["0"].publish(EDGE, TURN, make_rows(30))
+        await buffers["1"].pull(EDGE, EDGE, TURN)
+
+    with pytest.raises(PeerError, match=r"is no table|UTF"):
+        asyncio.run(pull())
