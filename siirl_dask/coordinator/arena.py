@@ -77,6 +77,11 @@ class Segment:
             self.map[:_NONCE] = self.handle.nonce
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
 
+    def discard(self) -> None:
+        """Give the memory back, also where a peer still has it mapped."""
+        if self.handle is not None:
+            self.map.madvise(mmap.MADV_REMOVE)
+
     @property
     def idle(self) -> bool:
         return self.free == [(_HEADER, self.size)]
@@ -170,11 +175,14 @@ class Arena:
         while self._returned:
             segment, offset, size = self._returned.popleft()
             segment.give(offset, size)
+            if segment.retired and segment.idle:
+                segment.discard()
         idle = 0
         for segment in [segment for segment in self._segments if segment.idle]:
             idle += segment.size
             if idle > self._keep:
                 self._segments.remove(segment)
+                segment.discard()
 
 
 class CannotMap(PeerError):

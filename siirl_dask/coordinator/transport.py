@@ -81,7 +81,7 @@ class DaskTransport:
             if waiting in self._silent:
                 raise PeerError(
                     f"{where}: no sign of life within {self._peer_timeout:g} s (cluster.peer_timeout): "
-                    "it stands still or is cut off"
+                    "it stands still, is cut off, or code that it runs holds the interpreter's lock for so long"
                 ) from error
             raise PeerError(f"{where}: no answer within {self._stall_timeout:g} s (cluster.stall_timeout)") from error
         except OSError as error:  # CommClosedError is one

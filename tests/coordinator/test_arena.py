@@ -93,6 +93,17 @@ def test_another_process_of_this_host_writes_into_a_segment():
 
 
 @needs_memfd
+def test_memory_that_is_not_kept_is_free_even_while_a_peer_has_it_mapped():
+    arena, attachments = Arena(keep=0), Attachments()
+    block = arena.allocate(200 * MIB)
+    attachments.attach(block.segment.handle)[:] = 1
+    full = shared_memory()
+    del block
+    assert arena.in_use == 0
+    assert shared_memory() < full - 150 * MIB
+
+
+@needs_memfd
 def test_a_handle_of_a_process_that_was_restarted_is_refused():
     """The new process has the same pid and opens its segment under the same number, as a container's often does."""
     arena = Arena(keep=0)
