@@ -26,7 +26,7 @@ LAYERS = (
 beside run.py are of run's layer, the commands beside cli.py of cli's."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
-DASK = ("coordinator/transport.py", "observe/dashboard.py", "worker/", "run.py", "driver.py", "cluster.py")
+DASK = ("coordinator/dask_comms.py", "observe/dashboard.py", "worker/", "run.py", "driver.py", "cluster.py")
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,

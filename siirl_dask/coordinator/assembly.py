@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.arena import Arena, Block, Segment
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import array_of, cell_width, move_runs, starts_of
+from siirl_dask.coordinator.cells import Runs, array_of, cell_width, starts_of
 from siirl_dask.coordinator.frames import Frame
 from siirl_dask.coordinator.messages import pack_ints
 from siirl_dask.coordinator.published import Published
@@ -46,13 +46,19 @@ class Chunk:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """How rows lie in the columns of a pattern, in elements."""
+
+    lengths: Ints
+    starts: Ints
+    elements: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Column:
     width: int
-    lengths: Ints
-    """Elements of each row of the result."""
-    starts: Ints
-    """In elements."""
+    layout: _Layout
     block: Block
 
 
@@ -67,35 +73,38 @@ class Assembly:
         self._count = identity.num_rows
         self._parts = parts
         self._plain: list[tuple[Ints, pa.Table]] = []
-        lengths = {name: self._lengths(name) for name in schema.names if any(name in part.lengths for part in parts)}
-        widths = {name: cell_width(schema.field(name).type) or 0 for name in lengths}
-        sizes = {name: int(found.sum()) * widths[name] for name, found in lengths.items()}
-        if sum(sizes.values()) > _physical_memory():
-            raise PeerError(f"{sum(sizes.values())} bytes of rows for this worker: more than its machine's memory")
+        layouts = self._layouts()
+        widths = {name: cell_width(schema.field(name).type) or 0 for name in layouts}
+        total = sum(layout.elements * widths[name] for name, layout in layouts.items())
+        if total > _physical_memory():
+            raise PeerError(f"{total} bytes of rows for this worker: more than its machine's memory")
         self._columns = {
-            name: _Column(widths[name], found, starts_of(found), arena.allocate(sizes[name]))
-            for name, found in lengths.items()
+            name: _Column(widths[name], layout, arena.allocate(layout.elements * widths[name]))
+            for name, layout in layouts.items()
         }
 
     def put_own(self, part: Part, published: Published) -> None:
         """Bring the rows of this worker's own part."""
-        cells = published.cells()
+        moves: dict[tuple[int, int], Runs] = {}
         for name in part.lengths:
-            own, column = cells[name], self._columns[name]
-            sizes = own.lengths[part.rows] * own.width
-            places = column.starts[part.places] * column.width
-            move_runs(own.values, own.starts[part.rows], column.block.bytes, places, sizes)
+            column, (cells, pattern) = self._columns[name], published.column(name)
+            key = (pattern, id(column.layout))
+            if key not in moves:
+                moves[key] = published.runs(pattern, part.rows, column.layout.starts[part.places])
+            moves[key].move(cells.values, column.block.bytes, column.width)
         self.put_plain(part.places, published.plain(part.rows))
 
     def put(self, part: Part, rows: Ints, frames: Mapping[str, Frame]) -> None:
         """Bring rows of a part, by index into it, that came as a frame a column. PeerError for other sizes."""
+        moves: dict[int, Runs] = {}
         for name, frame in frames.items():
-            column = self._columns[name]
-            sizes = part.lengths[name][rows] * column.width
-            if memoryview(frame).nbytes != sizes.sum():
-                raise PeerError(f"column {name!r} came as {memoryview(frame).nbytes} bytes instead of {sizes.sum()}")
-            places = column.starts[part.places[rows]] * column.width
-            move_runs(np.frombuffer(frame, np.uint8), starts_of(sizes), column.block.bytes, places, sizes)
+            column, lengths = self._columns[name], part.lengths[name][rows]
+            key = id(column.layout)
+            if key not in moves:
+                moves[key] = Runs(starts_of(lengths), column.layout.starts[part.places[rows]], lengths)
+            if memoryview(frame).nbytes != moves[key].elements * column.width:
+                raise PeerError(f"column {name!r} came as {memoryview(frame).nbytes} bytes: it was described otherwise")
+            moves[key].move(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
 
     def put_plain(self, places: Ints, table: pa.Table) -> None:
         self._plain.append((places, table))
@@ -108,22 +117,24 @@ class Assembly:
     def target(self, part: Part, rows: Ints) -> dict[str, Any] | None:
         """Where a process of this host shall write rows of the part; None where memory cannot be shared."""
         segments: list[Segment] = []
-        patterns: dict[bytes, int] = {}
+        layouts: list[_Layout] = []
         columns = []
-        for name in part.lengths:
-            column = self._columns[name]
+        for column in (self._columns[name] for name in part.lengths):
             if column.block.segment not in segments:
                 segments.append(column.block.segment)
-            pattern = patterns.setdefault(pack_ints(column.starts[part.places[rows]]), len(patterns))
-            columns.append([segments.index(column.block.segment), column.block.offset, pattern])
+            if column.layout not in layouts:
+                layouts.append(column.layout)
+            columns.append([segments.index(column.block.segment), column.block.offset, layouts.index(column.layout)])
         handles = [segment.handle.pack() for segment in segments if segment.handle]
         if len(handles) < len(segments):
             return None
-        return {"handles": handles, "columns": columns, "patterns": list(patterns)}
+        patterns = [pack_ints(layout.starts[part.places[rows]]) for layout in layouts]
+        return {"handles": handles, "columns": columns, "patterns": patterns}
 
     def missing(self, part: Part) -> int:
         """Bytes of a part, but for the plain columns."""
-        return sum(int(found.sum()) * self._columns[name].width for name, found in part.lengths.items())
+        elements = {id(lengths): int(lengths.sum()) for lengths in part.lengths.values()}
+        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in part.lengths.items())
 
     def chunks(self, part: Part, most: int) -> Iterator[Chunk]:
         """A part cut into messages of at most ``most`` bytes, or of one cell."""
@@ -157,12 +168,21 @@ class Assembly:
         arrays = [self._array(field.name, field.type) for field in self.schema]
         return pa.table(arrays, schema=self.schema)
 
-    def _lengths(self, name: str) -> Ints:
-        lengths = np.zeros(self._count, np.int64)
-        for part in self._parts:
-            if name in part.lengths:
-                lengths[part.places] = part.lengths[name]
-        return lengths
+    def _layouts(self) -> dict[str, _Layout]:
+        """Of each column that is runs of bytes; columns that no source tells apart share one."""
+        found: dict[tuple[int, ...], _Layout] = {}
+        layouts = {}
+        for name in self.schema.names:
+            parts = [part for part in self._parts if name in part.lengths]
+            key = tuple(id(part.lengths[name]) for part in parts)
+            if parts and key not in found:
+                lengths = np.zeros(self._count, np.int64)
+                for part in parts:
+                    lengths[part.places] = part.lengths[name]
+                found[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
+            if parts:
+                layouts[name] = found[key]
+        return layouts
 
     def _array(self, name: str, kind: pa.DataType) -> pa.Array:
         """A column that is in memory already, or came as plain rows, or both: where some sources' rows have nulls."""
@@ -171,8 +191,8 @@ class Assembly:
         column = self._columns.get(name)
         plain = [(places, table[name]) for places, table in self._plain if name in table.column_names]
         if column is not None and not plain:
-            return array_of(kind, column.lengths, column.block.buffer())
-        arrays = [array_of(kind, column.lengths, column.block.buffer())] if column is not None else []
+            return array_of(kind, column.layout.lengths, column.block.buffer())
+        arrays = [array_of(kind, column.layout.lengths, column.block.buffer())] if column is not None else []
         index, after = np.arange(self._count), self._count if column is not None else 0
         for places, rows in plain:
             index[places] = after + np.arange(len(places))

@@ -1,19 +1,25 @@
-"""Columns whose rows are runs of bytes (lists of numbers, text, binary), and moving such rows from place to place."""
+"""Columns whose rows are runs of bytes (lists of numbers, text, binary), and moving such rows from place to place.
+
+Rows of a column lie one after the other, so the lengths say where each begins, and columns of equal lengths (a pattern)
+are moved alike.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from siirl_dask.coordinator.arena import Bytes
 from siirl_dask.coordinator.balance import Ints
 
 _SHORT = 512  # bytes: shorter runs are moved by index, all at once, longer ones each with a copy of its own
+_INDEX = 2**22  # elements of such an index at once
 
 
+@lru_cache(maxsize=256)
 def cell_width(kind: pa.DataType) -> int | None:
     """Bytes of one element of a row, for the types whose rows are runs of bytes; None for all others."""
     types = pa.types
@@ -28,10 +34,10 @@ def cell_width(kind: pa.DataType) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Where each row of a column without nulls lies: row r is ``lengths[r]`` elements from byte ``starts[r]``."""
+    """A column without nulls: row r is ``lengths[r]`` elements of ``width`` bytes, and follows row r - 1."""
 
     values: Bytes
-    starts: Ints
+    """From the first row on."""
     lengths: Ints
     width: int
 
@@ -45,9 +51,7 @@ def cells_of(array: pa.Array) -> Cells | None:
     if pa.types.is_fixed_size_list(kind):
         bounds = (array.offset + np.arange(rows + 1, dtype=np.int64)) * kind.list_size
     else:
-        large = pa.types.is_large_list(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-        offsets = array.buffers()[1]
-        dtype = np.dtype(np.int64 if large else np.int32)
+        dtype, offsets = np.dtype(np.int64 if _has_large_offsets(kind) else np.int32), array.buffers()[1]
         if offsets is None or offsets.size == 0:
             bounds = np.zeros(rows + 1, np.int64)
         else:
@@ -60,25 +64,22 @@ def cells_of(array: pa.Array) -> Cells | None:
     else:
         data, first = array.buffers()[2], 0
     values = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return Cells(values, (bounds[:-1] + first) * width, np.diff(bounds), width)
+    return Cells(values[(int(bounds[0]) + first) * width :], np.diff(bounds), width)
 
 
 def array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
     """The column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one after the other."""
-    rows, total = len(lengths), int(lengths.sum())
-    if pa.types.is_fixed_size_list(kind):
-        child = pa.Array.from_buffers(kind.value_type, total, [None, values])
-        return pa.Array.from_buffers(kind, rows, [None], children=[child])
-    large = pa.types.is_large_list(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-    offsets = np.zeros(rows + 1, np.int64 if large else np.int32)
+    rows = len(lengths)
+    offsets = np.zeros(rows + 1, np.int64 if _has_large_offsets(kind) else np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    if pa.types.is_nested(kind):
-        child = pa.Array.from_buffers(kind.value_type, total, [None, values])
-        return pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets)], children=[child])
-    array = pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets), values])
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        array.validate(full=True)  # text must be UTF-8
-    return array
+    if not pa.types.is_nested(kind):
+        array = pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets), values])
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            array.validate(full=True)  # text must be UTF-8
+        return array
+    child = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, values])
+    own = [None] if pa.types.is_fixed_size_list(kind) else [None, pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(kind, rows, own, children=[child])
 
 
 def starts_of(lengths: Ints) -> Ints:
@@ -86,50 +87,51 @@ def starts_of(lengths: Ints) -> Ints:
     return np.cumsum(lengths) - lengths
 
 
-def move_runs(source: Bytes, starts: Ints, target: Bytes, places: Ints, sizes: Ints) -> None:
-    """Copy ``sizes[i]`` bytes from ``source[starts[i]:]`` to ``target[places[i]:]``, for every i.
+class Runs:
+    """``sizes[i]`` elements from ``starts[i]`` on, to be moved to ``places[i]`` and on, in any columns of a pattern."""
 
-    IndexError, before anything is copied, when a run lies outside.
-    """
-    if len(sizes) == 0:
-        return
-    inside = starts.min() >= 0 and places.min() >= 0 and sizes.min() >= 0
-    if not inside or (starts + sizes).max() > len(source) or (places + sizes).max() > len(target):
-        raise IndexError("a run of bytes lies outside of the memory it was to be copied from or to")
-    starts, places, sizes = _merge(starts, places, sizes)
-    if int(sizes.sum()) >= _SHORT * len(sizes):
-        for start, place, size in zip(starts.tolist(), places.tolist(), sizes.tolist(), strict=True):
-            target[place : place + size] = source[start : start + size]
-    else:
-        _move_short(source, starts, target, places, sizes)
+    def __init__(self, starts: Ints, places: Ints, sizes: Ints) -> None:
+        """IndexError where something is negative."""
+        if len(sizes) and min(starts.min(), places.min(), sizes.min()) < 0:
+            raise IndexError("a run before the first element")
+        self._reads = int((starts + sizes).max(initial=0))
+        self._writes = int((places + sizes).max(initial=0))
+        self._starts, self._places, self._sizes = _merge(starts, places, sizes)
+        self.elements = int(sizes.sum())
+
+    def move(self, source: Bytes, target: Bytes, width: int) -> None:
+        """IndexError, before anything is copied, when a run lies outside of either."""
+        if self._reads * width > len(source) or self._writes * width > len(target):
+            raise IndexError("a run lies outside of the memory it was to be copied from or to")
+        if self.elements * width >= _SHORT * len(self._sizes):
+            runs = (array * width for array in (self._starts, self._places, self._sizes))
+            for start, place, size in zip(*(array.tolist() for array in runs), strict=True):
+                target[place : place + size] = source[start : start + size]
+        else:
+            self._move_short(source, target, width)
+
+    def _move_short(self, source: Bytes, target: Bytes, width: int) -> None:
+        aligned = width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0
+        unit, times = (width, 1) if aligned else (1, width)
+        from_units = source[: len(source) // unit * unit].view(f"u{unit}")
+        to_units = target[: len(target) // unit * unit].view(f"u{unit}")
+        rows = max(1, _INDEX * len(self._sizes) // max(1, self.elements * times))
+        for first in range(0, len(self._sizes), rows):
+            here = slice(first, first + rows)
+            starts, places, sizes = (array[here] * times for array in (self._starts, self._places, self._sizes))
+            within = np.arange(sizes.sum()) - np.repeat(starts_of(sizes), sizes)
+            to_units[within + np.repeat(places, sizes)] = from_units[within + np.repeat(starts, sizes)]
 
 
 def _merge(starts: Ints, places: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
     """Runs that follow each other on both sides become one."""
-    ends = starts + sizes
-    joined = (starts[1:] == ends[:-1]) & (places[1:] == places[:-1] + sizes[:-1])
+    if len(sizes) == 0:
+        return starts, places, sizes
+    joined = (starts[1:] == starts[:-1] + sizes[:-1]) & (places[1:] == places[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
     return starts[first], places[first], np.add.reduceat(sizes, first)
 
 
-def _move_short(source: Bytes, starts: Ints, target: Bytes, places: Ints, sizes: Ints) -> None:
-    unit = _common_unit(source, target, starts, places, sizes)
-    from_units, to_units = _as_units(source, unit), _as_units(target, unit)
-    starts, places, counts = starts // unit, places // unit, sizes // unit
-    step = max(1, 2**22 * len(counts) // max(1, int(counts.sum())))  # rows at once: 4 Mi elements of index
-    for first in range(0, len(counts), step):
-        here = slice(first, first + step)
-        within = np.arange(counts[here].sum()) - np.repeat(starts_of(counts[here]), counts[here])
-        to = within + np.repeat(places[here], counts[here])
-        to_units[to] = from_units[within + np.repeat(starts[here], counts[here])]
-
-
-def _common_unit(source: Bytes, target: Bytes, *runs: Ints) -> int:
-    """Bytes that can be moved together: all runs, and the memory itself, are aligned to them."""
-    joint = np.bitwise_or.reduce([int(np.bitwise_or.reduce(run)) for run in runs])
-    joint = int(joint) | source.ctypes.data | target.ctypes.data
-    return next(unit for unit in (8, 4, 2, 1) if joint % unit == 0)
-
-
-def _as_units(memory: Bytes, unit: int) -> NDArray[np.generic]:
-    return memory[: len(memory) // unit * unit].view(f"u{unit}")
+def _has_large_offsets(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind))

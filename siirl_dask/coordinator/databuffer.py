@@ -108,7 +108,7 @@ class Databuffer:
         if not len(rows) or request.op not in (Op.DESCRIBE, Op.FILL):
             raise PeerError(f"refused {request.op!r} of {len(rows)} rows of edge {request.key.edge}")
         if request.op == Op.DESCRIBE:
-            return Reply({}, [pack_ints(pattern[rows]) for pattern in published.patterns])
+            return Reply({}, list(map(pack_ints, published.lengths(rows))))
         return await self._fill(published, rows, request.body)
 
     async def settle(self) -> None:
@@ -173,7 +173,7 @@ class Databuffer:
     async def _fill(self, published: Published, rows: Ints, body: Mapping[str, Any]) -> Reply:
         """Write rows where the asker wants them, or send them; plain columns are sent, of as many rows as fit."""
         columns, target = body.get("columns"), body.get("target")
-        known = list(published.cells())
+        known = published.columns()
         if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
             raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
         asked = rows if body.get("plain") else rows[:0]

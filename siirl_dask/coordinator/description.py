@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import Cells, cell_width
+from siirl_dask.coordinator.cells import cell_width
 from siirl_dask.coordinator.frames import Frame
 from siirl_dask.coordinator.messages import pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
@@ -49,13 +48,6 @@ class Description:
         count = -1 if self.patterns is None else len(self.patterns)
         header = [self.source, self.domain, self.row_bytes, dict(self.columns), count]
         return header, [pack_ints(pattern) for pattern in self.patterns or ()]
-
-
-def find_patterns(cells: Mapping[str, Cells]) -> tuple[dict[str, int], list[Ints]]:
-    """The pattern of each column, and the patterns: elements of each row."""
-    patterns: dict[bytes, int] = {}
-    columns = {name: patterns.setdefault(pack_ints(c.lengths), len(patterns)) for name, c in cells.items()}
-    return columns, [np.frombuffer(pattern, "<i8").astype(np.int64) for pattern in patterns]
 
 
 def unpack_descriptions(

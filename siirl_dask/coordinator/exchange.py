@@ -37,7 +37,8 @@ class Gathered:
     @staticmethod
     def merge(parts: Sequence[Gathered]) -> Gathered:
         descriptions = {source: found for part in parts for source, found in part.descriptions.items()}
-        return Gathered(pa.concat_tables([part.statistics for part in parts]), descriptions)
+        table = pa.concat_tables([part.statistics for part in parts])
+        return Gathered(table.combine_chunks(), descriptions)  # once, not for everyone who asks
 
     def reply(self) -> Reply:
         header, frames = to_frames(self.statistics)
@@ -103,7 +104,8 @@ class Exchange:
 
 
 def _members(edge: Edge) -> tuple[str, ...]:
-    return (*edge.sources, *(worker for worker in edge.targets if worker not in edge.sources))
+    sources = set(edge.sources)
+    return (*edge.sources, *(worker for worker in edge.targets if worker not in sources))
 
 
 def _read(reply: Reply, edge: Edge) -> Gathered:

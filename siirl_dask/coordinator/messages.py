@@ -58,6 +58,8 @@ class Op(StrEnum):
     """Nobody will ask for so many rows again."""
     STORE = "store"
     """The port of the process groups' store."""
+    PING = "ping"
+    """A sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,17 @@ class Request:
     op: str
     key: TransitionKey
     body: Mapping[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> list[Any]:
+        return [str(self.op), self.key.sequence, self.key.edge, dict(self.body)]
+
+
+def read_request(run: str, packed: object) -> Request:
+    """PeerError for what is no request."""
+    match packed:
+        case [str(op), int(sequence), str(edge), dict(body)]:
+            return Request(op, TransitionKey(run, sequence, edge), body)
+    raise PeerError(f"received {str(packed)[:120]!r}, which is no request")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
 from siirl_dask.coordinator.arena import Arena, Attachments, shared_memory_domain, unpack_handle
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import Cells, cell_width, cells_of, move_runs, starts_of
-from siirl_dask.coordinator.description import Description, find_patterns
+from siirl_dask.coordinator.cells import Cells, Runs, cell_width, cells_of, starts_of
+from siirl_dask.coordinator.description import Description
 from siirl_dask.coordinator.frames import Frame, to_frames
 from siirl_dask.coordinator.messages import unpack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A table's columns: those that are runs of bytes, by pattern of lengths, and the "plain" ones."""
+
+    cells: dict[str, Cells]
+    pattern_of: dict[str, int]
+    lengths: list[Ints]
+    """Of each pattern: elements of each row."""
+    starts: list[Ints]
+    """Of each pattern: elements before each row."""
+    plain: list[str]
+    """What is no run of bytes, or has nulls, and is not told by the statistics already."""
+
+    @staticmethod
+    def of(table: pa.Table) -> _Split:
+        found = {name: _cells_of(table[name]) for name in table.column_names if name not in IDENTITY}
+        cells = {name: column for name, column in found.items() if column is not None}
+        numbers: dict[bytes, int] = {}
+        pattern_of = {name: numbers.setdefault(c.lengths.tobytes(), len(numbers)) for name, c in cells.items()}
+        lengths = [np.frombuffer(pattern, np.int64) for pattern in numbers]
+        return _Split(
+            cells, pattern_of, lengths, list(map(starts_of, lengths)), [name for name in found if name not in cells]
+        )
+
+
 @dataclass(slots=True)
 class Published:
-    """A partition, split into columns whose rows are runs of bytes and the others, "plain" ones. Never changed."""
+    """A partition, never changed."""
 
     statistics: pa.Table
     table: pa.Table | None
@@ -32,9 +58,7 @@ class Published:
     """Rows that are still to be taken, once per target when the edge replicates."""
     spilled: mmap.mmap | None = None
     """The file that the table is mapped from."""
-    patterns: list[Ints] = field(default_factory=list, init=False)
-    """See ``description``."""
-    _cells: dict[str, Cells] | None = field(default=None, init=False)
+    _split: _Split | None = field(default=None, init=False)
 
     @property
     def rows(self) -> int:
@@ -49,34 +73,33 @@ class Published:
         """Count ``rows`` as taken; the table is freed when none is left."""
         self.left -= rows
         if self.left <= 0:
-            self.table, self._cells, self.spilled = None, None, None
+            self.table, self._split, self.spilled = None, None, None
 
-    def cells(self) -> dict[str, Cells]:
-        """Of the columns that are runs of bytes and have no nulls. PeerError when the rows are gone."""
-        table = self._table()
-        if self._cells is None:
-            found = ((name, _cells_of(table[name])) for name in table.column_names)
-            self._cells = {name: cells for name, cells in found if cells is not None}
-        return self._cells
+    def columns(self) -> list[str]:
+        """Those that are runs of bytes. PeerError when the rows are gone."""
+        return list(self._columns().cells)
 
     def describe(self, source: int, most: int) -> Description:
         """What is told of the rows along with their statistics, which is at most ``most`` bytes."""
-        cells, table = self.cells(), self._table()
-        columns, self.patterns = find_patterns(cells)
-        plain = sum(table[name].nbytes for name in self._plain_names())
-        known = self.patterns if sum(pattern.nbytes for pattern in self.patterns) <= most else None
-        return Description(source, shared_memory_domain(), -(-plain // max(1, self.rows)), columns, known)
+        split = self._columns()
+        plain = sum(self._table()[name].nbytes for name in split.plain)
+        known = split.lengths if sum(pattern.nbytes for pattern in split.lengths) <= most else None
+        return Description(source, shared_memory_domain(), -(-plain // max(1, self.rows)), split.pattern_of, known)
+
+    def lengths(self, rows: Ints) -> list[Ints]:
+        """Elements of the rows, by pattern."""
+        return [pattern[rows] for pattern in self._columns().lengths]
 
     def plain(self, rows: Ints) -> pa.Table:
-        """The other columns of the rows."""
-        return self._table().select(self._plain_names()).take(pa.array(rows))
+        """The columns that are no runs of bytes."""
+        return self._table().select(self._columns().plain).take(pa.array(rows))
 
     def plain_reply(self, rows: Ints, most: int) -> tuple[dict[str, Any], list[Frame], int]:
         """The plain columns as a header and frames, of the first rows: as many as fit into ``most`` bytes, at least
         one; and how many those are.
         """
         count = len(rows)
-        if not self._plain_names():
+        if not self._columns().plain:
             return {}, [], count
         plain = self.plain(rows)
         while plain.nbytes > most and count > 1:
@@ -86,46 +109,60 @@ class Published:
         return *to_frames(plain), count
 
     def nbytes_of(self, rows: Ints, columns: Sequence[str]) -> int:
-        cells = self.cells()
-        return sum(int(cells[name].lengths[rows].sum()) * cells[name].width for name in columns)
+        split = self._columns()
+        elements = [int(pattern[rows].sum()) for pattern in split.lengths]
+        return sum(elements[split.pattern_of[name]] * split.cells[name].width for name in columns)
 
     def gather(self, rows: Ints, columns: Sequence[str], arena: Arena) -> list[memoryview]:
         """A frame a column: the bytes of the rows, one row after the other."""
-        cells = self.cells()
-        frames: list[memoryview] = []
+        split, frames = self._columns(), []
+        runs = [self.runs(pattern, rows, starts_of(lengths[rows])) for pattern, lengths in enumerate(split.lengths)]
         for name in columns:
-            column = cells[name]
-            sizes = column.lengths[rows] * column.width
-            block = arena.allocate(int(sizes.sum()))
-            move_runs(column.values, column.starts[rows], block.bytes, starts_of(sizes), sizes)
+            cells, moved = split.cells[name], runs[split.pattern_of[name]]
+            block = arena.allocate(moved.elements * cells.width)
+            moved.move(cells.values, block.bytes, cells.width)
             frames.append(memoryview(block.buffer()))
         self.let_go()
         return frames
 
     def write(self, rows: Ints, columns: Sequence[str], target: Mapping[str, Any], attachments: Attachments) -> None:
         """Put the bytes of the rows where the asker said, in its memory. PeerError for places outside of it."""
-        cells = self.cells()
+        split = self._columns()
         try:
             segments = [attachments.attach(unpack_handle(handle)) for handle in target["handles"]]
-            starts = [unpack_ints(pattern, 2**62, 2**40) for pattern in target["patterns"]]
-            for name, (segment, base, pattern) in zip(columns, target["columns"], strict=True):
-                column = cells[name]
-                places = int(base) + starts[pattern][: len(rows)] * column.width
-                sizes = column.lengths[rows] * column.width
-                move_runs(column.values, column.starts[rows], segments[segment], places, sizes)
+            places = [unpack_ints(pattern, 2**48, 2**40)[: len(rows)] for pattern in target["patterns"]]
+            runs: dict[tuple[int, int], Runs] = {}
+            for name, (segment, base, where) in zip(columns, target["columns"], strict=True):
+                cells, pattern = split.cells[name], split.pattern_of[name]
+                if (pattern, where) not in runs:
+                    runs[pattern, where] = self.runs(pattern, rows, places[where])
+                if not isinstance(base, int) or base < 0:
+                    raise IndexError(f"{base!r} is no place in a segment")
+                runs[pattern, where].move(cells.values, segments[segment][base:], cells.width)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError(f"refused to write rows: {error!r}") from error
         self.let_go()
+
+    def runs(self, pattern: int, rows: Ints, places: Ints) -> Runs:
+        """How rows go from columns of a pattern to ``places``, in elements."""
+        split = self._columns()
+        return Runs(split.starts[pattern][rows], places, split.lengths[pattern][rows])
+
+    def column(self, name: str) -> tuple[Cells, int]:
+        """A column that is runs of bytes, and its pattern."""
+        split = self._columns()
+        return split.cells[name], split.pattern_of[name]
 
     def let_go(self) -> None:
         """Pages of a spilled table that were read go back to the page cache, or they would count as this process's."""
         if self.spilled is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.spilled.madvise(mmap.MADV_DONTNEED)
 
-    def _plain_names(self) -> list[str]:
-        """What is no run of bytes and is not told by the statistics already."""
-        known = (*self.cells(), *IDENTITY)
-        return [name for name in self._table().column_names if name not in known]
+    def _columns(self) -> _Split:
+        table = self._table()
+        if self._split is None:
+            self._split = _Split.of(table)
+        return self._split
 
     def _table(self) -> pa.Table:
         if self.table is None:

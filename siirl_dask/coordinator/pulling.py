@@ -123,8 +123,8 @@ class Puller:
         if about.patterns is not None:
             lengths = about.lengths(rows)
         elif worker == self._worker:
-            cells = (await self._own(key)).cells()
-            lengths = {name: cells[name].lengths[rows] for name in about.columns}
+            patterns = (await self._own(key)).lengths(rows)
+            lengths = {name: patterns[pattern] for name, pattern in about.columns.items()}
         else:
             reply = await self._transport.request(worker, Request(Op.DESCRIBE, key, {"rows": pack_ints(rows)}))
             patterns = [unpack_ints(bytes(frame), LONGEST, len(rows)) for frame in reply.frames]

@@ -27,15 +27,18 @@ from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
 
 _SOURCE = "source"
 _POSITION = "position"
-STATISTICS = pa.schema([(name, pa.int64()) for name in (ROW_ID, GROUP_ID, TOKENS, MINIBATCH, _SOURCE, _POSITION)])
+STATISTICS = pa.schema(
+    [(name, pa.int64()) for name in (ROW_ID, GROUP_ID, TOKENS)]
+    + [(name, pa.int32()) for name in (MINIBATCH, _SOURCE, _POSITION)]
+)
 
 
 def describe_rows(table: pa.Table, source: int) -> pa.Table:
     """The statistics of ``table``, which member ``source`` of an edge publishes."""
     rows = table.num_rows
-    minibatch = table[MINIBATCH].cast(pa.int64()) if MINIBATCH in table.column_names else pa.array(np.zeros(rows, "i8"))
+    minibatch = table[MINIBATCH].cast(pa.int32()) if MINIBATCH in table.column_names else np.zeros(rows, "i4")
     columns = [table[ROW_ID], table[GROUP_ID], table[TOKENS], minibatch]
-    return pa.table([*columns, pa.array(np.full(rows, source)), pa.array(np.arange(rows))], schema=STATISTICS)
+    return pa.table([*columns, np.full(rows, source, "i4"), np.arange(rows, dtype="i4")], schema=STATISTICS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Statistics:
 
     @staticmethod
     def of(table: pa.Table) -> Statistics:
-        arrays = {name: table[name].to_numpy() for name in STATISTICS.names}
+        arrays = {name: table[name].to_numpy().astype(np.int64) for name in STATISTICS.names}
         order = np.lexsort((arrays[_SOURCE], arrays[ROW_ID]))
         ids = arrays[ROW_ID][order]
         order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from siirl_dask.config import Config, Way
+from siirl_dask.coordinator.dask_comms import DaskComms, serve, stop_serving
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.messages import Handler
-from siirl_dask.coordinator.transport import DaskTransport, serve, stop_serving
-from siirl_dask.errors import ConfigError
+from siirl_dask.coordinator.local_links import LocalLinks
+from siirl_dask.coordinator.messages import Handler, Op, Reply, Request
+from siirl_dask.coordinator.transport import PeerTransport
+from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge
 
 if TYPE_CHECKING:
     from distributed import Worker
 
+logger = logging.getLogger("siirl_dask.worker")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGEST_KEPT = 32 * 2**20  # bytes: glibc takes no more for M_MMAP_THRESHOLD
 
@@ -54,7 +58,12 @@ class DataPlane:
     ) -> None:
         self._worker = worker
         self._run = run
-        self.transport = DaskTransport(worker, run, members, settings.peer_timeout, settings.stall_timeout)
+        self._limits = settings.limits
+        self._comms = DaskComms(worker, run, members, settings.peer_timeout)
+        self._links = LocalLinks(run, str(worker.name), members, self._answer)
+        self._listens = settings.way is not Way.dask
+        carriers = (self._links, self._comms) if self._listens else (self._comms,)
+        self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(
             run,
             str(worker.name),
@@ -64,13 +73,26 @@ class DataPlane:
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
         )
-        self._limits = settings.limits
+        self._handler: Handler = self.databuffer.handle
 
     async def start(self, handler: Handler | None = None) -> None:
         """Answer peers with ``handler``, or with the databuffer's own."""
+        self._handler = handler or self._handler
         _keep_freed_memory(self._limits.memory // 8)
+        await self._comms.start()
+        if self._listens:
+            await self._links.start()
         await self.transport.start()
-        serve(self._worker, self._run, handler or self.databuffer.handle)
+        serve(self._worker, self._run, self._answer)
+
+    async def _answer(self, request: Request) -> Reply:
+        if request.op == Op.PING:
+            return Reply()
+        try:
+            return await self._handler(request)
+        except PeerError as error:
+            logger.warning("refused a request of run %s: %s", self._run, error)
+            raise
 
     def check(self) -> None:
         """ConfigError when this machine lacks what the settings name."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.cells import array_of, cell_width, cells_of, move_runs, starts_of
+from siirl_dask.coordinator.cells import Runs, array_of, cell_width, cells_of, starts_of
 
 KINDS = {
     pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
@@ -23,38 +23,40 @@ def test_rows_picked_from_a_slice_come_back_as_arrow_would_take_them(data, kind)
     array = array.slice(data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12)))
     picked = np.array(data.draw(st.lists(st.integers(0, len(array) - 1), max_size=20)) if len(array) else [], np.int64)
     cells = cells_of(array)
-    sizes = cells.lengths[picked] * cells.width
-    out = np.zeros(int(sizes.sum()), np.uint8)
-    move_runs(cells.values, cells.starts[picked], out, starts_of(sizes), sizes)
+    lengths = cells.lengths[picked]
+    out = np.zeros(int(lengths.sum()) * cells.width, np.uint8)
+    Runs(starts_of(cells.lengths)[picked], starts_of(lengths), lengths).move(cells.values, out, cells.width)
     back = array_of(kind, cells.lengths[picked], pa.py_buffer(out))
     back.validate(full=True)
     assert back.equals(array.take(pa.array(picked)))
 
 
 @pytest.mark.parametrize("longest", [3, 400, 5000])
-def test_long_and_short_runs_land_where_they_belong(longest):
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_long_and_short_runs_land_where_they_belong(longest, width, shift):
     rng = np.random.default_rng(longest)
-    sizes = rng.integers(0, longest, 300) * rng.choice([1, 4])
-    source = rng.integers(0, 256, int(sizes.sum()), dtype=np.uint8)
+    sizes = rng.integers(0, longest, 300)
+    total = int(sizes.sum()) * width
+    source = rng.integers(0, 256, total + shift, dtype=np.uint8)[shift:]  # perhaps not aligned
     order = rng.permutation(300)
     places = np.empty(300, np.int64)
     places[order] = starts_of(sizes[order])
-    target = np.zeros(int(sizes.sum()), np.uint8)
-    move_runs(source, starts_of(sizes), target, places, sizes)
-    expected = [source[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)]
-    assert target.tobytes() == b"".join(expected[i].tobytes() for i in order)
+    target = np.zeros(total, np.uint8)
+    Runs(starts_of(sizes), places, sizes).move(source, target, width)
+    rows = np.split(source, starts_of(sizes)[1:] * width)
+    assert target.tobytes() == b"".join(rows[i].tobytes() for i in order)
 
 
-@given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5))
-def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs):
+@given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5), st.sampled_from([1, 3]))
+def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs, width):
     starts, places, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-    source, target = np.ones(50, np.uint8), np.zeros(40, np.uint8)
-    inside = all(0 <= s <= s + n <= 50 and 0 <= p <= p + n <= 40 for s, p, n in runs) and (sizes >= 0).all()
-    if inside:
-        move_runs(source, starts, target, places, sizes)
+    source, target = np.ones(50 * width, np.uint8), np.zeros(40 * width + 1, np.uint8)
+    if all(min(s, p, n) >= 0 and s + n <= 50 and p + n <= 40 for s, p, n in runs):
+        Runs(starts, places, sizes).move(source, target, width)
     else:
         with pytest.raises(IndexError):
-            move_runs(source, starts, target, places, sizes)
+            Runs(starts, places, sizes).move(source, target, width)
         assert not target.any()
 
 

@@ -205,10 +205,8 @@ def test_statistics_that_point_outside_of_the_edge_are_refused():
         async def point_elsewhere(request):
             reply = await handle(request)
             frames = [bytes(f) for f in reply.frames]
-            zeros = pack_ints(np.zeros(10))
-            return Reply(
-                reply.header, [pack_ints(np.full(10, 7)) if frame[:80] == zeros else frame for frame in frames]
-            )
+            zeros, sevens = np.zeros(10, "<i4").tobytes(), np.full(10, 7, "<i4").tobytes()
+            return Reply(reply.header, [sevens if frame[:40] == zeros else frame for frame in frames])
 
         transport.handlers["0"] = point_elsewhere
         await buffers["0"].publish(EDGE, TURN, make_rows(10))
