@@ -52,17 +52,19 @@ class LocalLinks:
             self._server = await asyncio.start_unix_server(self._accept, path=self._name(self._worker))
 
     async def reaches(self, worker: str) -> bool:
-        if not shared_memory_domain():
-            return False
-        if worker not in self._links:
-            self._links[worker] = asyncio.create_task(_connect(self._name(worker)))
-        return await asyncio.shield(self._links[worker]) is not None
+        return bool(shared_memory_domain()) and await self._link(worker) is not None
 
     async def ask(self, worker: str, request: Request) -> Reply:
-        link = await asyncio.shield(self._links[worker])
+        link = await self._link(worker)
         if link is None:
             raise ConnectionError("it is not on this host")
         return await link.ask(request)
+
+    async def _link(self, worker: str) -> _Link | None:
+        if worker not in self._links:
+            self._links[worker] = asyncio.create_task(_connect(self._name(worker)))
+        connecting = self._links[worker]
+        return connecting.result() if connecting.done() else await asyncio.shield(connecting)
 
     async def close(self) -> None:
         if self._server is not None:

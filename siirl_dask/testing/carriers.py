@@ -1,0 +1,150 @@
+"""What every carrier must do. Subclass in a test module and give ``joined``:
+
+class TestMyCarrier(CarrierTests):
+    @asynccontextmanager
+    async def joined(self, handler):
+        ...  # serve ``handler`` as worker "b"
+        yield carrier, die  # a carrier that asks for worker "a"; ``die()`` ends "b" as a crash would
+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from array import array
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from siirl_dask.coordinator.carrier import Carrier
+from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, TransitionKey
+from siirl_dask.errors import Aborted, PeerError
+
+RUN = "conformance"
+KEY = TransitionKey(RUN, 7, "train/a->b")
+Die = Callable[[], Awaitable[None]]
+
+
+class CarrierTests:
+    @abstractmethod
+    def joined(self, handler: Handler) -> AbstractAsyncContextManager[tuple[Carrier, Die]]: ...
+
+    def test_a_request_and_its_reply_arrive_as_they_were_sent(self) -> None:
+        body = {
+            "rows": b"\x00\xff" * 100,
+            "columns": ["a", "é"],
+            "target": None,
+            "n": 2**40,
+            "nested": [[1], {"b": []}],
+        }
+        frames: list[Frame] = [b"", b"x", bytes(range(256)) * 10_000, memoryview(array("i", [1, 2, 3])).cast("B")]
+        got: list[Request] = []
+
+        async def handler(request: Request) -> Reply:
+            got.append(request)
+            return Reply({"rows": 3, "text": "é"}, frames)
+
+        async def work() -> Reply:
+            async with self.joined(handler) as (carrier, _):
+                assert await carrier.reaches("b")
+                return await carrier.ask("b", Request(Op.FILL, KEY, body))
+
+        reply = asyncio.run(work())
+        assert got[0].op == Op.FILL
+        assert got[0].key == KEY
+        assert got[0].body["rows"] == body["rows"]
+        assert list(got[0].body["columns"]) == body["columns"]
+        assert got[0].body["n"] == 2**40
+        assert reply.header == {"rows": 3, "text": "é"}
+        assert [bytes(frame) for frame in reply.frames] == [bytes(frame) for frame in frames]
+
+    def test_an_answer_that_takes_long_holds_up_no_other(self) -> None:
+        async def work() -> list[int]:
+            first = asyncio.Event()
+
+            async def handler(request: Request) -> Reply:
+                if request.body["n"] == 0:
+                    await first.wait()
+                return Reply({"n": request.body["n"]})
+
+            async with self.joined(handler) as (carrier, _):
+                slow = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 0})))
+                await asyncio.sleep(0)
+                asks = (carrier.ask("b", Request(Op.UP, KEY, {"n": n})) for n in range(1, 20))
+                rest = [reply.header["n"] for reply in await asyncio.gather(*asks)]
+                assert not slow.done()
+                first.set()
+                return [(await slow).header["n"], *rest]
+
+        assert asyncio.run(work()) == list(range(20))
+
+    def test_what_the_peer_refuses_is_raised_with_its_words(self) -> None:
+        async def handler(request: Request) -> Reply:
+            raise PeerError("it was another edge")
+
+        async def work() -> None:
+            async with self.joined(handler) as (carrier, _):
+                for _ in range(2):
+                    with pytest.raises(PeerError, match="it was another edge"):
+                        await carrier.ask("b", Request(Op.UP, KEY))
+
+        asyncio.run(work())
+
+    @pytest.mark.parametrize("waiting", [True, False])
+    def test_a_peer_that_dies_is_an_error_at_once(self, waiting: bool) -> None:
+        async def work() -> None:
+            asked = asyncio.Event()
+
+            async def handler(request: Request) -> Reply:
+                asked.set()
+                if request.body:
+                    await asyncio.Event().wait()
+                return Reply()
+
+            async with self.joined(handler) as (carrier, die):
+                await carrier.ask("b", Request(Op.UP, KEY))
+                if waiting:
+                    asked.clear()
+                    asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 1})))
+                    await asked.wait()
+                    await die()
+                else:
+                    await die()
+                    asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 1})))
+                with pytest.raises(OSError):  # noqa: PT011  # any: refused, reset, closed
+                    await asyncio.wait_for(asking, 20)
+
+        asyncio.run(work())
+
+    def test_a_peer_that_is_aborted_is_gone(self) -> None:
+        async def handler(request: Request) -> Reply:
+            raise Aborted("the run is over")
+
+        async def work() -> None:
+            async with self.joined(handler) as (carrier, _):
+                with pytest.raises(OSError):  # noqa: PT011
+                    await asyncio.wait_for(carrier.ask("b", Request(Op.UP, KEY)), 20)
+
+        asyncio.run(work())
+
+    def test_a_request_that_is_given_up_spoils_none_after_it(self) -> None:
+        async def work() -> list[int]:
+            held = asyncio.Event()
+
+            async def handler(request: Request) -> Reply:
+                if request.body["n"] == -1:
+                    await held.wait()
+                return Reply({"n": request.body["n"]})
+
+            async with self.joined(handler) as (carrier, _):
+                asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": -1})))
+                await asyncio.sleep(0.05)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                held.set()
+                return [(await carrier.ask("b", Request(Op.UP, KEY, {"n": n}))).header["n"] for n in range(5)]
+
+        assert asyncio.run(work()) == list(range(5))
