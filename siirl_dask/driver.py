@@ -166,7 +166,7 @@ class Driver:
             case "done":
                 pending = next(p for p in self._pending if p.turn.sequence == event["sequence"])
                 pending.logged[event["member"]] = unpack(event["metrics"])
-            case "error" | "lost":
+            case "error" | "lost" | "silent":
                 raise self._cause([event, *self._events_within(_GRACE)])
             case "finished":
                 pass
@@ -178,7 +178,7 @@ class Driver:
                 event = self._events.get(timeout=left)
             except queue.Empty:
                 return
-            if event["kind"] in ("error", "lost"):
+            if event["kind"] in ("error", "lost", "silent"):
                 yield event
             if event["kind"] == "lost":
                 return
@@ -194,7 +194,11 @@ class Driver:
                     f"worker {event['member']!r} at {event['address']} left the cluster during {step}: it was killed, "
                     "ran out of memory or lost its connection; parts that were written are complete"
                 )
-        errors = [event["error"] for event in events]
+        errors: list[Exception] = [event["error"] for event in events if event["kind"] == "error"]
+        for event in events:
+            if event["kind"] == "silent":
+                step = str(self._pending[0].turn) if self._pending else "the start"
+                errors.append(PeerError(f"{step}: {event['what']}"))
         errors.sort(key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
         cause = errors[0]
         if isinstance(cause, SiirlError):

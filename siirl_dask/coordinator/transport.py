@@ -6,7 +6,7 @@ A peer that is dead or stands still is told from one that is busy by a sign of l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from siirl_dask.coordinator.carrier import Carrier
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey
@@ -42,6 +42,7 @@ class PeerTransport:
         self._stall_timeout = stall_timeout
         self._owed: dict[str, set[asyncio.Timeout]] = {}
         self._silent: set[asyncio.Timeout] = set()
+        self._watched: dict[str, Callable[[str], None]] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}
         self._rounds: asyncio.Task[None] | None = None
 
@@ -57,10 +58,7 @@ class PeerTransport:
                 carrier = self._chosen.get(worker) or await self._choose(worker)
                 return await carrier.ask(worker, request)
         except TimeoutError as error:
-            silent = (
-                f"no sign of life within {self._peer_timeout:g} s (cluster.peer_timeout): "
-                "it stands still, is cut off, or code that it runs holds the interpreter's lock for so long"
-            )
+            silent = self._no_sign()
             slow = f"no answer within {self._stall_timeout:g} s (cluster.stall_timeout)"
             raise self._failed(worker, request, silent if waiting in self._silent else slow) from error
         except OSError as error:
@@ -70,6 +68,10 @@ class PeerTransport:
         finally:
             owed.discard(waiting)
             self._silent.discard(waiting)
+
+    def watch(self, worker: str, tell: Callable[[str], None]) -> None:
+        """Ask a peer for signs of life from now on; ``tell`` is called once, with what is wrong, when it gives none."""
+        self._watched[worker] = tell
 
     async def close(self) -> None:
         for task in (self._rounds, *self._asked.values()):
@@ -84,17 +86,23 @@ class PeerTransport:
                 return self._chosen.setdefault(worker, carrier)
         raise PeerError("nothing here reaches it")
 
+    def _no_sign(self) -> str:
+        return (
+            f"no sign of life within {self._peer_timeout:g} s (cluster.peer_timeout): "
+            "it stands still, is cut off, or code that it runs holds the interpreter's lock for so long"
+        )
+
     def _failed(self, worker: str, request: Request, what: str) -> PeerError:
         where = f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}"
         return PeerError(f"{where}: {what}")
 
     async def _go_round(self) -> None:
-        """Every so often ask each peer that owes an answer for a sign of life."""
+        """Every so often ask each peer that owes an answer, or is watched, for a sign of life."""
         while True:
             await asyncio.sleep(_ROUND * self._peer_timeout)
             self._asked = {worker: task for worker, task in self._asked.items() if not task.done()}
-            for worker, owed in self._owed.items():
-                if owed and worker not in self._asked:
+            for worker in {*self._watched, *(worker for worker, owed in self._owed.items() if owed)}:
+                if worker not in self._asked:
                     self._asked[worker] = asyncio.create_task(self._ask_for_sign(worker))
 
     async def _ask_for_sign(self, worker: str) -> None:
@@ -108,9 +116,11 @@ class PeerTransport:
                     return
         finally:
             ping.cancel()
-        for waiting in self._owed[worker]:
+        for waiting in self._owed.get(worker, ()):
             self._silent.add(waiting)
             waiting.reschedule(asyncio.get_running_loop().time())
+        if tell := self._watched.pop(worker, None):
+            tell(f"worker {worker!r} at {self._members[worker]}: {self._no_sign()}")
 
     async def _ping(self, worker: str) -> bool:
         try:

@@ -98,6 +98,7 @@ class DAGWorker(WorkerPlugin):
         ranks = self._join_groups(device, plan)
         roles = {role.name: role for role in plan.dag.roles}
         resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
+        self._loop.call_soon_threadsafe(self._watch_next, names)
         self._bench = Bench(
             device=device,
             run_url=self.spec.url,
@@ -147,6 +148,16 @@ class DAGWorker(WorkerPlugin):
             first = get_address_host(self.spec.members[workers[0]])
             store = groups.join_store(first, wait_for(self._ask_store_port(workers[0]), self._loop, self.stop), timeout)
         return groups.join(store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout)
+
+    def _watch_next(self, names: list[str]) -> None:
+        """Each worker watches the next: one that stands still is noticed also where others wait in a collective."""
+        after = names[(names.index(self.worker_name) + 1) % len(names)]
+        if after != self.worker_name:
+            self._plane.transport.watch(after, self._report_silence)
+
+    def _report_silence(self, what: str) -> None:
+        if not self.stop.is_set():
+            self._worker.log_event(self.spec.topic, {"kind": "silent", "member": self.worker_name, "what": what})
 
     async def _ask_store_port(self, first: str) -> int:
         reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))

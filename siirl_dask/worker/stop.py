@@ -26,6 +26,9 @@ class StopFlag:
             self._reason = reason
             self._event.set()
 
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
     def check(self) -> None:
         """Aborted when the flag is set."""
         if self._event.is_set():

@@ -26,6 +26,18 @@ def test_kill_9_of_a_worker_ends_the_run_by_name_and_loses_no_committed_rollout(
         assert pq.read_table(run.url / "rollouts" / f"step={step:06d}").num_rows == 32
 
 
+def test_a_worker_that_stands_still_ends_the_run_by_name_wherever_the_others_wait(start):
+    run = start(ENDLESS)
+    run.wait_for_steps(2)
+    os.kill(run.workers()[1].pid, signal.SIGSTOP)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 20  # five to notice, and then the cluster is closed
+    assert run.process.returncode == 1
+    assert "no sign of life within 5 s" in err
+    assert "train step" in err
+    assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_stop_within_5_s_and_say_how_far_it_came(start, sign):
     run = start(ENDLESS)
