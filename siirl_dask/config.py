@@ -38,7 +38,7 @@ _UNITS = {
 }
 
 
-def _parse_bytes(key: str, text: str) -> int:
+def parse_bytes(key: str, text: str) -> int:
     """Bytes of ``2GiB``, ``500 MB`` or ``1000000``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not found or found[2] not in _UNITS:
@@ -141,12 +141,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         _at_least("data", 0, quadratic_from=self.quadratic_from)
-        if self.memory_bytes < 2**20:
+        if parse_bytes("data.memory_limit", self.memory_limit) < 2**20:
             raise ConfigError(f"data.memory_limit={self.memory_limit!r}: expected at least 1MiB")
-
-    @property
-    def memory_bytes(self) -> int:
-        return _parse_bytes("data.memory_limit", self.memory_limit)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.config import Config, Dtype, RolloutConfig, RunConfig, TrainerConfig
+from siirl_dask.config import Config, DataConfig, Dtype, RolloutConfig, RunConfig, TrainerConfig, parse_bytes
 from siirl_dask.configfile import dump, load, shipped
 from siirl_dask.errors import ConfigError
 
@@ -410,3 +410,16 @@ def test_every_key_is_read_somewhere():
         read |= set(re.findall(r"\$\{(\w+\.\w+)\}", path.read_text()))
     unread = [key for key in keys() if key not in read]
     assert not unread, f"nobody reads {unread}: use them or remove them from config.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5KiB", 1536), ("1048576", 2**20)]
+)
+def test_a_number_of_bytes_is_read_with_its_unit(text, count):
+    assert parse_bytes("data.memory_limit", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "2 gigs", "-1GB", "1KiB", "GiB"])
+def test_a_memory_limit_that_is_none_is_refused_by_name(text):
+    with pytest.raises(ConfigError, match=r"data\.memory_limit"):
+        DataConfig(url="x", memory_limit=text)

@@ -80,7 +80,7 @@ class Databuffer:
         moving = table.select(edge.schema.names).cast(edge.schema) if edge.moves and table.num_rows else None
         left = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
         published = Published(statistics, moving, left)
-        if published.nbytes + self.waiting > self._limits.memory // 4:
+        if moving is not None and published.nbytes + self.waiting > self._limits.memory // 4:
             published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
         slot = self._slot(self.key(edge, turn))
         if not slot.done():

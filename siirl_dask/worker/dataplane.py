@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Config, Way
+from siirl_dask.config import Config, Way, parse_bytes
 from siirl_dask.coordinator.dask_comms import DaskComms, serve, stop_serving
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.limits import Limits
@@ -43,7 +43,9 @@ class DataSettings:
         data, cluster = config.data, config.cluster
         return DataSettings(
             way=data.transport,
-            limits=Limits(memory=data.memory_bytes, spill_folder=data.spill_directory),
+            limits=Limits(
+                memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
+            ),
             quadratic_from=data.quadratic_from,
             peer_timeout=cluster.peer_timeout,
             stall_timeout=cluster.stall_timeout,
