@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_SMALL = 2**18  # bytes: copied sooner than a thread is woken
+_SMALL = 2**23  # bytes: copied in a millisecond or so, of which waking a thread would take a good part
 _MOST_THREADS = 4  # a few are enough for the bandwidth of memory
 
 
@@ -23,7 +23,7 @@ class Movers:
 
     async def run(self, nbytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """The result of ``work``, which moves about ``nbytes``; here and now if they are few."""
-        if nbytes < _SMALL:
+        if nbytes <= _SMALL:
             return work(*args, **kwargs)
         return await asyncio.wrap_future(self._pool.submit(work, *args, **kwargs))
 

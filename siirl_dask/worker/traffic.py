@@ -37,10 +37,10 @@ class TrafficMeter:
         if not self._supported:
             return
         for comm in self._comms():
-            carried = _carried(comm)
-            if carried is not None:
-                self._total += (carried - self._seen.get(comm, 0)) if count else 0
-                self._seen[comm] = carried
+            total = carried(comm)
+            if total is not None:
+                self._total += (total - self._seen.get(comm, 0)) if count else 0
+                self._seen[comm] = total
 
     def _comms(self) -> Iterable[Any]:
         yield from self._scheduler._comms  # connections that others opened to the scheduler
@@ -48,7 +48,8 @@ class TrafficMeter:
             yield from comms
 
 
-def _carried(comm: Any) -> int | None:
+def carried(comm: Any) -> int | None:
+    """Bytes over a connection so far, both ways; None where they cannot be counted."""
     stream = getattr(comm, "stream", None)
     if stream is None or stream.closed():
         return None
