@@ -51,7 +51,7 @@ def test_long_and_short_runs_land_where_they_belong(longest, width, shift):
 @given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5), st.sampled_from([1, 3]))
 def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs, width):
     starts, places, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-    source, target = np.ones(50 * width, np.uint8), np.zeros(40 * width + 1, np.uint8)
+    source, target = np.ones(50 * width, np.uint8), np.zeros(41 * width - 1, np.uint8)
     if all(min(s, p, n) >= 0 and s + n <= 50 and p + n <= 40 for s, p, n in runs):
         Runs(starts, places, sizes).move(source, target, width)
     else:

@@ -1,0 +1,83 @@
+"""A Dask cluster of processes on this machine, whose scheduler counts the bytes that pass through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from distributed import Client, Future, LocalCluster, Scheduler, SchedulerPlugin, wait
+
+from method import PATIENCE
+from siirl_dask.worker.traffic import TrafficMeter, carried
+
+
+class Traffic(SchedulerPlugin):
+    """Bytes over the scheduler's connections: those of the workers and of the client."""
+
+    name = "benchmark_traffic"
+
+    async def start(self, scheduler: Scheduler) -> None:
+        meter = TrafficMeter(scheduler)
+        scheduler.handlers[self.name] = meter.total
+
+
+class DaskCluster:
+    """One worker process of one thread each. The first ``count`` workers are named 0, 1, ..."""
+
+    def __init__(self, count: int) -> None:
+        with _environment_kept():
+            self._cluster = LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": False},
+                memory_limit=0,
+                silence_logs=logging.CRITICAL,
+            )
+        self.client = Client(self._cluster)
+        self.client.wait_for_workers(count, timeout=PATIENCE)
+        self.client.register_plugin(Traffic())
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        self.members = {str(workers[address]["name"]): address for address in workers}
+        self.addresses = [self.members[str(index)] for index in range(count)]
+
+    def traffic(self) -> int:
+        """Bytes through the scheduler and the client so far, heartbeats and calls to workers included."""
+
+        async def ask() -> int:
+            return await getattr(self.client.scheduler, Traffic.name)() or 0
+
+        pools = (self.client.rpc.available, self.client.rpc.occupied)
+        direct = (carried(comm) or 0 for pool in pools for comms in pool.values() for comm in comms)
+        through_scheduler: int = self.client.sync(ask)
+        return through_scheduler + sum(direct)
+
+    def close(self) -> None:
+        self.client.close()
+        self._cluster.close()
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Dask leaves what it sets for its workers in this process: systems that start later would inherit its malloc
+    settings, with which TransferQueue takes twice as long.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def wait_for(futures: Sequence[Future[Any]]) -> None:
+    """Until all are done; raises what one of them raised."""
+    done, _ = wait(futures, timeout=PATIENCE)
+    for future in done:
+        if future.status == "error":
+            raise future.exception()

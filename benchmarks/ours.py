@@ -1,0 +1,188 @@
+"""This project's data plane on the same work: the only file here that knows its interface.
+
+Rows are grouped by ``uid % destinations``. A GROUPED edge keeps a group together and gives each of as many groups as
+there are owners to another owner, so that every destination gets one residue class, as the work demands; which one is
+the layout's decision. The driver calls every worker directly, as Ray's calls its actors: in a run no call is waited
+for, since a worker's chain goes on to its next link by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+from distributed import Worker, WorkerPlugin, get_worker
+
+from dask_cluster import DaskCluster, wait_for
+from method import PATIENCE, Method
+from siirl_dask.config import Way
+from siirl_dask.coordinator.messages import Turn
+from siirl_dask.planner import Edge, Rows
+from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS
+from siirl_dask.worker.dataplane import DataPlane, DataSettings
+from work import COLUMNS, Held, Work, inspect, make_rows, offsets_of, touch
+from work import Rows as WorkRows
+
+_PHASE = "train"
+_LISTS = {name: pa.list_(pa.from_numpy_dtype(kind)) for name, kind in COLUMNS.items()}
+_SCHEMA = pa.schema({ROW_ID: pa.int64(), GROUP_ID: pa.int64(), TOKENS: pa.int64()} | _LISTS)
+_T = TypeVar("_T")
+
+
+def _edge(work: Work) -> Edge:
+    workers = tuple(str(index) for index in range(work.workers))
+    return Edge(
+        source="rollout",
+        target="update",
+        sources=workers[: work.sources],
+        targets=workers[: work.destinations],
+        rows=Rows.GROUPED,
+        by_minibatch=False,
+        schema=_SCHEMA,
+        guide="rollout",
+    )
+
+
+def _make_table(work: Work, source: int) -> pa.Table:
+    rows = make_rows(work, source)
+    offsets = pa.array(rows.offsets, pa.int32())
+    lists = [pa.ListArray.from_arrays(offsets, pa.array(values)) for values in rows.arrays]
+    columns = [rows.uids, rows.uids % work.destinations, np.diff(rows.offsets)]
+    return pa.table([*map(pa.array, columns), *lists], schema=_SCHEMA)
+
+
+class Plane(WorkerPlugin):
+    """On every worker: its data plane, its rows when it is a source, and what it received."""
+
+    def __init__(self, run: str, work: Work, members: Mapping[str, str], transport: str) -> None:
+        self.name = f"benchmark-{run}"
+        self._run = run
+        self._work = work
+        self._members = dict(members)
+        self._transport = transport
+
+    async def setup(self, worker: Worker) -> None:
+        self._edge = _edge(self._work)
+        self._worker_name = str(worker.name)
+        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self._received: pa.Table | None = None
+        if self._worker_name in self._edge.sources:
+            self._table = _make_table(self._work, self._edge.sources.index(self._worker_name))
+        edges, settings = {f"{_PHASE}/{self._edge.name}": self._edge}, DataSettings(way=Way(self._transport))
+        self._plane = DataPlane(worker, self._run, self._members, edges, settings)
+        await self._plane.start()
+        worker.handlers[self.name] = self.transfer
+
+    async def teardown(self, worker: Worker) -> None:
+        self._received = None
+        worker.handlers.pop(self.name)
+        await self._plane.close()
+
+    async def transfer(self, sequence: int) -> None:
+        """What a chain does at the edge: Send, then Recv; and touch what came."""
+        databuffer, edge, turn = self._plane.databuffer, self._edge, Turn(_PHASE, sequence, sequence)
+        if self._worker_name in edge.sources:
+            await databuffer.publish(edge, turn, self._table)
+        if self._worker_name in edge.targets:
+            self._received = await databuffer.pull(edge, edge, turn)
+            touch(chunk.flatten().to_numpy() for name in COLUMNS for chunk in self._received[name].chunks)
+
+    def check(self) -> Held:
+        assert self._received is not None
+        table = self._received.combine_chunks()
+        values = {name: table[name].chunk(0).flatten().to_numpy() for name in COLUMNS}
+        return inspect(WorkRows(table[ROW_ID].to_numpy(), offsets_of(table[TOKENS].to_numpy()), values))
+
+    def drop(self, before: int) -> None:
+        self._received = None
+        self._wait(self._forget(before))
+
+    async def _forget(self, before: int) -> None:
+        self._plane.databuffer.forget(before)
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
+
+
+def _plane(name: str) -> Plane:
+    plugin = get_worker().plugins[name]
+    assert isinstance(plugin, Plane)
+    return plugin
+
+
+def _check(plugin: str) -> Held:
+    return _plane(plugin).check()
+
+
+def _drop(plugin: str, before: int) -> None:
+    _plane(plugin).drop(before)
+
+
+class _Transitions:
+    def __init__(self, name: str, plugin: str, work: Work, cluster: DaskCluster) -> None:
+        self.name = name
+        self._plugin = plugin
+        self._cluster = cluster
+        self._destinations = cluster.addresses[: work.destinations]
+        self._sequence = 0
+
+    def before(self) -> None:
+        self._sequence += 1
+        self._bytes_before = self._cluster.traffic()
+
+    def run(self) -> None:
+        client, sequence = self._cluster.client, self._sequence
+
+        async def call_all() -> None:
+            calls = (
+                getattr(client.rpc(address), self._plugin)(sequence=sequence) for address in self._cluster.addresses
+            )
+            await asyncio.gather(*calls)
+
+        client.sync(call_all, callback_timeout=PATIENCE)
+
+    async def _call_all(self) -> None:
+        workers = map(self._cluster.client.rpc, self._cluster.addresses)
+        await asyncio.gather(*(getattr(worker, self._plugin)(sequence=self._sequence) for worker in workers))
+
+    def check(self) -> list[Held]:
+        client = self._cluster.client
+        futures = [client.submit(_check, self._plugin, workers=[a], pure=False) for a in self._destinations]
+        held: list[Held] = client.gather(futures)
+        return held
+
+    def driver_bytes(self) -> int:
+        return self._cluster.traffic() - self._bytes_before
+
+    def after(self) -> None:
+        self._everywhere(_drop, self._sequence + 1)
+
+    def _everywhere(self, task: Callable[..., None], argument: object) -> None:
+        client, addresses = self._cluster.client, self._cluster.addresses
+        wait_for([client.submit(task, self._plugin, argument, workers=[a], pure=False) for a in addresses])
+
+
+def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> Method:
+    plane = Plane(uuid4().hex[:8], work, cluster.members, transport)
+    cluster.client.register_plugin(plane)
+    return _Transitions(f"siirl_dask_{transport}", plane.name, work, cluster)
+
+
+class Ours:
+    """One cluster, and on it a data plane for each way of transport."""
+
+    def __init__(self, transports: Sequence[str]) -> None:
+        self._transports = transports
+        self._cluster: DaskCluster | None = None
+
+    def start(self, work: Work) -> Sequence[Method]:
+        self._cluster = DaskCluster(work.workers)
+        return [_start_plane(self._cluster, work, transport) for transport in self._transports]
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()

@@ -1,0 +1,24 @@
+"""The two ways that Dask offers by itself, on one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dask_cluster import DaskCluster
+from method import Method
+from peers.dask_graph import DaskGraph
+from peers.dask_p2p import DaskP2P
+from work import Work
+
+
+class DaskPeers:
+    def __init__(self) -> None:
+        self._cluster: DaskCluster | None = None
+
+    def start(self, work: Work) -> Sequence[Method]:
+        self._cluster = DaskCluster(work.workers)
+        return [DaskGraph(work, self._cluster), DaskP2P(work, self._cluster)]
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()

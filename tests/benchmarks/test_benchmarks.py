@@ -1,0 +1,32 @@
+"""The benchmarks run as their README says, on a case that takes a moment."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("transport", ["auto", "dask", "shm"])
+def test_ours_gives_every_destination_its_rows_and_keeps_out_of_the_drivers_way(transport):
+    arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 4, "--ragged", "--n", 3, "--transport", transport]
+    (record,) = map(json.loads, run("dataplane.py", *arguments, "--json").splitlines())
+    assert record["verified"]
+    assert record["driver_bytes"] < 20_000
+    assert record["n"] == 3
+
+
+def test_the_exchange_is_tabled_for_any_number_of_workers(tmp_path):
+    out = tmp_path / "exchange.md"
+    run("exchange.py", "--workers", 1, 5, 40, "--rows", 3, "--out", out)
+    assert "| 40 | 120 | 2 | 78 |" in out.read_text()
