@@ -12,11 +12,13 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.arena import Arena, Block, Segment
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import Runs, array_of, cell_width, starts_of
+from siirl_dask.coordinator.cells import Runs, cell_width, column_of, starts_of
 from siirl_dask.coordinator.frames import Frame
 from siirl_dask.coordinator.messages import pack_ints
 from siirl_dask.coordinator.published import Published
 from siirl_dask.errors import PeerError
+
+_ONE_CHUNK = 2**31  # bytes: what is smaller has offsets of 32 bits in one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,9 @@ class Assembly:
         patterns = [pack_ints(layout.starts[part.places[rows]]) for layout in layouts]
         return {"handles": handles, "columns": columns, "patterns": patterns}
 
-    def missing(self, part: Part) -> int:
-        """Bytes of a part, but for the plain columns."""
-        elements = {id(lengths): int(lengths.sum()) for lengths in part.lengths.values()}
+    def missing(self, part: Part, rows: Ints | slice = slice(None)) -> int:
+        """Bytes of rows of a part, but for the plain columns."""
+        elements = {id(lengths): int(lengths[rows].sum()) for lengths in part.lengths.values()}
         return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in part.lengths.items())
 
     def chunks(self, part: Part, most: int) -> Iterator[Chunk]:
@@ -165,8 +167,8 @@ class Assembly:
 
     def table(self) -> pa.Table:
         """The result, once all parts are there."""
-        arrays = [self._array(field.name, field.type) for field in self.schema]
-        return pa.table(arrays, schema=self.schema)
+        columns = [self._column(field.name, field.type) for field in self.schema]
+        return pa.table(columns, schema=self.schema)
 
     def _layouts(self) -> dict[str, _Layout]:
         """Of each column that is runs of bytes; columns that no source tells apart share one."""
@@ -184,22 +186,22 @@ class Assembly:
                 layouts[name] = found[key]
         return layouts
 
-    def _array(self, name: str, kind: pa.DataType) -> pa.Array:
+    def _column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
         """A column that is in memory already, or came as plain rows, or both: where some sources' rows have nulls."""
         if name in self._identity.column_names:
-            return self._identity[name].chunk(0)
+            return self._identity[name]
         column = self._columns.get(name)
+        found = column_of(kind, column.layout.lengths, column.block.buffer()) if column else pa.chunked_array([], kind)
         plain = [(places, table[name]) for places, table in self._plain if name in table.column_names]
-        if column is not None and not plain:
-            return array_of(kind, column.layout.lengths, column.block.buffer())
-        arrays = [array_of(kind, column.layout.lengths, column.block.buffer())] if column is not None else []
-        index, after = np.arange(self._count), self._count if column is not None else 0
-        for places, rows in plain:
+        if not plain:
+            return found
+        index, after = np.arange(self._count), len(found)
+        for places, _ in plain:
             index[places] = after + np.arange(len(places))
             after += len(places)
-            arrays += rows.chunks
-        whole = pa.concat_arrays([pa.array([], kind), *arrays])
-        return whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
+        whole = pa.chunked_array([*found.chunks, *(chunk for _, rows in plain for chunk in rows.chunks)], kind)
+        whole = whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
+        return whole.combine_chunks() if whole.nbytes < _ONE_CHUNK else whole
 
 
 def _physical_memory() -> int:

@@ -67,10 +67,28 @@ def cells_of(array: pa.Array) -> Cells | None:
     return Cells(values[(int(bounds[0]) + first) * width :], np.diff(bounds), width)
 
 
-def array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
-    """The column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one after the other."""
+def column_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer, most: int = 2**31 - 1) -> pa.ChunkedArray:
+    """The column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one after the other.
+
+    In one chunk, but where its offsets are of 32 bits: then each chunk has at most ``most`` elements.
+    """
+    ends = np.cumsum(lengths)
+    if len(ends) == 0 or ends[-1] <= most or _has_large_offsets(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.chunked_array([_array_of(kind, lengths, values)])
+    chunks, first, width = [], 0, cell_width(kind) or 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+        part = values.slice(before * width, (int(ends[last - 1]) - before) * width)
+        chunks.append(_array_of(kind, lengths[first:last], part))
+        first = last
+    return pa.chunked_array(chunks)
+
+
+def _array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
     rows = len(lengths)
-    offsets = np.zeros(rows + 1, np.int64 if _has_large_offsets(kind) else np.int32)
+    fixed = pa.types.is_fixed_size_list(kind)
+    offsets = np.zeros(rows + 1, np.int64 if fixed or _has_large_offsets(kind) else np.int32)
     np.cumsum(lengths, out=offsets[1:])
     if not pa.types.is_nested(kind):
         array = pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets), values])
@@ -78,7 +96,7 @@ def array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
             array.validate(full=True)  # text must be UTF-8
         return array
     child = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, values])
-    own = [None] if pa.types.is_fixed_size_list(kind) else [None, pa.py_buffer(offsets)]
+    own = [None] if fixed else [None, pa.py_buffer(offsets)]
     return pa.Array.from_buffers(kind, rows, own, children=[child])
 
 

@@ -187,7 +187,7 @@ class Databuffer:
                 await self._movers.run(size, published.write, rows, columns, target, self._attachments)
             except CannotMap as error:
                 return Reply({"cannot map": str(error)})
-            return Reply(header, frames)
+            return Reply(header | {"written": size}, frames)
         if size > self._limits.chunk and len(rows) > 1:
             raise PeerError(f"asked for {size} bytes at once: expected at most {self._limits.chunk}")
         return Reply(header, [*frames, *await self._gather(published, rows, columns, size)])

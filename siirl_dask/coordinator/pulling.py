@@ -162,8 +162,9 @@ class Puller:
                 await self._receive(assembly, key, part)
                 return
             done, frames = self._put_plain(assembly, part, chunk, reply)
-            if frames:
-                raise PeerError(f"worker {part.source!r} sent {len(frames)} frames that it was to write")
+            expected, written = assembly.missing(part, left[:done]), reply.header.get("written")
+            if frames or written != expected:
+                raise PeerError(f"worker {part.source!r} wrote {written!r} bytes of the {expected} that it described")
             left = left[done:]
         self.traffic.shared_memory += assembly.missing(part)
 

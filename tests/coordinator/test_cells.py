@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.cells import Runs, array_of, cell_width, cells_of, starts_of
+from siirl_dask.coordinator.cells import Runs, cell_width, cells_of, column_of, starts_of
 
 KINDS = {
     pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
@@ -26,9 +26,24 @@ def test_rows_picked_from_a_slice_come_back_as_arrow_would_take_them(data, kind)
     lengths = cells.lengths[picked]
     out = np.zeros(int(lengths.sum()) * cells.width, np.uint8)
     Runs(starts_of(cells.lengths)[picked], starts_of(lengths), lengths).move(cells.values, out, cells.width)
-    back = array_of(kind, cells.lengths[picked], pa.py_buffer(out))
+    back = column_of(kind, cells.lengths[picked], pa.py_buffer(out))
     back.validate(full=True)
-    assert back.equals(array.take(pa.array(picked)))
+    assert back.combine_chunks().equals(array.take(pa.array(picked)))
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=20), st.integers(1, 30), st.sampled_from([pa.list_(pa.int32()), pa.binary()])
+)
+def test_a_column_that_32_bit_offsets_cannot_span_comes_in_chunks(sizes, most, kind):
+    lengths = np.array(sizes, np.int64)
+    values = np.arange(int(lengths.sum()), dtype=np.int32 if pa.types.is_list(kind) else np.uint8)
+    column = column_of(kind, lengths, pa.py_buffer(values), most)
+    column.validate(full=True)
+    rows = np.split(values, np.cumsum(lengths)[:-1]) if sizes else []
+    assert [list(row) for row in column.to_pylist()] == [row.tolist() for row in rows]
+    assert all(sum(map(len, chunk.to_pylist())) <= most or len(chunk) == 1 for chunk in column.chunks)
+    large = column_of(pa.large_list(pa.int32()), lengths, pa.py_buffer(values.astype(np.int32)), most)
+    assert large.num_chunks == 1
 
 
 @pytest.mark.parametrize("longest", [3, 400, 5000])

@@ -133,6 +133,26 @@ def test_more_rows_than_memory_are_refused_before_any_is_laid_out():
         asyncio.run(pull())
 
 
+@pytest.mark.parametrize("way", ["messages", "shared memory"])
+def test_rows_that_were_described_longer_than_they_are_are_refused(way):
+    async def pull():
+        buffers, transport = buffers_of([EDGE], way)
+        handle = transport.handlers["0"]
+
+        async def boast(request):
+            reply = await handle(request)
+            if request.op != Op.DESCRIBE:
+                return reply
+            return Reply(reply.header, [pack_ints(np.frombuffer(bytes(f), "<i8") + 1) for f in reply.frames])
+
+        transport.handlers["0"] = boast
+        await buffers["0"].publish(EDGE, TURN, make_rows(10))
+        await buffers["1"].pull(EDGE, EDGE, TURN)
+
+    with pytest.raises(PeerError, match=r"that it described|described otherwise"):
+        asyncio.run(pull())
+
+
 def test_asking_for_more_than_a_message_may_carry_is_refused():
     async def ask():
         buffers, _ = buffers_of([EDGE], "messages", limits=Limits(chunk=100))
