@@ -98,7 +98,6 @@ class DAGWorker(WorkerPlugin):
         ranks = self._join_groups(device, plan)
         roles = {role.name: role for role in plan.dag.roles}
         resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
-        self._loop.call_soon_threadsafe(self._watch_next, names)
         self._bench = Bench(
             device=device,
             run_url=self.spec.url,
@@ -118,6 +117,7 @@ class DAGWorker(WorkerPlugin):
         if self._bench is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         plan, source = self.spec.phases[turn.phase]
+        self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
         self._loop.call_soon_threadsafe(self._plane.databuffer.forget, completed)
         if turn.phase not in self._loaders:
             self._loaders[turn.phase] = Dataloader(source)
@@ -149,8 +149,9 @@ class DAGWorker(WorkerPlugin):
             store = groups.join_store(first, wait_for(self._ask_store_port(workers[0]), self._loop, self.stop), timeout)
         return groups.join(store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout)
 
-    def _watch_next(self, names: list[str]) -> None:
+    def _watch_next(self) -> None:
         """Each worker watches the next: one that stands still is noticed also where others wait in a collective."""
+        names = list(self.spec.members)
         after = names[(names.index(self.worker_name) + 1) % len(names)]
         if after != self.worker_name:
             self._plane.transport.watch(after, self._report_silence)
