@@ -158,12 +158,14 @@ class Assembly:
     def plain_bytes(self) -> int:
         return sum(table.nbytes for _, table in self._plain)
 
-    def abandon(self) -> set[Segment]:
-        """Let go of the memory of a result that will not be, and name the segments it lay in."""
-        segments = {column.block.segment for column in self._columns.values()}
+    def segments(self) -> set[Segment]:
+        """Those that the result lies in."""
+        return {column.block.segment for column in self._columns.values()}
+
+    def abandon(self) -> None:
+        """Let go of the memory of a result that will not be."""
         self._columns.clear()
         self._plain.clear()
-        return segments
 
     def table(self) -> pa.Table:
         """The result, once all parts are there."""

@@ -25,7 +25,7 @@ def cell_width(kind: pa.DataType) -> int | None:
     types = pa.types
     if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
         return 1
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind):
         value = kind.value_type
         if types.is_primitive(value) and value.bit_width % 8 == 0:
             return int(value.bit_width // 8)
@@ -48,14 +48,11 @@ def cells_of(array: pa.Array) -> Cells | None:
     if width is None or array.null_count:
         return None
     kind, rows = array.type, len(array)
-    if pa.types.is_fixed_size_list(kind):
-        bounds = (array.offset + np.arange(rows + 1, dtype=np.int64)) * kind.list_size
+    dtype, offsets = np.dtype(np.int64 if _has_large_offsets(kind) else np.int32), array.buffers()[1]
+    if offsets is None or offsets.size == 0:
+        bounds = np.zeros(rows + 1, np.int64)
     else:
-        dtype, offsets = np.dtype(np.int64 if _has_large_offsets(kind) else np.int32), array.buffers()[1]
-        if offsets is None or offsets.size == 0:
-            bounds = np.zeros(rows + 1, np.int64)
-        else:
-            bounds = np.frombuffer(offsets, dtype, rows + 1, array.offset * dtype.itemsize).astype(np.int64)
+        bounds = np.frombuffer(offsets, dtype, rows + 1, array.offset * dtype.itemsize).astype(np.int64)
     if pa.types.is_nested(kind):
         child = array.values
         if child.null_count:
@@ -73,7 +70,7 @@ def column_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer, most: int = 2
     In one chunk, but where its offsets are of 32 bits: then each chunk has at most ``most`` elements.
     """
     ends = np.cumsum(lengths)
-    if len(ends) == 0 or ends[-1] <= most or _has_large_offsets(kind) or pa.types.is_fixed_size_list(kind):
+    if len(ends) == 0 or ends[-1] <= most or _has_large_offsets(kind):
         return pa.chunked_array([_array_of(kind, lengths, values)])
     chunks, first, width = [], 0, cell_width(kind) or 0
     while first < len(ends):
@@ -87,8 +84,7 @@ def column_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer, most: int = 2
 
 def _array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
     rows = len(lengths)
-    fixed = pa.types.is_fixed_size_list(kind)
-    offsets = np.zeros(rows + 1, np.int64 if fixed or _has_large_offsets(kind) else np.int32)
+    offsets = np.zeros(rows + 1, np.int64 if _has_large_offsets(kind) else np.int32)
     np.cumsum(lengths, out=offsets[1:])
     if not pa.types.is_nested(kind):
         array = pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets), values])
@@ -96,8 +92,7 @@ def _array_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Array:
             array.validate(full=True)  # text must be UTF-8
         return array
     child = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, values])
-    own = [None] if fixed else [None, pa.py_buffer(offsets)]
-    return pa.Array.from_buffers(kind, rows, own, children=[child])
+    return pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(offsets)], children=[child])
 
 
 def starts_of(lengths: Ints) -> Ints:

@@ -20,6 +20,7 @@ from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.budget import Budget
 from siirl_dask.coordinator.description import Description
 from siirl_dask.coordinator.exchange import Exchange, Gathered
+from siirl_dask.coordinator.frames import check_types
 from siirl_dask.coordinator.limits import Limits
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport, Turn, pack_ints, unpack_ints
 from siirl_dask.coordinator.movers import Movers
@@ -47,6 +48,8 @@ class Databuffer:
         limits: Limits | None = None,
         quadratic_from: int = 0,
     ) -> None:
+        for edge in edges.values():
+            check_types(edge.schema)
         self._run = run
         self._worker = worker
         self._edges = edges
@@ -54,6 +57,7 @@ class Databuffer:
         self._quadratic_from = quadratic_from
         self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
         self._exchange = Exchange(worker, transport, self._gather_own)
+        self._forgotten = 0
         self._aborted: str | None = None
         self._serving = Budget(self._limits.memory // 8)
         self._attachments = Attachments()
@@ -99,10 +103,12 @@ class Databuffer:
         edge = self._edges.get(request.key.edge)
         if request.key.run != self._run or edge is None:
             raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
+        if request.op == Op.RELEASE:  # may come late: what was taken of a forgotten turn is freed already
+            return self._release(request.body.get("taken"))
+        if request.key.sequence < self._forgotten:
+            raise PeerError(f"refused {request.key}: every worker has completed that turn")
         if request.op in (Op.UP, Op.DOWN):
             return await self._exchange.answer(edge, request)
-        if request.op == Op.RELEASE:
-            return self._release(request.body.get("taken"))
         published = await self._own(request.key)
         rows = unpack_ints(request.body.get("rows"), published.rows, published.rows)
         if not len(rows) or request.op not in (Op.DESCRIBE, Op.FILL):
@@ -117,6 +123,7 @@ class Databuffer:
 
     def forget(self, before: int) -> None:
         """Drop everything of turns before sequence number ``before``: all workers have completed those."""
+        self._forgotten = max(self._forgotten, before)
         self._exchange.forget(before)
         for key in [key for key in self._slots if key.sequence < before]:
             self._slots.pop(key).cancel()

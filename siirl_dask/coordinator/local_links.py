@@ -156,9 +156,11 @@ class _Link:
                         answer.set_exception(PeerError(str(head)))
         except (OSError, EOFError, PeerError) as error:
             self._lost = error
+        finally:
+            self._lost = self._lost or ConnectionError("the link was closed")
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(ConnectionError(f"the connection was closed: {error}"))
+                    answer.set_exception(ConnectionError(f"the connection was closed: {self._lost}"))
             self._writer.close()
 
 

@@ -33,6 +33,7 @@ from siirl_dask.planner import Edge
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 2  # chunks per source
+_MOST_ROWS = 2**16  # that a source is asked to write at once: their places travel with the request
 
 
 @dataclass(slots=True)
@@ -85,8 +86,9 @@ class Puller:
         try:
             await together(*(self._fill(assembly, key, part) for part in parts))
         except BaseException:
-            for segment in assembly.abandon():
+            for segment in assembly.segments():
                 self._arena.retire(segment)  # a source may still be writing
+            assembly.abandon()
             raise
         for part in parts:
             if part.source == self._worker:
@@ -152,8 +154,9 @@ class Puller:
         """Have the source write its rows to where they belong. Plain columns that are large may take several turns."""
         left = np.arange(len(part.rows))
         while len(left):
-            chunk = Chunk(left, list(part.lengths), True, assembly.missing(part))
-            reply = await self._ask_for(key, part, chunk, assembly.target(part, left))
+            some = left[: max(1, min(_MOST_ROWS, self._limits.chunk // max(1, part.row_bytes)))]
+            chunk = Chunk(some, list(part.lengths), True, assembly.missing(part, some))
+            reply = await self._ask_for(key, part, chunk, assembly.target(part, some))
             if (reason := reply.header.get("cannot map")) is not None:
                 if self._way is Way.shm:
                     raise PeerError(f"data.transport=shm, but worker {part.source!r} cannot write here: {reason}")

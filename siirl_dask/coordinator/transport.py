@@ -114,6 +114,9 @@ class PeerTransport:
                 done, _ = await asyncio.wait({ping}, timeout=_SILENCE * self._peer_timeout / slices)
                 if done and ping.result():
                     return
+                if done:  # the connection failed, which may pass: time is what decides
+                    await asyncio.sleep(_SILENCE * self._peer_timeout / slices)
+                    ping = asyncio.create_task(self._ping(worker))
         finally:
             ping.cancel()
         for waiting in self._owed.get(worker, ()):

@@ -10,7 +10,6 @@ KINDS = {
     pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
     pa.large_list(pa.float64()): st.lists(st.floats(allow_nan=False), max_size=6),
     pa.list_(pa.int8()): st.lists(st.integers(-5, 5), max_size=6),
-    pa.list_(pa.int16(), 3): st.lists(st.integers(-5, 5), min_size=3, max_size=3),
     pa.string(): st.text(max_size=6),
     pa.large_binary(): st.binary(max_size=6),
     pa.list_(pa.timestamp("us")): st.lists(st.integers(0, 5), max_size=3),
