@@ -155,6 +155,11 @@ class Arena:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
+    def collect(self) -> None:
+        """Take back what nobody holds any more, and give the system what is beyond the limit."""
+        with self._lock:
+            self._collect()
+
     def retire(self, segment: Segment) -> None:
         """Give out no more of a segment: a peer may still write where it was told to."""
         with self._lock:

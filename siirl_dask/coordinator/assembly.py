@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from siirl_dask.coordinator.arena import Arena, Block, Segment
 from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.cells import Runs, cell_width, column_of, starts_of
 from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.limits import physical_memory
 from siirl_dask.coordinator.messages import pack_ints
 from siirl_dask.coordinator.published import Published
 from siirl_dask.errors import PeerError
@@ -78,7 +78,7 @@ class Assembly:
         layouts = self._layouts()
         widths = {name: cell_width(schema.field(name).type) or 0 for name in layouts}
         total = sum(layout.elements * widths[name] for name, layout in layouts.items())
-        if total > _physical_memory():
+        if total > physical_memory():
             raise PeerError(f"{total} bytes of rows for this worker: more than its machine's memory")
         self._columns = {
             name: _Column(widths[name], layout, arena.allocate(layout.elements * widths[name]))
@@ -183,6 +183,8 @@ class Assembly:
                 lengths = np.zeros(self._count, np.int64)
                 for part in parts:
                     lengths[part.places] = part.lengths[name]
+                if lengths.sum(dtype=np.float64) > physical_memory():  # and integers cannot overflow below
+                    raise PeerError(f"rows of column {name!r} are said to be longer than this machine's memory")
                 found[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
             if parts:
                 layouts[name] = found[key]
@@ -204,7 +206,3 @@ class Assembly:
         whole = pa.chunked_array([*found.chunks, *(chunk for _, rows in plain for chunk in rows.chunks)], kind)
         whole = whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
         return whole.combine_chunks() if whole.nbytes < _ONE_CHUNK else whole
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

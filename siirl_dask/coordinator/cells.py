@@ -70,6 +70,8 @@ def column_of(kind: pa.DataType, lengths: Ints, values: pa.Buffer, most: int = 2
     In one chunk, but where its offsets are of 32 bits: then each chunk has at most ``most`` elements.
     """
     ends = np.cumsum(lengths)
+    if lengths.max(initial=0) > most and not _has_large_offsets(kind):
+        raise pa.ArrowInvalid(f"a row of {lengths.max()} elements: a column of {kind} holds at most {most}")
     if len(ends) == 0 or ends[-1] <= most or _has_large_offsets(kind):
         return pa.chunked_array([_array_of(kind, lengths, values)])
     chunks, first, width = [], 0, cell_width(kind) or 0
@@ -143,6 +145,16 @@ def _merge(starts: Ints, places: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
     joined = (starts[1:] == starts[:-1] + sizes[:-1]) & (places[1:] == places[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
     return starts[first], places[first], np.add.reduceat(sizes, first)
+
+
+def large_kind(kind: pa.DataType) -> pa.DataType:
+    """The type with the same rows and offsets of 64 bits, of one that ``cell_width`` knows."""
+    types = pa.types
+    if types.is_list(kind):
+        return pa.large_list(kind.value_field)
+    if types.is_string(kind):
+        return pa.large_string()
+    return pa.large_binary() if types.is_binary(kind) else kind
 
 
 def _has_large_offsets(kind: pa.DataType) -> bool:

@@ -86,6 +86,8 @@ class Databuffer:
         published = Published(statistics, moving, left)
         if moving is not None and published.nbytes + self.waiting > self._limits.memory // 4:
             published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
+        if published.table is not None:
+            await self._movers.run(published.copied, published.columns)  # once, and not while a peer waits
         slot = self._slot(self.key(edge, turn))
         if not slot.done():
             slot.set_result(published)
@@ -127,6 +129,7 @@ class Databuffer:
         self._exchange.forget(before)
         for key in [key for key in self._slots if key.sequence < before]:
             self._slots.pop(key).cancel()
+        self.arena.collect()
 
     def abort(self, reason: str) -> None:
         """Wake every wait, now and later, with Aborted."""
@@ -136,6 +139,7 @@ class Databuffer:
 
     def close(self) -> None:
         """Let go of all memory that is kept and of what others have shared."""
+        self._exchange.close()
         self._slots.clear()
         self._attachments.clear()
         self._puller.releases.close()
@@ -184,7 +188,10 @@ class Databuffer:
         if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
             raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
         asked = rows if body.get("plain") else rows[:0]
-        plain, frames, count = published.plain_reply(asked, self._limits.chunk)
+        most = self._limits.chunk
+        plain, frames, count = await self._movers.run(
+            min(most, len(asked) * published.row_bytes), published.plain_reply, asked, most
+        )
         count = count or len(rows)
         rows = rows[:count]
         header = {"rows": count, "plain": plain, "split": len(frames)}
@@ -195,8 +202,8 @@ class Databuffer:
             except CannotMap as error:
                 return Reply({"cannot map": str(error)})
             return Reply(header | {"written": size}, frames)
-        if size > self._limits.chunk and len(rows) > 1:
-            raise PeerError(f"asked for {size} bytes at once: expected at most {self._limits.chunk}")
+        if size > most and len(rows) > 1:
+            raise PeerError(f"asked for {size} bytes at once: expected at most {most}")
         return Reply(header, [*frames, *await self._gather(published, rows, columns, size)])
 
     async def _gather(

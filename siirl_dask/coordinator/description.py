@@ -59,7 +59,10 @@ def unpack_descriptions(
     for header in headers if isinstance(headers, list | tuple) else [headers]:
         match header:
             case [int(source), str(domain), int(row_bytes), dict(columns), int(count)] if (
-                0 <= source < sources and row_bytes >= 0 and -1 <= count <= len(left) and _fit(columns, count, schema)
+                0 <= source < sources
+                and 0 <= row_bytes < LONGEST
+                and -1 <= count <= len(left)
+                and _fit(columns, count, schema)
             ):
                 patterns = [unpack_ints(bytes(frame), LONGEST, 2**40) for frame in left[: max(count, 0)]]
                 left = left[max(count, 0) :]

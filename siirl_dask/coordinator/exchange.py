@@ -74,6 +74,12 @@ class Exchange:
         for key in [key for key in self._asked if key[0].sequence < before]:
             self._asked.pop(key).cancel()
 
+    def close(self) -> None:
+        """Give up whatever is still being gathered."""
+        for task in self._asked.values():
+            task.cancel()
+        self._asked.clear()
+
     def _once(self, edge: Edge, key: TransitionKey, direction: Op) -> asyncio.Future[Gathered]:
         task = self._asked.get((key, direction))
         if task is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 MOST_CHUNK_BYTES = 64 * 2**20
@@ -25,3 +26,8 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= MOST_CHUNK_BYTES:
             raise ValueError(f"chunk={self.chunk}: expected at most {MOST_CHUNK_BYTES}")
+
+
+def physical_memory() -> int:
+    """Bytes of this machine: no peer makes this process lay out or read more at once."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -24,13 +24,12 @@ import msgpack
 
 from siirl_dask.coordinator.arena import shared_memory_domain
 from siirl_dask.coordinator.frames import Frame
-from siirl_dask.coordinator.limits import MOST_CHUNK_BYTES
+from siirl_dask.coordinator.limits import physical_memory
 from siirl_dask.coordinator.messages import Handler, Reply, Request, read_request
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _MOST_HEAD_BYTES = 64 * 2**20
-_MOST_FRAME_BYTES = 4 * MOST_CHUNK_BYTES
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
 
@@ -198,6 +197,6 @@ async def _read(reader: asyncio.StreamReader) -> tuple[int, object, list[bytes]]
         valid = isinstance(number, int) and all(isinstance(size, int) and size >= 0 for size in sizes)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise PeerError(f"received what is no message: {error!r}") from error
-    if not valid or sum(sizes) > _MOST_FRAME_BYTES:
-        raise PeerError(f"received frames of {str(sizes)[:80]} bytes: expected at most {_MOST_FRAME_BYTES} together")
+    if not valid or sum(sizes) > physical_memory():
+        raise PeerError(f"received frames of {str(sizes)[:80]} bytes: more than this machine's memory")
     return number, head, [await reader.readexactly(size) for size in sizes]

@@ -14,7 +14,7 @@ from pyarrow import ipc
 
 from siirl_dask.coordinator.arena import Arena, Attachments, shared_memory_domain, unpack_handle
 from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import Cells, Runs, cell_width, cells_of, starts_of
+from siirl_dask.coordinator.cells import Cells, Runs, cell_width, cells_of, large_kind, starts_of
 from siirl_dask.coordinator.description import Description
 from siirl_dask.coordinator.frames import Frame, to_frames
 from siirl_dask.coordinator.messages import unpack_ints
@@ -34,6 +34,8 @@ class _Split:
     """Of each pattern: elements before each row."""
     plain: list[str]
     """What is no run of bytes, or has nulls, and is not told by the statistics already."""
+    row_bytes: int
+    """Of the plain columns, about, per row."""
 
     @staticmethod
     def of(table: pa.Table) -> _Split:
@@ -42,9 +44,9 @@ class _Split:
         numbers: dict[bytes, int] = {}
         pattern_of = {name: numbers.setdefault(c.lengths.tobytes(), len(numbers)) for name, c in cells.items()}
         lengths = [np.frombuffer(pattern, np.int64) for pattern in numbers]
-        return _Split(
-            cells, pattern_of, lengths, list(map(starts_of, lengths)), [name for name in found if name not in cells]
-        )
+        plain = [name for name in found if name not in cells]
+        row_bytes = -(-sum(table[name].nbytes for name in plain) // max(1, table.num_rows))
+        return _Split(cells, pattern_of, lengths, list(map(starts_of, lengths)), plain, row_bytes)
 
 
 @dataclass(slots=True)
@@ -69,6 +71,17 @@ class Published:
         """In memory: nothing when it is spilled."""
         return 0 if self.table is None or self.spilled is not None else int(self.table.nbytes)
 
+    @property
+    def copied(self) -> int:
+        """Bytes of the columns that have to be put together before rows of them can be moved."""
+        table = self._table()
+        return sum(int(column.nbytes) for column in table.columns if column.num_chunks != 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the columns that are no runs of bytes, about, per row."""
+        return self._columns().row_bytes
+
     def take(self, rows: int) -> None:
         """Count ``rows`` as taken; the table is freed when none is left."""
         self.left -= rows
@@ -82,9 +95,8 @@ class Published:
     def describe(self, source: int, most: int) -> Description:
         """What is told of the rows along with their statistics, which is at most ``most`` bytes."""
         split = self._columns()
-        plain = sum(self._table()[name].nbytes for name in split.plain)
         known = split.lengths if sum(pattern.nbytes for pattern in split.lengths) <= most else None
-        return Description(source, shared_memory_domain(), -(-plain // max(1, self.rows)), split.pattern_of, known)
+        return Description(source, shared_memory_domain(), split.row_bytes, split.pattern_of, known)
 
     def lengths(self, rows: Ints) -> list[Ints]:
         """Elements of the rows, by pattern."""
@@ -98,10 +110,10 @@ class Published:
         """The plain columns as a header and frames, of the first rows: as many as fit into ``most`` bytes, at least
         one; and how many those are.
         """
-        count = len(rows)
         if not self._columns().plain:
-            return {}, [], count
-        plain = self.plain(rows)
+            return {}, [], len(rows)
+        count = min(len(rows), max(1, most // max(1, self.row_bytes)))
+        plain = self.plain(rows[:count])
         while plain.nbytes > most and count > 1:
             count = max(1, count * most // (2 * plain.nbytes))
             plain = self.plain(rows[:count])
@@ -173,15 +185,17 @@ class Published:
 def _cells_of(column: pa.ChunkedArray) -> Cells | None:
     if cell_width(column.type) is None:
         return None
-    one = column.num_chunks == 1
-    return cells_of(column.chunk(0) if one else pa.concat_arrays([pa.array([], column.type), *column.chunks]))
+    if column.num_chunks != 1:  # together they may be more than offsets of 32 bits span
+        large = large_kind(column.type)
+        column = pa.chunked_array([pa.concat_arrays([pa.array([], large), *column.cast(large).chunks])])
+    return cells_of(column.chunk(0))
 
 
 def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
     """The table, in an Arrow file that has no name and ends with this process, and the mapping it is read through."""
     with tempfile.TemporaryFile(dir=folder) as file:
         with ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+            writer.write_table(table.combine_chunks())
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return ipc.open_file(pa.py_buffer(mapped)).read_all(), mapped

@@ -137,7 +137,8 @@ class Puller:
 
     async def _fill(self, assembly: Assembly, key: TransitionKey, part: Part) -> None:
         if part.source == self._worker:
-            await self._movers.run(assembly.missing(part), assembly.put_own, part, await self._own(key))
+            size = assembly.missing(part) + len(part.rows) * part.row_bytes
+            await self._movers.run(size, assembly.put_own, part, await self._own(key))
         elif assembly.missing(part) and self._reaches(part):
             await self._have_written(assembly, key, part)
         else:

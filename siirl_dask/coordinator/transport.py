@@ -13,7 +13,7 @@ from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import PeerError
 
 _ROUND = 0.2  # of the peer timeout: how often peers that owe an answer are asked for a sign of life
-_SILENCE = 0.7  # of the peer timeout: how long that sign may take; the rest is for the word to go round
+_SILENCE = 0.6  # of the peer timeout: how long that sign may take; the rest is for the word to go round
 
 
 class PeerTransport:

@@ -90,6 +90,8 @@ class LocalPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for loader in self._loaders.values():
             loader.close()
+        for databuffer in self.databuffers.values():
+            self._loop.call_soon_threadsafe(databuffer.close)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -10,7 +10,7 @@ from siirl_dask.config import Way
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.limits import Limits
 from siirl_dask.coordinator.messages import Op, Request, TransitionKey, Turn, pack_ints
-from siirl_dask.errors import Aborted, PeerError
+from siirl_dask.errors import Aborted, DataError, PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.testing.pool import LocalTransport
 
@@ -301,3 +301,44 @@ def test_a_join_whose_branches_hold_different_rows_says_which_are_missing():
 
     with pytest.raises(PeerError, match="2 rows that 'a' has are not among those of 'c'"):
         asyncio.run(join())
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_table_in_many_chunks_moves_as_one_in_one(way):
+    e, table = edge(("0", "2"), ("1",), Rows.BALANCED), make_rows(40)
+    parts = scatter(table, e.sources)
+    chunked = {s: pa.concat_tables([part.slice(i, 3) for i in range(0, len(part), 3)]) for s, part in parts.items()}
+    got, _, _ = asyncio.run(move(e, chunked, way))
+    assert got["1"].equals(table)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_fixed_size_lists_with_nulls_on_one_source_only_meet_in_one_table(way):
+    e, table = edge(("0", "2"), ("1",), Rows.BALANCED), make_rows(8)
+    pairs = [[i, i] if i % 3 or i < 4 else None for i in range(8)]
+    table = table.set_column(table.column_names.index("pair"), "pair", pa.array(pairs, SCHEMA.field("pair").type))
+    got, _, _ = asyncio.run(move(e, {"0": table.slice(0, 4), "2": table.slice(4)}, way))
+    assert got["1"].equals(table)
+
+
+def test_a_column_that_cannot_travel_is_refused_before_anything_moves():
+    schema = SCHEMA.append(pa.field("label", pa.dictionary(pa.int32(), pa.string())))
+    with pytest.raises(DataError, match="label"):
+        buffers_of([edge(("0",), ("1",), Rows.BALANCED, schema=schema)])
+
+
+def test_memory_beyond_what_may_be_kept_is_given_back_when_a_turn_is_over():
+    e = edge(("0",), ("1",), Rows.BALANCED)
+
+    async def pull():
+        buffers, _ = buffers_of([e], "shared memory")
+        await buffers["0"].publish(e, TURN, make_rows(50))
+        got = await buffers["1"].pull(e, e, TURN)
+        held = buffers["1"].arena.held
+        del got
+        buffers["1"].forget(1)
+        return held, buffers["1"].arena.held
+
+    held, after = asyncio.run(pull())
+    assert held > SMALL.memory
+    assert after <= SMALL.memory // 2
