@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -110,12 +110,21 @@ class Context:
     device: Device
     resource: Any
     """What the node's role built on this worker: an engine, a trainer."""
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """What each role of this worker built, by its name."""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    sum_over_workers: Callable[[Sequence[float]], list[float]] = list
 
     def seed(self, row_id: int) -> int:
         """A 63-bit seed that depends on (run seed, step, row id) alone: the same on any worker."""
         key = f"{self.run_seed}/{self.step}/{row_id}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") & _MASK
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Each number summed, in float64, over the workers of the node's role. All of them must call it, rows or not,
+        with as many numbers; all get the same bits.
+        """
+        return self.sum_over_workers(values)
 
     def log(
         self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
@@ -46,8 +46,15 @@ class Contract:
     """The rows that come out are other rows than those that went in."""
     passes: bool = True
     """The columns that come in travel on."""
+    one_of: tuple[str, ...] = ()
+    """Read when somebody upstream writes them, and somebody must write at least one."""
     expand: str | None = None
     """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
+
+    def taken(self, available: Collection[str]) -> tuple[str, ...]:
+        """The columns it reads of those that are there."""
+        maybe = (name for name in (*self.optional, *self.one_of) if name in available)
+        return (*self.reads, *maybe)
 
 
 _F = TypeVar("_F", bound=NodeFn)
@@ -58,17 +65,29 @@ def columns(
     reads: Iterable[str] = (),
     writes: Mapping[str, Any] | None = None,
     optional: Iterable[str] = (),
+    one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
     expand: str | None = None,
+    more: str | None = None,
 ) -> Callable[[_F], _F]:
-    """Declare a node function's contract beside its code; see Contract for each argument."""
+    """Declare a node function's contract beside its code; see Contract for each argument.
+
+    ``more`` names an option of the function that lists further columns it reads.
+    """
     contract = Contract(
-        tuple(reads), make_schema(writes or {}), tuple(optional), new_rows or expand is not None, passes, expand
+        tuple(reads),
+        make_schema(writes or {}),
+        tuple(optional),
+        new_rows or expand is not None,
+        passes,
+        tuple(one_of),
+        expand,
     )
 
     def attach(fn: _F) -> _F:
         fn.__columns__ = contract  # type: ignore[attr-defined]
+        fn.__more_columns__ = more  # type: ignore[attr-defined]
         return fn
 
     return attach
@@ -134,9 +153,9 @@ class Node:
     @property
     def contract(self) -> Contract:
         declared: Contract = getattr(_bare(self.fn), "__columns__", Contract())
-        reads = declared.reads if self.reads is None else tuple(self.reads)
-        writes = declared.writes if self.writes is None else self.writes
-        return Contract(reads, writes, declared.optional, declared.new_rows, declared.passes, declared.expand)
+        more = self.options.get(getattr(_bare(self.fn), "__more_columns__", None) or "", ())
+        reads = (*declared.reads, *more) if self.reads is None else tuple(self.reads)
+        return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ def _nodes(stages: Iterable[Stage]) -> str:
     rows = []
     for stage in stages:
         node, contract = stage.node, stage.node.contract
-        reads = [*contract.reads, *(name for name in contract.optional if name in stage.available)]
+        reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
         kept = f", kept as {node.keep!r}" if node.keep else ""
         rows.append((node.name, _short(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))

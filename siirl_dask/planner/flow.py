@@ -107,6 +107,12 @@ def _joined_columns(node: Node, output: Mapping[str, Mapping[str, Column]]) -> d
 
 
 def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
+    one_of = node.contract.one_of
+    if one_of and not any(name in available for name in one_of):
+        raise PlanError(
+            f"node {node.name!r} needs one of {list(one_of)}, and no node before it writes any "
+            f"(available: {sorted(available)})"
+        )
     missing = [name for name in node.contract.reads if name not in available]
     if missing:
         hint = did_you_mean(missing[0], available)
@@ -132,7 +138,7 @@ def _demand(
         if node.keep:
             wanted[node.name] |= set(output[node.name])
         kept[node.name] = tuple(name for name in output[node.name] if name in wanted[node.name])
-        need = {*IDENTITY, *contract.reads, *(name for name in contract.optional if name in available[node.name])}
+        need = {*IDENTITY, *contract.taken(available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
@@ -169,7 +175,8 @@ def _above(node: Node, column: str, givers: Mapping[str, Mapping[str, tuple[str,
 def _is_left_out(node: Node, column: Column) -> bool:
     """A blob passes by a node unless it reads, writes or keeps it, or makes other rows, which nobody else can."""
     contract = node.contract
-    uses = column.name in (*contract.reads, *contract.optional) or column.writer == node.name or node.keep is not None
+    reads = column.name in contract.taken((column.name,))
+    uses = reads or column.writer == node.name or node.keep is not None
     return is_blob(column.type) and bool(node.after) and not uses and not contract.new_rows
 
 

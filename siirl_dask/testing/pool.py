@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import fsum
 from types import TracebackType
 from typing import Any
 
@@ -67,6 +68,7 @@ class LocalPool:
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
         self._benches = {worker: self._bench(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
+        self._sums = {role: _Sum(len(workers)) for role, workers in self.plan.placement.items()}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
         """One step of every worker, each in a thread of its own. Raises what the first worker that failed raised."""
@@ -104,9 +106,14 @@ class LocalPool:
             self._first = self._first or error
             reason = f"worker {worker!r} failed"
             self.stop.set(reason)  # as the supervisor does on a cluster
+            for waiting in self._sums.values():
+                waiting.barrier.abort()
             for databuffer in self.databuffers.values():
                 self._loop.call_soon_threadsafe(databuffer.abort, reason)
             raise
+
+    def _all_sum(self, role: str, values: Sequence[float]) -> list[float]:
+        return self._sums[role].of(values)
 
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
@@ -125,11 +132,31 @@ class LocalPool:
             run_seed=self.seed,
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,
+            all_sum=self._all_sum,
             databuffer=self.databuffers[worker],
             loop=self._loop,
             stop=self.stop,
             meter=lambda name: nullcontext(),
         )
+
+
+class _Sum:
+    """Adds up what as many threads bring, as often as they like."""
+
+    def __init__(self, threads: int) -> None:
+        self.barrier = threading.Barrier(threads)
+        self._brought: list[Sequence[float]] = []
+        self._lock = threading.Lock()
+
+    def of(self, values: Sequence[float]) -> list[float]:
+        with self._lock:
+            self._brought.append(values)
+        self.barrier.wait()
+        total = [fsum(numbers) for numbers in zip(*self._brought, strict=True)]
+        if self.barrier.wait() == 0:
+            self._brought.clear()
+        self.barrier.wait()
+        return total
 
 
 async def _cancel_the_rest() -> None:

@@ -104,6 +104,7 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
+            all_sum=lambda role, values: groups.all_sum(device, ranks[role], values),
             databuffer=self._plane.databuffer,
             loop=self._loop,
             stop=self.stop,

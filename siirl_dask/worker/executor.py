@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from traceback import format_exc
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ class Bench:
     resources: Mapping[str, Any]
     """What each role of this worker built."""
     ranks: Mapping[str, Rank]
+    all_sum: Callable[[str, Sequence[float]], list[float]]
+    """Sums numbers over the workers of a role."""
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop
     """The loop that the databuffer lives on."""
@@ -92,7 +95,9 @@ class Execution:
             rank=bench.ranks.get(role, Rank()),
             device=bench.device,
             resource=bench.resources.get(role),
+            resources=bench.resources,
             metrics=self.metrics,
+            sum_over_workers=partial(bench.all_sum, role),
         )
 
     def _run_node(self, link: Run) -> pa.Table:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.distributed_c10d import ProcessGroupGloo
@@ -75,6 +76,15 @@ def join(
 def alone(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
     """The ranks of a run with one worker, which needs no process group."""
     return {role: Rank() for role in roles}
+
+
+def all_sum(device: Device, rank: Rank, values: Sequence[float]) -> list[float]:
+    """Each number summed over the ranks, in float64; every rank gets the same bits."""
+    if rank.group is None:
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.float64, device=device.torch_name)
+    dist.all_reduce(numbers, group=rank.group)
+    return numbers.tolist()
 
 
 def leave() -> None:
