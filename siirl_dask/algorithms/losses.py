@@ -1,21 +1,25 @@
-"""Policy losses of packed response tokens: one number a token, so that who sums them over workers decides the mean."""
+"""Policy losses of packed response tokens: one number a token, so that who sums them over workers decides the mean.
+
+Tokens that a mask leaves out and rows that are left out are gone before: a loss sees only what is learned from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms.kl import k3
-
-_MAX_LOG_RATIO = 20.0  # exp() of a sampler/trainer mismatch must not reach inf
+from siirl_dask.algorithms.ratios import bounded, check_clip
 
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """The response tokens of R rows, row after row: K tokens. Gradients flow through ``logprobs`` and ``entropy``."""
+    """The tokens of R rows that are learned from, row after row: K tokens.
+
+    Gradients flow through ``logprobs`` and ``entropy``.
+    """
 
     logprobs: Tensor
     """[K] current policy."""
@@ -30,12 +34,16 @@ class LossInputs:
     reference_logprobs: Tensor | None = None
     """[K] reference policy, when there is one."""
     offsets: Tensor
-    """[R + 1] int64: row r owns tokens ``offsets[r]`` to ``offsets[r + 1]``. A row is never split."""
+    """[R + 1] int64: row r owns tokens ``offsets[r]`` to ``offsets[r + 1]``, perhaps none. A row is never split."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[K] each: further columns that the update was told to read."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenLoss:
-    """What a loss function gives: the trainer means all of it over the mini-batch's tokens on all ranks."""
+    """What a loss function gives. The trainer means the metrics over the mini-batch's tokens on all ranks, and sums the
+    loss with the weights of an ``Aggregation``.
+    """
 
     loss: Tensor
     """[K], with gradient."""
@@ -44,44 +52,43 @@ class TokenLoss:
 
 
 LossFn = Callable[[LossInputs], TokenLoss]
+"""The policy's loss, or the part of one (a surrogate) that says how advantages move probabilities."""
 
 
-def ppo_clip(inputs: LossInputs, *, clip_low: float, clip_high: float, kl_coefficient: float = 0.0) -> TokenLoss:
+def policy_gradient(inputs: LossInputs) -> TokenLoss:
+    """``-A logp``: REINFORCE (Williams 1992). It takes the policy for the one that sampled. No metrics."""
+    return TokenLoss(loss=-inputs.advantages * inputs.logprobs)
+
+
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> TokenLoss:
     """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, ``r = exp(logp - old)`` (PPO, arXiv:1707.06347).
 
-    ``clip_high > clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``kl_coefficient`` adds that much of the k3
-    estimate of KL(policy, reference), as GRPO does (arXiv:2402.03300).
+    ``clip_high > clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip`` bounds the loss of tokens with
+    A < 0 by ``-A dual_clip`` (arXiv:1912.09729; 3 there). ValueError when it is not above 1.
 
-    Metrics: ``ratio`` r; ``clip_fraction``, tokens whose clipped term is the larger, so that they give no gradient;
-    ``kl_to_sampler``, the k3 estimate of KL(sampler, current policy): what the engine's arithmetic and the updates
-    since the sampling amount to together; ``entropy``; and ``reference_kl`` when there is a reference.
+    Metrics: ``ratio`` r; ``clip_fraction``, tokens whose loss is at a bound, so that they give no gradient.
     """
-    if kl_coefficient > 0 and inputs.reference_logprobs is None:
-        raise ValueError(f"kl_coefficient={kl_coefficient} needs reference_logprobs, and there are none")
-    ratio = _bounded(inputs.logprobs - inputs.old_logprobs).exp()
-    plain = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {
-        "ratio": ratio.detach(),
-        "clip_fraction": (clipped > plain).to(loss.dtype).detach(),
-        "kl_to_sampler": _bounded_k3(inputs.rollout_logprobs, inputs.logprobs).detach(),
-        "entropy": inputs.entropy.detach(),
-    }
-    if inputs.reference_logprobs is not None:
-        reference_kl = _bounded_k3(inputs.logprobs, inputs.reference_logprobs)
-        metrics["reference_kl"] = reference_kl.detach()
-        if kl_coefficient > 0:
-            loss = loss + kl_coefficient * reference_kl
-    return TokenLoss(loss=loss, metrics=metrics)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip={dual_clip}: expected more than 1 (the paper has 3), or none")
+    ratio = bounded(inputs.logprobs - inputs.old_logprobs).exp()
+    result = clipped_loss(ratio, inputs.advantages, clip_low, clip_high)
+    if dual_clip is None:
+        return result
+    ceiling = -inputs.advantages * dual_clip
+    above = (inputs.advantages < 0) & (result.loss > ceiling)
+    at_a_bound = result.metrics["clip_fraction"].bool() | above
+    return TokenLoss(
+        loss=torch.where(above, ceiling, result.loss),
+        metrics={**result.metrics, "clip_fraction": at_a_bound.to(ratio.dtype)},
+    )
 
 
-def _bounded(log_ratio: Tensor) -> Tensor:
-    """Clamped to +-20. What is not finite becomes nan, which the trainer refuses; a clamp would hide it."""
-    bounded = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return torch.where(log_ratio.isfinite(), bounded, torch.full_like(bounded, torch.nan))
-
-
-def _bounded_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    difference = _bounded(logprobs - reference)
-    return k3(difference, torch.zeros_like(difference))
+def clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+    """PPO's loss of a given ratio, with ``ppo_clip``'s metrics. [K], [K] -> [K]. ValueError for bounds below 0."""
+    check_clip(clip_low, clip_high)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    metrics = {"ratio": ratio.detach(), "clip_fraction": (clipped > plain).to(ratio.dtype)}
+    return TokenLoss(loss=torch.maximum(plain, clipped), metrics=metrics)

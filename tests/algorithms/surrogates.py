@@ -1,0 +1,38 @@
+"""Inputs that several files share, and every surrogate as it is called."""
+
+from functools import partial
+
+import torch
+
+from siirl_dask.algorithms import LossInputs, cispo, clip_cov, cpgd, gmpo, gspo, kl_cov, policy_gradient, ppo_clip
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+SURROGATES = {
+    "policy_gradient": policy_gradient,
+    "ppo_clip": ppo_clip,
+    "dual_clip": partial(ppo_clip, dual_clip=3.0),
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "cpgd": cpgd,
+    "cpgd without drift": partial(cpgd, drift=0.0),
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+
+
+def inputs(logprobs, old, advantages, **others):
+    given = {
+        "logprobs": torch.as_tensor(logprobs),
+        "old_logprobs": torch.as_tensor(old),
+        "advantages": torch.as_tensor(advantages),
+        "rollout_logprobs": torch.as_tensor(old),
+        "entropy": torch.zeros(len(logprobs)),
+        "offsets": torch.tensor([0, len(logprobs)]),
+        "columns": {"covariant": torch.zeros(len(logprobs), dtype=torch.bool)},
+    }
+    return LossInputs(**given | others)
+
+
+EXAMPLE = inputs([-0.5, -1.5, -0.5, -1.0], [-1.0, -1.0, -1.0, -3.0], [1.0, 1.0, -1.0, -1.0])
+TWO_ROWS = torch.tensor([0, 2, 4])

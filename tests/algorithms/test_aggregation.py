@@ -1,0 +1,77 @@
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import (
+    Totals,
+    sequence_mean_token_mean,
+    sequence_mean_token_sum,
+    sequence_mean_token_sum_norm,
+    token_mean,
+)
+
+AGGREGATIONS = {
+    "token_mean": token_mean,
+    "sequence_mean_token_mean": sequence_mean_token_mean,
+    "sequence_mean_token_sum": sequence_mean_token_sum,
+    "sequence_mean_token_sum_norm": partial(sequence_mean_token_sum_norm, length=8),
+}
+every_aggregation = pytest.mark.parametrize("aggregate", AGGREGATIONS.values(), ids=AGGREGATIONS)
+
+
+def totals_of(lengths):
+    return Totals(tokens=sum(lengths), rows=sum(length > 0 for length in lengths))
+
+
+def weights_of(aggregate, lengths, totals):
+    return aggregate(torch.tensor([0, *lengths]).cumsum(0), totals)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token_mean", 3.5),  # 14 / 4
+        ("sequence_mean_token_mean", 3.0),  # (2 + 4) / 2; the empty row is no row
+        ("sequence_mean_token_sum", 7.0),  # (2 + 12) / 2
+        ("sequence_mean_token_sum_norm", 0.875),  # 7 / 8
+    ],
+)
+def test_by_hand(name, expected):
+    lengths, losses = [1, 0, 3], torch.tensor([2.0, 3.0, 4.0, 5.0])
+    loss = (losses * weights_of(AGGREGATIONS[name], lengths, totals_of(lengths))).sum()
+    assert_close(loss, torch.tensor(expected))
+
+
+@every_aggregation
+@given(lengths=st.lists(st.integers(0, 5), max_size=8), data=st.data())
+def test_the_sum_is_the_same_however_rows_are_shared_out(aggregate, lengths, data):
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    losses = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(len(lengths)))
+    totals, rows = totals_of(lengths), losses.split(lengths)
+    shared = torch.zeros((), dtype=torch.float64)
+    for owner in range(3):
+        mine = [row for row, at in enumerate(owners) if at == owner]
+        part = torch.cat([losses[:0], *(rows[row] for row in mine)])
+        shared += (part * weights_of(aggregate, [lengths[row] for row in mine], totals)).sum()
+    assert_close(shared, (losses * weights_of(aggregate, lengths, totals)).sum())
+
+
+@every_aggregation
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_tokens_no_weights(aggregate, lengths):
+    assert weights_of(aggregate, lengths, totals_of(lengths)).shape == (0,)
+
+
+@every_aggregation
+def test_a_part_without_tokens_of_a_minibatch_with_some_has_no_weights(aggregate):
+    assert weights_of(aggregate, [0], Totals(tokens=7, rows=2)).shape == (0,)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_length_that_cannot_be_is_refused(length):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        sequence_mean_token_sum_norm(torch.tensor([0, 2]), Totals(tokens=2, rows=1), length=length)
