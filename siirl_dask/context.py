@@ -100,6 +100,10 @@ class Metric:
                 return float(max(self.squares / self.weight - mean * mean, 0.0) ** 0.5)
 
 
+def _no_more(count: int) -> Any:
+    raise TypeError("this node may not draw more prompts: declare draws=True in its @columns")
+
+
 @dataclass(slots=True)
 class Context:
     """All a node function may see. One is made for each run of a node."""
@@ -113,6 +117,10 @@ class Context:
     resources: Mapping[str, Any] = field(default_factory=dict)
     """What each role of this worker built, by its name."""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    more: Callable[[int], Any] = field(default=_no_more)
+    """As many more prompts, shared out over the role's workers, as a table like the node's input; positions go on. All
+    of the workers must call it alike. For nodes that declare ``draws=True``.
+    """
     sum_over_workers: Callable[[Sequence[float]], list[float]] = list
 
     def seed(self, row_id: int) -> int:

@@ -1,6 +1,7 @@
 """Dataloader: each worker reads its own partitions, ahead of time, in an order all workers agree on.
 
-Its position is the step and nothing else, so a run goes on at any step and on any number of workers.
+Its position is the step, so a run goes on at any step and on any number of workers; once a step has drawn more prompts
+than its own (``more``), it is the number of the next prompt, which every worker that loads counts alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import RowGroup, Snapshot, StorageError, open_table
 
+from siirl_dask.coordinator.balance import split
 from siirl_dask.coordinator.frames import check_types
 from siirl_dask.coordinator.order import GlobalOrder, Place
 from siirl_dask.errors import DataError, did_you_mean
@@ -86,22 +88,44 @@ class Dataloader:
         self._order = GlobalOrder([group.rows for group in self._groups], batch_size, source.seed)
         self._cache: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
-        self._ahead: dict[tuple[int, tuple[str, ...], int, int], Future[pa.Table]] = {}
+        self._ahead: dict[tuple[range, tuple[str, ...], int, int], Future[pa.Table]] = {}
+        self._drawn = range(0)  # numbers of the last step's prompts
+        self._moved = False
 
     def load(self, step: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
         """The rows of worker ``index`` of ``count`` in ``step``, by position; the next step's are then read ahead."""
-        asked = (step, tuple(columns), index, count)
+        self._drawn = self._numbers(step)
+        asked = (self._drawn, tuple(columns), index, count)
         future = self._ahead.pop(asked, None) or self._reader.submit(self._read, *asked)
-        following = (step + 1, *asked[1:])
-        if self._source.batch_size is not None and following not in self._ahead:
+        following = (self._numbers(step + 1), *asked[1:])
+        if self._source.batch_size is not None and not self._moved and following not in self._ahead:
             self._ahead[following] = self._reader.submit(self._read, *following)
         return future.result()
+
+    def more(self, wanted: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
+        """Worker ``index``'s part of the ``wanted`` prompts after those of the step so far; positions go on as well.
+
+        All workers that load must call it alike, with as many, and in the same steps.
+        """
+        first = self._drawn.start
+        begin, end = split(wanted, count)[index]
+        places = [self._order.place(self._drawn.stop + at, self._drawn.stop + at - first) for at in range(begin, end)]
+        self._drawn, self._moved = range(first, self._drawn.stop + wanted), True
+        self._ahead.clear()
+        return self._reader.submit(self._shaped, places, tuple(columns)).result()
 
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, step: int, columns: tuple[str, ...], index: int, count: int) -> pa.Table:
-        places = self._order.places(step, index, count)
+    def _numbers(self, step: int) -> range:
+        if not self._moved:
+            return self._order.numbers(step)
+        return range(self._drawn.stop, self._drawn.stop + (self._source.batch_size or 0))
+
+    def _read(self, numbers: range, columns: tuple[str, ...], index: int, count: int) -> pa.Table:
+        return self._shaped(self._order.share(numbers, index, count), columns)
+
+    def _shaped(self, places: Sequence[Place], columns: tuple[str, ...]) -> pa.Table:
         wanted = self._dataset_columns(columns)
         used = {(place.group, wanted) for place in places}
         self._cache = {key: table for key, table in self._cache.items() if key in used}

@@ -21,7 +21,7 @@ def check_types(schema: pa.Schema) -> None:
         if not _travels(field.type):
             raise DataError(
                 f"column {field.name!r} has type {field.type}, which cannot move between workers: "
-                "expected numbers, booleans, strings, binary, times, or lists and structs of them; cast it"
+                "expected numbers, booleans, strings, binary, times, or lists, maps and structs of them; cast it"
             )
 
 
@@ -29,6 +29,8 @@ def _travels(kind: pa.DataType) -> bool:
     types = pa.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _travels(kind.value_type)
+    if types.is_map(kind):
+        return _travels(kind.key_type) and _travels(kind.item_type)
     if types.is_struct(kind):
         return all(_travels(field.type) for field in kind)
     leaf = types.is_primitive(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
@@ -63,7 +65,7 @@ def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> No
 
 def _children(array: pa.Array) -> Iterator[pa.Array]:
     kind = array.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if _is_list_like(kind):
         yield array.values
     elif pa.types.is_struct(kind):
         for index in range(kind.num_fields):
@@ -98,6 +100,11 @@ def _build(kind: pa.DataType, nodes: Iterator[Sequence[int]], frames: Sequence[F
 
 
 def _child_fields(kind: pa.DataType) -> list[pa.Field]:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [kind.value_field]
-    return list(kind) if pa.types.is_struct(kind) else []
+    return [kind.field(index) for index in range(kind.num_fields)]
+
+
+def _is_list_like(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind)
+    )

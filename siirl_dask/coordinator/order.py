@@ -39,21 +39,29 @@ class GlobalOrder:
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
         self._within = lru_cache(maxsize=1024)(self._shuffled_rows)
 
-    def places(self, step: int, index: int, count: int) -> list[Place]:
-        """The places of worker ``index`` of ``count`` in global step ``step`` (from 0), by position."""
+    def numbers(self, step: int) -> range:
+        """The numbers of the prompts of global step ``step`` (from 0): all prompts of all epochs are numbered in order,
+        and the one of number q stands in stream ``q % rows % batch_size``.
+        """
         epoch, turn = divmod(step, self.steps_per_epoch)
-        groups, starts = self._epoch(epoch)
+        first = turn * len(self._streams)
+        return range(epoch * self._rows + first, epoch * self._rows + min(first + len(self._streams), self._rows))
+
+    def share(self, numbers: range, index: int, count: int) -> list[Place]:
+        """The places of worker ``index`` of ``count``, by position in ``numbers``: those in its run of streams."""
         first, last = split(len(self._streams), count)[index]
-        found = []
-        for position in range(first, last):
-            start, stop = self._streams[position]
-            if start + turn >= stop:
-                continue
-            slot = int(np.searchsorted(starts, start + turn, side="right")) - 1
-            group = int(groups[slot])
-            row = int(self._within(epoch, group)[start + turn - int(starts[slot])])
-            found.append(Place(position, group, row))
-        return found
+        mine = (number for number in numbers if first <= number % self._rows % len(self._streams) < last)
+        return [self.place(number, number - numbers.start) for number in mine]
+
+    def place(self, number: int, position: int) -> Place:
+        """Where the prompt of a number lies, as one that stands at ``position``."""
+        epoch, within_epoch = divmod(number, self._rows)
+        turn, stream = divmod(within_epoch, len(self._streams))
+        groups, starts = self._epoch(epoch)
+        at = self._streams[stream][0] + turn
+        slot = int(np.searchsorted(starts, at, side="right")) - 1
+        group = int(groups[slot])
+        return Place(position, group, int(self._within(epoch, group)[at - int(starts[slot])]))
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
         """Row groups in this epoch's order, and the global index of each one's first row."""

@@ -24,7 +24,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
             f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
         )
     offsets = array.offsets.to_numpy().astype(np.int64)
-    return from_dlpack(array.flatten()), torch.from_numpy(offsets - offsets[0])
+    return _tensor(array.flatten()), torch.from_numpy(offsets - offsets[0])
 
 
 def values(column: pa.ChunkedArray) -> Tensor:
@@ -32,6 +32,13 @@ def values(column: pa.ChunkedArray) -> Tensor:
     array = _one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
+    return _tensor(array)
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    """Over the array's memory; booleans, which Arrow packs in bits, are copied."""
+    if pa.types.is_boolean(array.type):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
     return from_dlpack(array)
 
 

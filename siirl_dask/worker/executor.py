@@ -20,7 +20,7 @@ from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import NodeError, SiirlError
-from siirl_dask.planner import Chain, Drop, Keep, Load, Recv, Run, Send
+from siirl_dask.planner import Chain, Drop, Keep, Load, Node, Recv, Run, Send
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
 from siirl_dask.worker.stop import StopFlag, wait_for
 
@@ -57,6 +57,7 @@ class Execution:
     loader: Dataloader
     tables: dict[str, pa.Table] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    _loaded: Load | None = None
 
     def run(self, chain: Chain) -> dict[str, Metric]:
         """Go through the chain's links and give back what was logged. Aborted when told to stop between two of them."""
@@ -66,6 +67,7 @@ class Execution:
             self.bench.stop.check()
             match link:
                 case Load(name, columns, index, count):
+                    self._loaded = link
                     with _Timed(self, name):
                         self.tables[name] = self.loader.load(self.turn.batch, columns, index, count)
                 case Run():
@@ -100,11 +102,17 @@ class Execution:
             sum_over_workers=partial(bench.all_sum, role),
         )
 
+    def _context_of(self, node: Node) -> Context:
+        context, load = self._context(node.role), self._loaded
+        if node.contract.draws and load is not None:
+            context.more = partial(self.loader.more, columns=load.columns, index=load.index, count=load.count)
+        return context
+
     def _run_node(self, link: Run) -> pa.Table:
         node = link.node
         try:
             table = _join([self.tables[item.table].select(item.columns) for item in link.inputs])
-            given = node.fn(self._context(node.role), table)
+            given = node.fn(self._context_of(node), table)
             return _checked(link, table, given)
         except SiirlError as error:
             error.add_note(f"in node {node.name!r}, {self.turn}, worker {self.bench.device.worker!r}")

@@ -106,3 +106,27 @@ def test_a_part_whose_data_is_corrupt_is_named_when_it_is_read(tmp_path):
     with pytest.raises(DataError, match=r"1\.parquet"):
         loader.load(0, ("row_id", "prompt"), 0, 1)
     loader.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_prompts_drawn_beyond_a_step_are_the_next_ones_and_later_steps_go_on_after_them(url, workers):
+    """Across the end of an epoch too: no prompt is lost or repeated, whoever draws."""
+    loaders = [Dataloader(source(url)) for _ in range(workers)]
+
+    def everywhere(what, *arguments):
+        parts = [getattr(loader, what)(*arguments, COLUMNS, index, workers) for index, loader in enumerate(loaders)]
+        return pa.concat_tables(parts).sort_by("row_id")
+
+    taken = []
+    for step in range(9):
+        table = everywhere("load", step)
+        taken += [table, *([everywhere("more", 3), everywhere("more", 5)] if step in (2, 4) else [])]
+        if step in (2, 4):
+            assert [i for part in taken[-2:] for i in part["row_id"].to_pylist()] == list(range(8, 16))
+    for loader in loaders:
+        loader.close()
+    drawn = [i for table in taken for i in table["answer"].to_pylist()]
+    assert sorted(drawn[:50]) == list(range(50))
+    assert len(set(drawn[50:])) == len(drawn[50:])
+    one = [load(url, step, 1)["answer"].to_pylist() for step in range(7)]
+    assert drawn[:50] == [i for step in one for i in step]

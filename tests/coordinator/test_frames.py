@@ -17,6 +17,7 @@ SCHEMA = pa.schema(
         "messages": MESSAGES,
         "blob": pa.large_binary(),
         "pair": pa.list_(pa.float64(), 2),
+        "parts": pa.map_(pa.string(), pa.float32()),
         "nothing": pa.null(),
     }
 )
@@ -33,6 +34,7 @@ rows = st.fixed_dictionaries(
         "messages": maybe(st.lists(st.fixed_dictionaries({"role": maybe(text), "content": text}), max_size=2)),
         "blob": maybe(st.binary(max_size=5)),
         "pair": maybe(st.lists(floats, min_size=2, max_size=2)),
+        "parts": maybe(st.dictionaries(text, maybe(floats), max_size=2).map(lambda found: [*found.items()])),
         "nothing": st.none(),
     }
 )

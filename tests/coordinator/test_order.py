@@ -9,7 +9,7 @@ seed = st.none() | st.integers(0, 5)
 
 
 def step_of(order, step, workers):
-    return [place for index in range(workers) for place in order.places(step, index, workers)]
+    return [place for index in range(workers) for place in order.share(order.numbers(step), index, workers)]
 
 
 @given(groups, batch, seed, st.integers(0, 2))
@@ -30,7 +30,7 @@ def test_a_step_holds_the_same_rows_at_the_same_positions_on_any_number_of_worke
 def test_a_worker_reads_one_run_of_row_groups_that_no_other_reads_but_at_its_ends(sizes, batch, seed, workers):
     order = GlobalOrder(sizes, batch, seed)
     read = [
-        {p.group for step in range(order.steps_per_epoch) for p in order.places(step, index, workers)}
+        {p.group for step in range(order.steps_per_epoch) for p in order.share(order.numbers(step), index, workers)}
         for index in range(workers)
     ]
     shared = [len(a & b) for i, a in enumerate(read) for b in read[i + 1 :]]
@@ -47,3 +47,10 @@ def test_the_order_changes_with_the_epoch_and_with_the_seed():
 def test_without_a_seed_the_tables_order_is_kept():
     order = GlobalOrder([2, 3], 5, None)
     assert [(p.group, p.row) for p in step_of(order, 0, 2)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
+@given(groups, batch, seed, st.integers(0, 60))
+def test_prompts_numbered_on_are_those_of_the_steps_in_order(sizes, batch, seed, step):
+    order = GlobalOrder(sizes, batch, seed)
+    assert [order.place(n, i) for i, n in enumerate(order.numbers(step))] == step_of(order, step, 1)
+    assert order.numbers(step + 1).start == order.numbers(step).stop
