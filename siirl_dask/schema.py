@@ -44,13 +44,31 @@ WEIGHTS_VERSION = "weights_version"
 WORKER = "worker"
 """string. Name of the worker that sampled this row."""
 REWARD = "reward"
-"""float. What the reward function gave."""
+"""float. What the reward function gave; null where it failed and that was allowed."""
 OLD_LOGPROBS = "old_logprobs"
 """list<float>. Log-probability of each response token under the policy before this step's update."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """list<float>. Log-probability of each response token under the reference policy."""
+REWARD_PARTS = "reward_parts"
+"""map<string, float>. What a reward function gave beside and with the reward, by name; empty when it gave a number."""
+GREEDY = "greedy"
+"""bool. Whether the row is the most likely response to its prompt, which is there to be compared with."""
+GREEDY_REWARD = "greedy_reward"
+"""float. Reward of the most likely response to the row's prompt."""
+RESPONSE_MASK = "response_mask"
+"""list<bool>. Of each response token, whether the policy wrote it and learns from it; without the column all are."""
+KL_PENALTY = "kl_penalty"
+"""list<float>. What each response token's divergence from the reference adds to the reward; at most 0 on average."""
+VALUES = "values"
+"""list<float>. The critic's estimate, before each response token, of what reward is still to come."""
 ADVANTAGE = "advantage"
-"""float. Advantage of the row, the same for each of its tokens."""
+"""float. Advantage of the row, the same for each of its tokens; null where there is no reward."""
+ADVANTAGES = "advantages"
+"""list<float>. Advantage of each response token; null where there is no reward."""
+RETURNS = "returns"
+"""list<float>. What the critic learns to foresee before each response token; null where there is no reward."""
+COVARIANT = "covariant"
+"""list<bool>. Whether a response token is one of those whose log-probability goes most with its advantage."""
 MINIBATCH = "minibatch"
 """int32. Which of the step's mini-batches the row belongs to."""
 PARAMETER = "parameter"
@@ -75,9 +93,18 @@ TYPES: Mapping[str, pa.DataType] = {
     WEIGHTS_VERSION: pa.int64(),
     WORKER: pa.string(),
     REWARD: pa.float32(),
+    REWARD_PARTS: pa.map_(pa.string(), pa.float32()),
     OLD_LOGPROBS: pa.list_(pa.float32()),
     REFERENCE_LOGPROBS: pa.list_(pa.float32()),
+    GREEDY: pa.bool_(),
+    GREEDY_REWARD: pa.float32(),
+    RESPONSE_MASK: pa.list_(pa.bool_()),
+    KL_PENALTY: pa.list_(pa.float32()),
+    VALUES: pa.list_(pa.float32()),
     ADVANTAGE: pa.float32(),
+    ADVANTAGES: pa.list_(pa.float32()),
+    RETURNS: pa.list_(pa.float32()),
+    COVARIANT: pa.list_(pa.bool_()),
     MINIBATCH: pa.int32(),
     PARAMETER: pa.string(),
     PARAMETER_DTYPE: pa.string(),

@@ -1,23 +1,43 @@
 """Built-in node functions: ``(Context, pa.Table) -> pa.Table``. Any function of that shape is a node."""
 
-from siirl_dask.nodes.advantage import draw_minibatches, estimate_advantage
+from siirl_dask.nodes.advantage import (
+    draw_minibatches,
+    estimate_advantage,
+    estimate_token_advantages,
+    take_greedy_baselines,
+)
+from siirl_dask.nodes.covariance import choose_covariant
+from siirl_dask.nodes.dynamic_sampling import sample_mixed_groups
 from siirl_dask.nodes.logprobs import policy_logprobs, reference_logprobs
+from siirl_dask.nodes.model_reward import score_with_model
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score
-from siirl_dask.nodes.rollout import generate, generate_greedy
-from siirl_dask.nodes.update import update_policy
+from siirl_dask.nodes.rollout import generate, generate_greedy, generate_with_greedy
+from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
+from siirl_dask.nodes.update import update_critic, update_policy
+from siirl_dask.nodes.values import estimate_values
 from siirl_dask.nodes.weights import load_weights, publish_weights
 
 __all__ = [
+    "choose_covariant",
     "draw_minibatches",
     "encode_prompts",
     "estimate_advantage",
+    "estimate_token_advantages",
+    "estimate_values",
     "generate",
     "generate_greedy",
+    "generate_with_greedy",
     "load_weights",
+    "penalise_kl",
+    "penalise_overlong",
     "policy_logprobs",
     "publish_weights",
     "reference_logprobs",
+    "sample_mixed_groups",
     "score",
+    "score_with_model",
+    "take_greedy_baselines",
+    "update_critic",
     "update_policy",
 ]

@@ -1,4 +1,8 @@
-"""Advantages, and the draw of mini-batches."""
+"""Advantages of rows and of tokens, and the draw of mini-batches.
+
+A row without a reward (its reward function failed, and that was allowed) gets none, and is left out of what the others
+are compared with.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,130 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import torch
 from torch import Tensor
 
+from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
-from siirl_dask.coordinator.tensors import values
+from siirl_dask.coordinator.tensors import packed, ragged, values
+from siirl_dask.nodes.nulls import only_where, rows_with
+from siirl_dask.nodes.packing import response_mask
 from siirl_dask.planner import columns
-from siirl_dask.schema import ADVANTAGE, GROUP_ID, MINIBATCH, REWARD, TYPES, fields
+from siirl_dask.schema import (
+    ADVANTAGE,
+    ADVANTAGES,
+    GREEDY,
+    GREEDY_REWARD,
+    GROUP_ID,
+    KL_PENALTY,
+    MINIBATCH,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    RETURNS,
+    REWARD,
+    TYPES,
+    VALUES,
+    fields,
+)
 
 _DRAW = -1  # in place of a row id, for the seed of a draw that belongs to the step as a whole
 
 
-@columns(reads=[REWARD, GROUP_ID], writes=fields(ADVANTAGE))
-def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Tensor, Tensor], Tensor]) -> pa.Table:
-    """``advantage(rewards [R], group_ids [R]) -> [R]``; the node asks for rows=GROUPED so that groups are whole."""
-    estimated = advantage(values(table[REWARD]), values(table[GROUP_ID]))
-    return table.append_column(ADVANTAGE, pa.array(estimated.numpy(), TYPES[ADVANTAGE]))
+def _try_rows(*, advantage: Callable[[Outcomes], Tensor]) -> None:
+    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    _check_count(advantage(Outcomes(rewards=none, group_ids=ids, lengths=ids, baselines=none)), "advantages")
+
+
+def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> None:
+    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    outcomes = TokenOutcomes(rewards=none, group_ids=ids, offsets=torch.zeros(1).long(), mask=none.bool(), values=none)
+    given = advantage(outcomes)
+    _check_count(given.advantages, "advantages")
+    _check_count(given.returns, "returns")
+
+
+def _check_count(given: Tensor, what: str) -> None:
+    if given.shape != (0,):
+        raise ValueError(f"{what} have shape {list(given.shape)}: expected [0]")
+
+
+@columns(
+    reads=[REWARD, GROUP_ID, RESPONSE_IDS],
+    optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD],
+    writes=fields(ADVANTAGE),
+    trial=_try_rows,
+)
+def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor]) -> pa.Table:
+    """One advantage a row, ``advantage(Outcomes) -> [R]``; the node asks for rows=GROUPED so that groups are whole.
+
+    What each response token adds to the reward (``kl_penalty``) counts with the row's reward.
+    """
+    comparable = rows_with(table, REWARD, GREEDY_REWARD)
+    scored = table.filter(comparable)
+    mask, offsets = response_mask(scored)
+    rewards = values(scored[REWARD])
+    if KL_PENALTY in scored.column_names:
+        rewards = rewards + row_sums(packed(scored[KL_PENALTY])[0] * mask, offsets)
+    outcomes = Outcomes(
+        rewards=rewards,
+        group_ids=values(scored[GROUP_ID]),
+        lengths=row_sums(mask.long(), offsets),
+        baselines=values(scored[GREEDY_REWARD]) if GREEDY_REWARD in scored.column_names else None,
+    )
+    estimated = pa.array(advantage(outcomes).numpy(), TYPES[ADVANTAGE])
+    return table.append_column(ADVANTAGE, only_where(comparable, estimated))
+
+
+@columns(
+    reads=[REWARD, GROUP_ID, RESPONSE_IDS],
+    optional=[RESPONSE_MASK, KL_PENALTY, VALUES],
+    writes=fields(ADVANTAGES, RETURNS),
+    trial=_try_tokens,
+)
+def estimate_token_advantages(
+    ctx: Context, table: pa.Table, *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True
+) -> pa.Table:
+    """An advantage and a return for each response token. A row's reward is that of its last token that is learned from.
+
+    ``whiten``: advantages get mean 0 and variance 1 over the tokens of all the role's workers.
+    """
+    comparable = rows_with(table, REWARD)
+    scored = table.filter(comparable)
+    mask, offsets = response_mask(scored)
+    rewards = _on_last_token(values(scored[REWARD]), mask, offsets)
+    if KL_PENALTY in scored.column_names:
+        rewards = rewards + packed(scored[KL_PENALTY])[0] * mask
+    outcomes = TokenOutcomes(
+        rewards=rewards,
+        group_ids=values(scored[GROUP_ID]),
+        offsets=offsets,
+        mask=mask,
+        values=packed(scored[VALUES])[0] if VALUES in scored.column_names else None,
+    )
+    estimated = advantage(outcomes)
+    advantages = estimated.advantages
+    if whiten:
+        advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
+    for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
+        table = table.append_column(name, only_where(comparable, ragged(flat, offsets, TYPES[name])))
+    return table
+
+
+@columns(reads=[GREEDY, REWARD, GROUP_ID], writes=fields(GREEDY_REWARD), new_rows=True)
+def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
+    """Beside each sample the reward of the most likely response to the same prompt, whose own rows end here (ReMax).
+
+    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``.
+    """
+    greedy = table.filter(table[GREEDY])
+    baseline = dict(zip(greedy[GROUP_ID].to_pylist(), greedy[REWARD].to_pylist(), strict=True))
+    ctx.log("reward/greedy", [reward for reward in baseline.values() if reward is not None])
+    sampled = table.filter(pc.invert(table[GREEDY]))
+    if missing := sorted(set(sampled[GROUP_ID].to_pylist()) - baseline.keys()):
+        raise ValueError(f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy")
+    given = pa.array([baseline[group] for group in sampled[GROUP_ID].to_pylist()], TYPES[GREEDY_REWARD])
+    return sampled.append_column(GREEDY_REWARD, given)
 
 
 @columns(reads=[GROUP_ID], writes=fields(MINIBATCH))
@@ -31,3 +144,12 @@ def draw_minibatches(ctx: Context, table: pa.Table, *, minibatches: int, batch_s
     order = np.random.default_rng(ctx.seed(_DRAW)).permutation(batch_size)
     drawn = order[table[GROUP_ID].to_numpy()] * minibatches // batch_size
     return table.append_column(MINIBATCH, pa.array(drawn, TYPES[MINIBATCH]))
+
+
+def _on_last_token(rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[R] rewards to [K]: each on its row's last token that is learned from; of a row without such, nowhere."""
+    rows = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
+    places = torch.where(mask, torch.arange(len(mask)), -1)
+    last = torch.full((len(rewards),), -1).scatter_reduce(0, rows, places, "amax")
+    there = last >= 0
+    return torch.zeros(len(mask), dtype=rewards.dtype).index_put_((last[there],), rewards[there])

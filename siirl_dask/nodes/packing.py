@@ -8,8 +8,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from siirl_dask.coordinator.tensors import packed, ragged
-from siirl_dask.schema import PROMPT_IDS, RESPONSE_IDS
+from siirl_dask.coordinator.tensors import packed, ragged, values
+from siirl_dask.errors import DataError
+from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
 from siirl_dask.training import PackedRows
 
 
@@ -27,6 +28,18 @@ class PackedTable:
         """[R] numbers of rows to [K], each repeated for the row's response tokens."""
         return per_row.repeat_interleave(self.response_offsets.diff())
 
+    def column(self, table: pa.Table, name: str) -> Tensor:
+        """[K]: a column with a number a response token, or one a row, which is spread. DataError for any other."""
+        if not pa.types.is_list(table[name].type):
+            return self.spread(values(table[name]))
+        flat, offsets = packed(table[name])
+        if not torch.equal(offsets, self.response_offsets):
+            raise DataError(f"column {name!r} has other lengths than the responses: expected a value for each token")
+        return flat
+
+    def optional(self, table: pa.Table, name: str) -> Tensor | None:
+        return self.column(table, name) if name in table.column_names else None
+
 
 def pack_rows(table: pa.Table) -> PackedTable:
     """Each row's prompt and response, one after the other: R rows, T tokens, K of them in responses."""
@@ -41,3 +54,19 @@ def pack_rows(table: pa.Table) -> PackedTable:
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
     return PackedTable(PackedRows(tokens, offsets, lengths), response_offsets)
+
+
+def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
+    """[K] bool, which response tokens are learned from, and [R + 1], where each row's begin among all of them."""
+    offsets = packed(table[RESPONSE_IDS])[1]
+    if RESPONSE_MASK not in table.column_names:
+        return torch.ones(int(offsets[-1]), dtype=torch.bool), offsets
+    mask, mask_offsets = packed(table[RESPONSE_MASK])
+    if not torch.equal(offsets, mask_offsets):
+        raise DataError(f"{RESPONSE_MASK!r} has other lengths than the responses: expected a value for each token")
+    return mask, offsets
+
+
+def advantages_of(table: pa.Table) -> str:
+    """The name of the column that holds advantages: of tokens where there are such, else of rows."""
+    return ADVANTAGES if ADVANTAGES in table.column_names else ADVANTAGE

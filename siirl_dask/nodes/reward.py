@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import RewardError
-from siirl_dask.planner import columns
-from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, REWARD, ROW_ID, TYPES, fields
+from siirl_dask.planner import columns as declares
+from siirl_dask.rewards import Score, Scorer
+from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, REWARD, REWARD_PARTS, ROW_ID, TYPES, fields
 
+logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a prompt or a response in an error
 
 
-@columns(reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD))
-def score(ctx: Context, table: pa.Table, *, reward: Callable[..., float]) -> pa.Table:
-    """``reward(prompt, response, answer)`` of each row. RewardError with the row when it raises or gives no finite
-    number: a made-up score never trains.
+@declares(reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), more="columns")
+def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
+    """The scorer's reward of each row; its function also gets ``columns``, by name.
+
+    A row whose function fails stops the run with RewardError, unless ``rewards.max_failures`` allows as many as there
+    are in the step: then its reward is null, and it is left out of the loss. A made-up score never trains.
     """
-    rows = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).to_pylist()
-    rewards = [_score_row(ctx, row, reward) for row in rows]
-    ctx.log("reward/mean", rewards)
-    ctx.log("reward/std", rewards, Reduce.STD)
-    return table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
+    scorer: Scorer = ctx.resource
+    scores = scorer.score(table.select(dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])).to_pylist())
+    failed = [at for at, given in enumerate(scores) if given.failure is not None]
+    _judge(ctx, table, scores, failed)
+    ctx.log("reward/failures", len(failed), Reduce.SUM)
+    rewards = [given.reward for given in scores]
+    given = [reward for reward in rewards if reward is not None]
+    ctx.log("reward/mean", given)
+    ctx.log("reward/std", given, Reduce.STD)
+    for name in sorted({name for score in scores for name in score.parts} - {REWARD}):
+        ctx.log(f"reward/{name}", [score.parts[name] for score in scores if name in score.parts])
+    table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
+    parts = [[*score.parts.items()] for score in scores]
+    return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
 
-def _score_row(ctx: Context, row: dict[str, object], reward: Callable[..., float]) -> float:
-    prompt, response, answer = row[PROMPT], row[RESPONSE], row[ANSWER]
-    where = f"row {row[ROW_ID]} of step {ctx.step}, prompt {prompt!r:.{_SHOWN}}, response {response!r:.{_SHOWN}}"
-    try:
-        value = reward(prompt, response, answer)
-    except Exception as error:
-        name = getattr(reward, "__qualname__", repr(reward))
-        raise RewardError(
-            f"reward {name} raised {type(error).__name__}: {error} ({where}, answer {answer!r})"
-        ) from error
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RewardError(f"the reward gave {value!r}: expected a finite number ({where}, answer {answer!r})")
-    return float(value)
+def _judge(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
+    """RewardError when more rows failed than may, on all workers together: those without a failed row raise too."""
+    scorer: Scorer = ctx.resource
+    (total,) = ctx.all_sum([len(failed)])
+    if total <= scorer.max_failures:
+        for at in failed:
+            logger.warning("step %d: left out of the loss: %s", ctx.step, _tell(table, at, scorer, scores[at]))
+        return
+    allowed = f"rewards.max_failures={scorer.max_failures}"
+    if not failed:
+        raise RewardError(f"reward {scorer.name} failed for {total:.0f} rows of step {ctx.step} elsewhere ({allowed})")
+    more = f"; it failed for {total:.0f} rows of the step ({allowed})" if total > 1 else ""
+    raise RewardError(_tell(table, failed[0], scorer, scores[failed[0]]) + f", step {ctx.step}{more}")
+
+
+def _tell(table: pa.Table, at: int, scorer: Scorer, score: Score) -> str:
+    row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(at, 1).to_pylist()[0]
+    return (
+        f"reward {scorer.name} {score.failure}: row {row[ROW_ID]}, prompt {row[PROMPT]!r:.{_SHOWN}}, "
+        f"response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
+    )

@@ -13,6 +13,7 @@ from siirl_dask.planner import columns
 from siirl_dask.rollout import FinishReason, Generation, RolloutEngine, Sampling
 from siirl_dask.schema import (
     FINISH_REASON,
+    GREEDY,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -25,33 +26,56 @@ from siirl_dask.schema import (
     fields,
 )
 
-_SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
+SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
 
 
-@columns(reads=[PROMPT_IDS], writes=_SAMPLED, expand="rollout.n")
+@columns(reads=[PROMPT_IDS], writes=SAMPLED, expand="rollout.n")
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p."""
-    sampling = Sampling(
+    return _generate(ctx, table, [_sampling(rollout)] * rollout.n)
+
+
+@columns(reads=[PROMPT_IDS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
+def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
+    """As ``generate``, and after each prompt's samples its most likely response, which ``greedy`` marks."""
+    rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
+    marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
+    return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
+
+
+@columns(reads=[PROMPT_IDS], writes=SAMPLED, new_rows=True)
+def generate_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
+    """The most likely response to each prompt, for validation."""
+    return _generate(ctx, table, [_greedy(rollout)])
+
+
+def _sampling(rollout: RolloutConfig) -> Sampling:
+    return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
     )
-    return _generate(ctx, table, sampling, rollout.n)
 
 
-@columns(reads=[PROMPT_IDS], writes=_SAMPLED, new_rows=True)
-def generate_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """The most likely response to each prompt, for validation."""
-    return _generate(ctx, table, Sampling(max_tokens=rollout.max_response_length, temperature=0.0), 1)
+def _greedy(rollout: RolloutConfig) -> Sampling:
+    return Sampling(max_tokens=rollout.max_response_length, temperature=0.0)
 
 
-def _generate(ctx: Context, table: pa.Table, sampling: Sampling, n: int) -> pa.Table:
+def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:
+    """A row for each prompt and way of sampling, prompt after prompt."""
     engine: RolloutEngine = ctx.resource
+    n = len(ways)
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     prompts = rows[PROMPT_IDS].to_pylist()
-    samples = engine.generate(prompts, [ctx.seed(row_id) for row_id in row_ids.tolist()], sampling)
+    seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
+    drawn: dict[int, Generation] = {}
+    for way in dict.fromkeys(ways):
+        places = [at for at in range(len(prompts)) if ways[at % n] == way]
+        given = engine.generate([prompts[at] for at in places], [seeds[at] for at in places], way)
+        drawn.update(zip(places, given, strict=True))
+    samples = [drawn[at] for at in range(len(prompts))]
     tokens = [len(prompt) + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))

@@ -2,51 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
-from siirl_dask.algorithms import LossInputs, TokenLoss
-from siirl_dask.context import Context
-from siirl_dask.coordinator.tensors import packed, values
-from siirl_dask.nodes.packing import pack_rows
-from siirl_dask.planner import columns
+from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
+from siirl_dask.context import Context, Reduce
+from siirl_dask.nodes.nulls import rows_with
+from siirl_dask.nodes.packing import advantages_of, pack_rows
+from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     ADVANTAGE,
+    ADVANTAGES,
     MINIBATCH,
     OLD_LOGPROBS,
     PROMPT_IDS,
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
+    RESPONSE_MASK,
+    RETURNS,
     ROLLOUT_LOGPROBS,
+    VALUES,
 )
-from siirl_dask.training import TrainBatch, Trainer
+from siirl_dask.training import Critic, TrainBatch, Trainer, ValueBatch
 
-_READS = [PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, ADVANTAGE, MINIBATCH]
+_MAX_LOG_RATIO = 20.0  # the mismatch is shown, not trained on: a broken sampler must not show as inf
 
 
-@columns(reads=_READS, optional=[REFERENCE_LOGPROBS])
+def _try_policy(
+    *,
+    loss: Callable[[LossInputs], TokenLoss],
+    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
+    columns: Sequence[str] = (),
+    **others: object,
+) -> None:
+    none = torch.zeros(0)
+    inputs = LossInputs(
+        logprobs=none.clone().requires_grad_(),
+        old_logprobs=none,
+        advantages=none,
+        rollout_logprobs=none,
+        entropy=none.clone().requires_grad_(),
+        reference_logprobs=none,
+        offsets=torch.zeros(1, dtype=torch.int64),
+        columns=dict.fromkeys(columns, none),
+    )
+    _check_loss(loss(inputs), aggregate)
+
+
+def _try_critic(
+    *,
+    loss: Callable[[ValueInputs], TokenLoss] = value_clip,
+    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
+    **others: object,
+) -> None:
+    none, offsets = torch.zeros(0), torch.zeros(1, dtype=torch.int64)
+    inputs = ValueInputs(values=none.clone().requires_grad_(), old_values=none, returns=none, offsets=offsets)
+    _check_loss(loss(inputs), aggregate)
+
+
+def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -> None:
+    if not isinstance(result, TokenLoss):
+        raise TypeError(f"the loss gave a {type(result).__name__}: expected a TokenLoss")
+    weights = aggregate(torch.zeros(1, dtype=torch.int64), Totals(tokens=1, rows=1))
+    for what, tensor in {"loss": result.loss, "aggregation": weights, **result.metrics}.items():
+        if tensor.shape != (0,):
+            raise ValueError(f"{what} of no tokens has shape {list(tensor.shape)}: expected [0], a number a token")
+
+
+@declares(
+    reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
+    one_of=[ADVANTAGE, ADVANTAGES],
+    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK],
+    more="columns",
+    trial=_try_policy,
+)
 def update_policy(
-    ctx: Context, table: pa.Table, *, loss: Callable[[LossInputs], TokenLoss], minibatches: int
+    ctx: Context,
+    table: pa.Table,
+    *,
+    loss: Callable[[LossInputs], TokenLoss],
+    minibatches: int,
+    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
+    columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """One optimiser step per mini-batch, in order. Every worker of the role takes each of them, rows or not."""
+    """One optimiser step per mini-batch, in order. Every worker of the role takes each of them, rows or not.
+
+    Rows without an advantage are left out. ``columns``, a number a row or a response token each, reach the loss as
+    ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``.
+    """
     trainer: Trainer = ctx.resource
-    parts = (table.filter(pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches))
-    metrics = trainer.update([_train_batch(part) for part in parts], loss)
-    if ctx.rank.rank == 0:  # the trainer's numbers are of all its workers already
-        for name, value in metrics.items():
-            ctx.log(f"policy/{name}", value)
+    batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
+    for batch in batches:
+        _log_mismatch(ctx, batch)
+    _log(ctx, "policy", trainer.update(batches, loss, aggregate))
     return table
 
 
-def _train_batch(table: pa.Table) -> TrainBatch:
-    rows = pack_rows(table)
-    reference = packed(table[REFERENCE_LOGPROBS])[0] if REFERENCE_LOGPROBS in table.column_names else None
+@declares(reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH], optional=[RESPONSE_MASK], trial=_try_critic)
+def update_critic(
+    ctx: Context,
+    table: pa.Table,
+    *,
+    minibatches: int,
+    loss: Callable[[ValueInputs], TokenLoss] = value_clip,
+    aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
+) -> pa.Table:
+    """One optimiser step per mini-batch, in order, towards the returns. Rows without such are left out."""
+    critic: Critic = ctx.resource
+    batches = [_value_batch(part) for part in _parts(table, RETURNS, minibatches)]
+    _log(ctx, "critic", critic.update(batches, loss, aggregate))
+    return table
+
+
+def _parts(table: pa.Table, needed: str, minibatches: int) -> Iterator[pa.Table]:
+    """The rows of each mini-batch that have what is needed to learn from them."""
+    table = table.filter(rows_with(table, needed))
+    return (table.filter(pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches))
+
+
+def _log(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
+    if ctx.rank.rank == 0:  # a trainer's numbers are of all its workers already
+        for metric, value in metrics.items():
+            ctx.log(f"{name}/{metric}", value)
+
+
+def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
+    """Between the sampler and the policy before its update: k3 estimate of KL(sampler, policy), largest ratio."""
+    difference = (batch.old_logprobs - batch.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    if batch.mask is not None:
+        difference = difference[batch.mask]
+    count = len(difference)
+    if count:
+        kl = k3(-difference, difference.new_zeros(count)).mean()
+        ctx.log("mismatch/kl", float(kl), weight=count)
+        ctx.log("mismatch/max_ratio", float(difference.abs().max().exp()), Reduce.MAX)
+
+
+def _train_batch(table: pa.Table, columns: tuple[str, ...]) -> TrainBatch:
+    packed = pack_rows(table)
     return TrainBatch(
-        rows=rows.rows,
-        old_logprobs=packed(table[OLD_LOGPROBS])[0],
-        advantages=rows.spread(values(table[ADVANTAGE])),
-        rollout_logprobs=packed(table[ROLLOUT_LOGPROBS])[0],
-        reference_logprobs=reference,
+        rows=packed.rows,
+        mask=packed.optional(table, RESPONSE_MASK),
+        old_logprobs=packed.column(table, OLD_LOGPROBS),
+        advantages=packed.column(table, advantages_of(table)),
+        rollout_logprobs=packed.column(table, ROLLOUT_LOGPROBS),
+        reference_logprobs=packed.optional(table, REFERENCE_LOGPROBS),
+        columns={name: packed.column(table, name) for name in columns},
+    )
+
+
+def _value_batch(table: pa.Table) -> ValueBatch:
+    packed = pack_rows(table)
+    return ValueBatch(
+        rows=packed.rows,
+        mask=packed.optional(table, RESPONSE_MASK),
+        old_values=packed.column(table, VALUES),
+        returns=packed.column(table, RETURNS),
     )

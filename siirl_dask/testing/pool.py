@@ -68,7 +68,7 @@ class LocalPool:
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
         self._benches = {worker: self._bench(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
-        self._sums = {role: _Sum(len(workers)) for role, workers in self.plan.placement.items()}
+        self._sums = {role: Sum(len(workers)) for role, workers in self.plan.placement.items()}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
         """One step of every worker, each in a thread of its own. Raises what the first worker that failed raised."""
@@ -140,7 +140,7 @@ class LocalPool:
         )
 
 
-class _Sum:
+class Sum:
     """Adds up what as many threads bring, as often as they like."""
 
     def __init__(self, threads: int) -> None:

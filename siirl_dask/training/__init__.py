@@ -1,12 +1,34 @@
-"""Trainers that score and learn. ``build_trainer`` and ``build_reference`` are a role's ``build``."""
+"""Trainers that score and learn, and reward models. The ``build_...`` functions are a role's ``build``."""
 
 from __future__ import annotations
 
 from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch, Trainer
+from siirl_dask.training.trainer import (
+    Batch,
+    Critic,
+    PackedRows,
+    RewardModel,
+    TokenScores,
+    TrainBatch,
+    Trainer,
+    ValueBatch,
+)
 
-__all__ = ["PackedRows", "TokenScores", "TrainBatch", "Trainer", "build_reference", "build_trainer"]
+__all__ = [
+    "Batch",
+    "Critic",
+    "PackedRows",
+    "RewardModel",
+    "TokenScores",
+    "TrainBatch",
+    "Trainer",
+    "ValueBatch",
+    "build_critic",
+    "build_reference",
+    "build_reward_model",
+    "build_trainer",
+]
 
 
 def build_trainer(
@@ -28,3 +50,22 @@ def build_reference(
     from siirl_dask.training.torch_trainer import TorchReference
 
     return TorchReference(model, trainer, temperature=rollout.temperature, device=device.torch_name)
+
+
+def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
+    """A critic that begins as the model of ``model.path``, one of ``rank.size`` equal ones."""
+    from siirl_dask.training.torch_critic import TorchCritic
+
+    return TorchCritic(model, trainer, device=device.torch_name, rank=rank)
+
+
+def build_reward_model(
+    device: Device, rank: Rank, *, model: ModelConfig, max_tokens_per_batch: int = 16384
+) -> RewardModel:
+    """The scorer of sequences in ``model.path``; ``max_tokens_per_batch``, padding included, go through it at once.
+
+    It reads the policy's tokens: its tokenizer must be the same. ConfigError when the folder cannot be used.
+    """
+    from siirl_dask.training.reward_model import TorchRewardModel
+
+    return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch)

@@ -34,16 +34,22 @@ class PackedNetwork:
         """Log-probability and entropy of a micro-batch's response tokens. [K], [K]."""
         if not len(batch.targets):
             return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden = _hidden(self.model, batch, self.device)
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden[batch.predicting.to(self.device)].to(self.dtype),
+            self.predicting_states(batch).to(self.dtype),
             head.weight,
             head.bias,
             batch.targets.to(self.device),
             temperature=self.temperature,
         )
+
+    def predicting_states(self, batch: MicroBatch) -> Tensor:
+        """Last hidden state of the token before each response token. [K, D]."""
+        if not len(batch.targets):
+            return torch.zeros(0, self.model.get_output_embeddings().in_features, device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            hidden = _hidden(self.model, batch, self.device)
+        return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
     def score_all(self, rows: PackedRows, budget: int) -> TokenScores:

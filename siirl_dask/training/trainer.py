@@ -1,14 +1,14 @@
-"""What a trainer must do. Rows are packed, one after the other; nothing here names a backend."""
+"""What trainers must do. Rows are packed, one after the other; nothing here names a backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from siirl_dask.algorithms.losses import LossFn
+from siirl_dask.algorithms import Aggregation, LossFn, ValueLossFn, token_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,18 @@ class TokenScores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBatch:
+class Batch:
     """This worker's part of one mini-batch."""
 
     rows: PackedRows
+    mask: Tensor | None = None
+    """[K] bool: the response tokens that are learned from; None, all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch(Batch):
+    """What a policy learns from."""
+
     old_logprobs: Tensor
     """[K] float32."""
     advantages: Tensor
@@ -49,6 +57,18 @@ class TrainBatch:
     """[K] float32, from the engine that sampled."""
     reference_logprobs: Tensor | None = None
     """[K] float32."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[K] each: whatever else a loss asks for, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueBatch(Batch):
+    """What a critic learns from."""
+
+    old_values: Tensor
+    """[K] float32, before this step's update."""
+    returns: Tensor
+    """[K] float32, what it is to foresee."""
 
 
 class Trainer(Protocol):
@@ -58,16 +78,48 @@ class Trainer(Protocol):
         """Scores of the response tokens under the current weights, without gradient."""
         ...
 
-    def update(self, batches: Sequence[TrainBatch], loss_fn: LossFn) -> dict[str, float]:
-        """One optimiser step per mini-batch; the loss is a mean over the mini-batch's response tokens on all ranks.
+    def update(
+        self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
+    ) -> dict[str, float]:
+        """One optimiser step per mini-batch, on token losses weighted by ``aggregate`` and summed over all ranks.
 
-        Returns metrics averaged over tokens and mini-batches, the same on every rank. TrainingError when the loss or
-        the gradient is not finite: no step is taken on such numbers.
+        Returns the same metrics on every rank: ``loss``, a mean over steps, and the loss function's own, means over
+        tokens. TrainingError when the loss or the gradient is not finite: no step is taken on such numbers.
         """
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every parameter, whole, by the name a rollout engine knows it by; tied ones once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Critic(Protocol):
+    """Foresees reward, and learns to. Its ranks make the same calls in the same order, as a Trainer's."""
+
+    def values(self, rows: PackedRows) -> Tensor:
+        """[K]: before each response token, the reward that is still to come, under the current weights."""
+        ...
+
+    def update(
+        self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
+    ) -> dict[str, float]:
+        """As a Trainer's."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every parameter, whole, by name."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RewardModel(Protocol):
+    """Gives rewards, and never learns."""
+
+    def scores(self, rows: PackedRows) -> Tensor:
+        """[R] float32, on the CPU: each row's score, whatever rows are beside it."""
         ...
 
     def close(self) -> None: ...

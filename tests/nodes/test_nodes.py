@@ -8,8 +8,8 @@ import torch
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.errors import PeerError, RewardError
-from siirl_dask.nodes import draw_minibatches, encode_prompts, generate, load_weights, publish_weights, score
+from siirl_dask.errors import PeerError
+from siirl_dask.nodes import draw_minibatches, encode_prompts, generate, load_weights, publish_weights
 from siirl_dask.nodes.packing import pack_rows
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
@@ -93,13 +93,6 @@ def test_an_empty_partition_generates_an_empty_typed_table():
     empty = generate(context(Echo()), rows(prompt_ids=[[1]]).slice(0, 0), rollout=RolloutConfig(n=3))
     assert empty.num_rows == 0
     assert empty["response_ids"].type == TYPES["response_ids"]
-
-
-@pytest.mark.parametrize("value", [None, "1.0", float("inf"), float("nan")])
-def test_a_reward_that_is_no_finite_number_is_refused_with_its_row(value):
-    table = rows(prompt=["p"], response=["r"], answer=["a"])
-    with pytest.raises(RewardError, match=r"row 0 of step 1, prompt 'p', response 'r'"):
-        score(context(), table, reward=lambda prompt, response, answer: value)
 
 
 @pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])

@@ -105,7 +105,7 @@ def test_bfloat16_computes_in_it_and_learns_in_float32(folder):
 def test_gradients_are_clipped_by_their_norm_over_all_parameters(folder):
     trainer = build(folder, max_grad_norm=0.01)
     assert trainer.update([batch(trainer)], PPO)["grad_norm"] > 0.01
-    assert torch.linalg.vector_norm(trainer._gradients.flat) == pytest.approx(0.01, rel=1e-3)
+    assert torch.linalg.vector_norm(trainer._learner._gradients.flat) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_loss_that_is_not_one_number_a_token_is_refused(folder):

@@ -1,0 +1,89 @@
+"""Which tokens clip-cov and kl-cov treat apart (arXiv:2505.22617): a choice over the mini-batches of all workers."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from siirl_dask.algorithms import covariances
+from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.tensors import ragged
+from siirl_dask.nodes.nulls import only_where, rows_with
+from siirl_dask.nodes.packing import advantages_of, pack_rows, response_mask
+from siirl_dask.planner import columns
+from siirl_dask.schema import (
+    ADVANTAGE,
+    ADVANTAGES,
+    COVARIANT,
+    MINIBATCH,
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    ROW_ID,
+    TYPES,
+    fields,
+)
+
+
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS, OLD_LOGPROBS, MINIBATCH],
+    one_of=[ADVANTAGE, ADVANTAGES],
+    optional=[RESPONSE_MASK],
+    writes=fields(COVARIANT),
+)
+def choose_covariant(
+    ctx: Context,
+    table: pa.Table,
+    *,
+    minibatches: int,
+    fraction: float = 2e-4,
+    low: float | None = None,
+    high: float | None = None,
+) -> pa.Table:
+    """Mark ``fraction`` of each mini-batch's tokens, at least one: those of highest covariance (kl-cov), or with
+    bounds, any of those between them, drawn by the step's seed (clip-cov: 1 and 5).
+
+    The same tokens on any number of workers: means and the choice are over all of them. It is made once a step, by the
+    log-probabilities from before the update, which is the paper's choice in the first mini-batch.
+    """
+    there = rows_with(table, advantages_of(table))
+    rows = table.filter(there)
+    packed = pack_rows(rows)
+    mask, offsets = response_mask(rows)
+    logprobs, advantages = (packed.column(rows, name).double() for name in (OLD_LOGPROBS, advantages_of(rows)))
+    minibatch_of = packed.column(rows, MINIBATCH)
+    draws = None if low is None and high is None else _draws(ctx, rows, offsets)
+    chosen = torch.zeros(len(mask), dtype=torch.bool)
+    for minibatch in range(minibatches):
+        places = torch.nonzero(mask & (minibatch_of == minibatch)).squeeze(1)
+        count, *sums = ctx.all_sum([len(places), float(logprobs[places].sum()), float(advantages[places].sum())])
+        means = [total / max(1.0, count) for total in sums]
+        scores = covariances(logprobs[places], advantages[places], *means)
+        if draws is not None:
+            between = (scores >= (-inf if low is None else low)) & (scores <= (inf if high is None else high))
+            places, scores = places[between], draws[places[between]]
+        chosen[places[scores >= _threshold(ctx, scores, max(1, int(fraction * count)))]] = True
+    ctx.log("policy/covariant_tokens", int(chosen.sum()), Reduce.SUM)
+    return table.append_column(COVARIANT, only_where(there, ragged(chosen, offsets, TYPES[COVARIANT])))
+
+
+def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:
+    """[K]: a number in [0, 1) for each token, which its row and place decide."""
+    seeds = (ctx.seed(row_id) for row_id in table[ROW_ID].to_pylist())
+    drawn = [np.random.default_rng(seed).random(n) for seed, n in zip(seeds, offsets.diff().tolist(), strict=True)]
+    return torch.from_numpy(np.concatenate([np.zeros(0), *drawn]))
+
+
+def _threshold(ctx: Context, scores: Tensor, count: int) -> float:
+    """What the ``count`` highest scores over all workers reach at least."""
+    mine = scores.topk(min(count, len(scores))).values
+    slots = torch.zeros(ctx.rank.size, count, dtype=torch.float64)
+    slots[ctx.rank.rank] = -inf
+    slots[ctx.rank.rank, : len(mine)] = mine
+    everyone = torch.tensor(ctx.all_sum(slots.flatten().tolist()), dtype=torch.float64)
+    return float(everyone.topk(count).values[-1])

@@ -1,0 +1,54 @@
+"""What is added to rewards: a price of leaving the reference, a penalty for responses that end at the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from torch import Tensor
+
+from siirl_dask.algorithms import KLController, k1, overlong_penalty
+from siirl_dask.context import Context
+from siirl_dask.coordinator.tensors import packed, ragged, values
+from siirl_dask.nodes.packing import response_mask
+from siirl_dask.planner import columns
+from siirl_dask.schema import (
+    KL_PENALTY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    REWARD,
+    TYPES,
+    fields,
+)
+
+
+@columns(reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS], optional=[RESPONSE_MASK], writes=fields(KL_PENALTY))
+def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor], Tensor] = k1) -> pa.Table:
+    """Each token's ``-coefficient * kl(old, reference)``. The role's KLController sets the coefficient, and adapts it
+    to the mean over the tokens of all its workers.
+    """
+    controller: KLController = ctx.resource
+    mask, offsets = response_mask(table)
+    divergence = kl(packed(table[OLD_LOGPROBS])[0], packed(table[REFERENCE_LOGPROBS])[0]) * mask
+    coefficient = controller.coefficient
+    total, tokens, rows = ctx.all_sum([float(divergence.double().sum()), float(mask.sum()), float(table.num_rows)])
+    if tokens:
+        controller.update(total / tokens, int(rows))
+        if ctx.rank.rank == 0:
+            ctx.log("kl/mean", total / tokens)
+    if ctx.rank.rank == 0:
+        ctx.log("kl/coefficient", coefficient)
+    return table.append_column(KL_PENALTY, ragged(-coefficient * divergence, offsets, TYPES[KL_PENALTY]))
+
+
+@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK], writes=fields(REWARD))
+def penalise_overlong(ctx: Context, table: pa.Table, *, max_length: int, buffer: int, factor: float = 1.0) -> pa.Table:
+    """DAPO's soft penalty (arXiv:2503.14476): beyond ``max_length - buffer`` tokens up to ``factor`` is taken away."""
+    lengths = values(pc.list_value_length(table[RESPONSE_IDS]))
+    penalty = overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
+    ctx.log("reward/overlong_penalty", penalty.tolist())
+    rewards = pc.add(table[REWARD], pa.array(penalty.numpy(), TYPES[REWARD]))
+    return table.set_column(table.column_names.index(REWARD), REWARD, rewards)

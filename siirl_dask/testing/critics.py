@@ -1,0 +1,146 @@
+"""What every Critic must do, as tests to inherit.
+
+class TestMyCritic(CriticTests):
+    @classmethod
+    def make_critic(cls, folder: Path, config: TrainerConfig, rank: Rank) -> Critic:
+        return MyCritic(folder, config, rank)
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import TokenLoss, ValueInputs, value_clip
+from siirl_dask.config import TrainerConfig
+from siirl_dask.context import Rank
+from siirl_dask.errors import TrainingError
+from siirl_dask.testing.forward import load_model
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, response_tokens, signs
+from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.training import Critic, PackedRows, ValueBatch
+
+_LOSS = partial(value_clip, clip=1e6)
+
+
+class CriticTests:
+    """Conformance of a critic; ``make_critic`` builds one from a Hugging Face folder, in float32, on a CPU."""
+
+    @classmethod
+    def make_critic(cls, folder: Path, config: TrainerConfig, rank: Rank) -> Critic:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny_model(tmp_path_factory.mktemp("critic") / "model", seed=1)
+
+    def build(self, folder: Path, **settings: object) -> Critic:
+        return self.make_critic(folder, TrainerConfig(**{"lr": 1e-2, **settings}), Rank())  # type: ignore[arg-type]
+
+    def test_before_it_has_learned_it_foresees_nothing(self, folder: Path) -> None:
+        assert torch.equal(self.build(folder).values(random_rows(LENGTHS)), torch.zeros(32))
+
+    def test_it_learns_to_foresee_the_returns(self, folder: Path) -> None:
+        critic = self.build(folder)
+        rows = random_rows(LENGTHS)
+        losses = [critic.update([_batch(critic, rows)], _LOSS)["loss"] for _ in range(60)]
+        assert losses[-1] < 0.1 * losses[0]
+        error = (critic.values(rows) - signs(rows)).square().mean()
+        assert error < 0.2
+
+    def test_a_value_does_not_depend_on_its_own_token_or_later_ones(self, folder: Path) -> None:
+        critic = self.build(folder)
+        rows = random_rows([(3, 6)])
+        critic.update([_batch(critic, rows)], _LOSS)
+        before = critic.values(rows)
+        changed = rows.tokens.clone()
+        changed[3 + 2] = (changed[3 + 2] + 1) % 7
+        after = critic.values(PackedRows(changed, rows.offsets, rows.prompt_lengths))
+        assert torch.equal(before[:3], after[:3])
+        assert not torch.allclose(before[3:], after[3:])
+
+    def test_values_are_those_of_rows_one_by_one(self, folder: Path) -> None:
+        critic = self.build(folder, max_tokens_per_micro_batch=20)
+        rows = random_rows(LENGTHS)
+        critic.update([_batch(critic, rows)], _LOSS)
+        alone = [critic.values(random_rows(LENGTHS, range(row, row + 1))) for row in range(len(LENGTHS))]
+        assert_close(critic.values(rows), torch.cat(alone), atol=1e-5, rtol=0)
+
+    def test_a_masked_token_is_not_learned_from(self, folder: Path) -> None:
+        critic = self.build(folder)
+        seen: list[ValueInputs] = []
+
+        def loss(inputs: ValueInputs) -> TokenLoss:
+            seen.append(inputs)
+            return _LOSS(inputs)
+
+        rows = random_rows(LENGTHS)
+        mask = torch.arange(response_tokens(rows)) % 3 != 0
+        critic.update([_batch(critic, rows, mask)], loss)
+        assert torch.equal(torch.cat([inputs.returns for inputs in seen]), signs(rows)[mask])
+
+    def test_returns_that_are_not_finite_stop_it_before_a_step(self, folder: Path) -> None:
+        critic = self.build(folder)
+        rows = random_rows(LENGTHS)
+        before = _copy(critic)
+        values = critic.values(rows)
+        with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
+            critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
+        assert_same_tensors(_copy(critic), before)
+
+    def test_its_parameters_have_the_models_shapes_and_one_head(self, folder: Path) -> None:
+        weights = _copy(self.build(folder))
+        model = {name: p.shape for name, p in load_model(folder).named_parameters() if name.startswith("model.")}
+        head = {name: tensor for name, tensor in weights.items() if name not in model}
+        assert {name: weights[name].shape for name in model} == model
+        assert sum(tensor.numel() for tensor in head.values()) == load_model(folder).config.hidden_size + 1
+
+    def test_two_ranks_learn_what_one_does(self, folder: Path, tmp_path: Path) -> None:
+        """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""
+        module = sys.modules[type(self).__module__]
+        cloudpickle.register_pickle_by_value(module)  # a rank may not find the subclass's file by its name
+        try:
+            both = run_ranks(2, partial(_learn, self.make_critic, folder), tmp_path)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+        alone = _learn(self.make_critic, folder, Rank())
+        for seen in both:
+            assert seen["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
+            assert_close(seen["values"], alone["values"], atol=1e-4, rtol=0)
+        assert_same_tensors(both[0]["weights"], both[1]["weights"])
+
+
+def _learn(make_critic: object, folder: Path, rank: Rank) -> dict[str, object]:
+    assert callable(make_critic)
+    critic: Critic = make_critic(folder, TrainerConfig(lr=1e-4), rank)
+
+    def mine(first: int, last: int, rows_of_rank_0: int) -> ValueBatch:
+        cut = first + rows_of_rank_0
+        rows = range(first, last) if rank.size == 1 else range(first, cut) if rank.rank == 0 else range(cut, last)
+        return _batch(critic, random_rows(LENGTHS, rows))
+
+    metrics = critic.update([mine(0, 7, 2), mine(0, 4, 4), mine(0, 0, 0)], _LOSS)
+    seen: dict[str, object] = {
+        "metrics": metrics,
+        "values": critic.values(random_rows(LENGTHS)),
+        "weights": _copy(critic),
+    }
+    critic.close()
+    return seen
+
+
+def _batch(critic: Critic, rows: PackedRows, mask: Tensor | None = None) -> ValueBatch:
+    return ValueBatch(rows=rows, mask=mask, old_values=critic.values(rows), returns=signs(rows))
+
+
+def _copy(critic: Critic) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in critic.weights()}

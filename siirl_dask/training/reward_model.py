@@ -1,0 +1,94 @@
+"""A reward model from a Hugging Face folder: a classifier of sequences with one label, whose logit is the score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.errors import ConfigError
+from siirl_dask.training.trainer import PackedRows
+
+
+class TorchRewardModel:
+    """Scores whole rows, prompt and response, as token ids of the policy's tokenizer. It never learns."""
+
+    def __init__(self, config: ModelConfig, *, device: str, budget: int) -> None:
+        """``budget``: tokens that go through the model at once, padding included; a row that is longer goes alone."""
+        dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
+        self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._model.config.get_text_config().use_cache = False
+        self._pad: int = self._model.config.get_text_config().pad_token_id
+        self._vocabulary: int = self._model.config.get_text_config().vocab_size
+        self._budget = budget
+
+    @torch.no_grad()
+    def scores(self, rows: PackedRows) -> Tensor:
+        """[R] float32, on the CPU: each row's score, whatever rows are beside it. ConfigError for tokens the model does
+        not know.
+        """
+        if len(rows.tokens) and int(rows.tokens.max()) >= self._vocabulary:
+            raise ConfigError(
+                f"token {int(rows.tokens.max())} is none of the reward model's {self._vocabulary}: "
+                "expected a reward model with the policy's tokenizer"
+            )
+        scores = torch.zeros(len(rows))
+        texts = rows.tokens.split(rows.offsets.diff().tolist())
+        for batch in _batches([len(text) for text in texts], self._budget):
+            scores[batch] = self._score([texts[row] for row in batch])
+        return scores
+
+    def close(self) -> None:
+        """Free the weights; nothing can be scored any more."""
+        del self._model
+
+    def _score(self, texts: list[Tensor]) -> Tensor:
+        """Padded on the right, where a causal model does not look."""
+        device = self._model.device
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._pad).to(device)
+        lengths = torch.tensor([len(text) for text in texts], device=device)
+        mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None]).long()
+        logits: Tensor = self._model(input_ids=padded, attention_mask=mask).logits
+        return logits[:, 0].float().cpu()
+
+
+def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Rows of about the same length together, as many as ``budget`` tokens hold when all are as long as the longest."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[row] > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    if not Path(path).is_dir():
+        raise ConfigError(f"reward model {path!r}: no such folder; expected one that transformers loads")
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
+        raise ConfigError(f"reward model {path!r}: transformers cannot load it: {error}") from error
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"reward model {path!r}: its weights lack {missing}, which would be random numbers")
+    if model.config.num_labels != 1:
+        raise ConfigError(f"reward model {path!r}: it has {model.config.num_labels} labels; expected 1, the score")
+    if model.config.get_text_config().pad_token_id is None:
+        raise ConfigError(f"reward model {path!r}: give its config.json a pad_token_id, so that rows can be batched")
+    return model  # type: ignore[no-any-return]

@@ -1,0 +1,208 @@
+"""Scoring: what a row's reward is, what happens where there is none, and that no process outlives its use."""
+
+import asyncio
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from siirl_dask.config import RewardsConfig
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.errors import ConfigError, RewardError
+from siirl_dask.nodes import score
+from siirl_dask.rewards import build_scorer
+from siirl_dask.testing.pool import Sum
+
+IN_PROCESS, POOL = {}, {"processes": 2}
+
+
+def length(prompt, response, answer):
+    return len(response)
+
+
+def parts(prompt, response, answer):
+    return {"reward": 0.5, "format": 1.0} if response else {"reward": 0.25, "empty": 1}
+
+
+def with_extra(prompt, response, answer, *, level, **extra):
+    assert not extra
+    return level
+
+
+async def slow_and_async(prompt, response, answer):
+    await asyncio.sleep(0 if response == "quick" else 60)
+    return 1.0
+
+
+def capricious(prompt, response, answer):
+    match response:
+        case "hang":
+            while True:
+                pass
+        case "die":
+            os._exit(3)
+        case "raise":
+            raise RuntimeError("no")
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1.0"
+        case "nameless":
+            return {"format": 1.0}
+    return 1.0
+
+
+def tells_its_process(prompt, response, answer):
+    Path(response).write_text(str(os.getpid()))
+    if prompt == "hang":
+        while True:
+            pass
+    return 1.0
+
+
+def table(responses, **columns):
+    count = len(responses)
+    identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    text = {"prompt": ["p"] * count, "response": responses, "answer": ["a"] * count}
+    return pa.table({**identity, **{name: pa.array(v, pa.string()) for name, v in text.items()}, **columns})
+
+
+@pytest.fixture
+def scored():
+    """``scored(function, table, **rewards)``: the node's output and what it logged."""
+    scorers = []
+
+    def run(function, rows, columns=(), total=list, **rewards):
+        scorers.append(build_scorer(Device("w"), Rank(), rewards=RewardsConfig(**rewards), reward=function))
+        ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=scorers[-1], sum_over_workers=total)
+        return score(ctx, rows, columns=columns), ctx.metrics
+
+    yield run
+    for scorer in scorers:
+        scorer.close()
+
+
+@pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
+def test_rows_keep_their_order_whoever_scores_them(scored, where):
+    responses = ["x" * (i % 7) for i in range(40)]
+    given, _ = scored(length, table(responses), **where)
+    assert given["reward"].to_pylist() == [len(response) for response in responses]
+
+
+@pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
+def test_a_dict_becomes_a_column_and_metrics(scored, where):
+    given, metrics = scored(parts, table(["x", "", "y"]), **where)
+    assert given["reward"].to_pylist() == [0.5, 0.25, 0.5]
+    assert [dict(row) for row in given["reward_parts"].to_pylist()] == [
+        {"reward": 0.5, "format": 1.0},
+        {"reward": 0.25, "empty": 1.0},
+        {"reward": 0.5, "format": 1.0},
+    ]
+    assert metrics["reward/format"].value == 1.0
+    assert metrics["reward/empty"].weight == 1
+
+
+def test_columns_reach_the_function_by_name(scored):
+    given, _ = scored(with_extra, table(["x", "y"], level=pa.array([3, 4])), columns=("level",))
+    assert given["reward"].to_pylist() == [3, 4]
+
+
+def test_no_rows_give_typed_columns(scored):
+    given, _ = scored(length, table([]))
+    assert (given["reward"].type, given["reward_parts"].type) == (pa.float32(), pa.map_(pa.string(), pa.float32()))
+
+
+@pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("raise", "raised RuntimeError: no"),
+        ("nan", "gave nan: expected a finite number"),
+        ("text", "gave '1.0': expected a finite number"),
+        ("nameless", r"gave \{'format': 1.0\}: expected a finite number for \['reward'\]"),
+    ],
+)
+def test_a_failure_stops_the_step_and_names_its_row(scored, where, response, said):
+    with pytest.raises(
+        RewardError, match=rf"reward capricious {said}.*: row 1, prompt 'p', response '{response}', answ"
+    ):
+        scored(capricious, table(["fine", response]), **where)
+
+
+def test_failures_that_are_allowed_have_no_reward_and_count_for_nothing(scored):
+    responses = ["fine", "raise", "fine", "die", "hang"]
+    given, metrics = scored(capricious, table(responses), processes=1, timeout=2.0, max_failures=3)
+    assert given["reward"].to_pylist() == [1.0, None, 1.0, None, None]
+    assert metrics["reward/failures"].value == 3
+    assert (metrics["reward/mean"].value, metrics["reward/mean"].weight) == (1.0, 2)
+
+
+@pytest.mark.parametrize(("response", "said"), [("hang", "took more than 0.5 s"), ("die", r"exit code 3")])
+def test_a_row_that_hangs_or_kills_its_process_is_named(scored, response, said):
+    with pytest.raises(RewardError, match=f"{said}.*row 1"):
+        scored(capricious, table(["fine", response, "fine"]), processes=1, timeout=0.5)
+
+
+def test_failures_are_counted_over_all_workers(scored):
+    """Two each are allowed, three in all are not: the worker without a failure stops too."""
+    total = Sum(3)
+    rows = [["fine"], ["raise", "raise"], ["raise"]]
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(scored, capricious, table(r), total=total.of, max_failures=2) for r in rows]
+        errors = [future.exception() for future in running]
+    assert [type(error) for error in errors] == [RewardError] * 3
+    assert "failed for 3 rows of step 1 elsewhere" in str(errors[0])
+
+
+def test_an_async_function_runs_many_rows_at_once_and_is_timed_without_a_pool(scored):
+    began = time.monotonic()
+    given, _ = scored(slow_and_async, table(["quick", *["slow"] * 20]), timeout=0.3, max_failures=20)
+    assert given["reward"].to_pylist() == [1.0, *[None] * 20]
+    assert time.monotonic() - began < 5  # one after the other they would take 6
+
+
+def test_a_timeout_that_nothing_could_keep_is_refused():
+    with pytest.raises(ConfigError, match=r"rewards\.timeout=1 needs rewards\.processes"):
+        build_scorer(Device("w"), Rank(), rewards=RewardsConfig(timeout=1.0), reward=length)
+
+
+def test_a_function_that_cannot_be_sent_is_refused_when_it_is_built():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+        build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=lambda **row: lock.locked())
+
+
+def test_closing_leaves_no_process(scored, tmp_path):
+    files = [str(tmp_path / str(i)) for i in range(4)]
+    scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=tells_its_process)
+    scorer.score([{"prompt": "p", "response": file, "answer": ""} for file in files])
+    scorer.close()
+    assert not any(psutil.pid_exists(int(Path(file).read_text())) for file in files)
+
+
+def test_a_worker_that_is_killed_takes_its_scorers_with_it_even_one_that_hangs(tmp_path):
+    from distributed import Client, LocalCluster
+
+    def start(file):
+        scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=tells_its_process)
+        scorer.score([{"prompt": "hang", "response": file, "answer": ""}])
+
+    with (
+        LocalCluster(1, threads_per_worker=1, dashboard_address=None, memory_limit=0, host="127.0.0.1") as cluster,
+        Client(cluster) as client,
+    ):
+        told = tmp_path / "pid"
+        client.submit(start, str(told), pure=False)
+        worker = psutil.Process(next(iter(client.run(os.getpid).values())))
+        deadline = time.monotonic() + 60
+        while not told.exists() or not told.read_text():
+            assert time.monotonic() < deadline
+            worker.is_running()
+        child = psutil.Process(int(told.read_text()))
+        worker.kill()
+        assert not psutil.wait_procs([child], timeout=10)[1]

@@ -1,0 +1,142 @@
+"""A reward model gives a row the score that a forward pass of that row alone gives it."""
+
+import json
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.errors import ConfigError, RewardError
+from siirl_dask.nodes import score_with_model
+from siirl_dask.schema import TYPES
+from siirl_dask.testing.rows import LENGTHS, random_rows
+from siirl_dask.testing.tiny import VOCABULARY, no_progress_bars
+from siirl_dask.training import PackedRows, build_reward_model
+from siirl_dask.training.reward_model import _batches
+
+PAD = 256
+
+
+def write_model(folder, **settings):
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, **{"num_labels": 1, "pad_token_id": PAD, **settings},
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(3)
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("reward") / "model")
+
+
+def build(folder, **options):
+    return build_reward_model(Device("w"), Rank(), model=ModelConfig(path=str(folder)), **options)
+
+
+def alone(folder, rows):
+    """A plain forward pass of each row."""
+    with no_progress_bars(), torch.no_grad():
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        texts = rows.tokens.split(rows.offsets.diff().tolist())
+        return torch.cat([model(text[None]).logits[0] for text in texts])
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+def test_a_score_is_that_of_the_row_alone_whatever_is_beside_it(folder, budget):
+    rows = random_rows(LENGTHS)
+    scores = build(folder, max_tokens_per_batch=budget).scores(rows)
+    assert scores.unique().numel() > 3
+    assert_close(scores, alone(folder, rows), atol=1e-5, rtol=0)
+
+
+def test_rows_that_end_with_the_padding_token_are_scored_as_alone(folder):
+    """As where the end of a text and the padding are one token."""
+    tokens, offsets = torch.tensor([5, 6, PAD, 7, 8, 9, 10, PAD, 11]), torch.tensor([0, 3, 7, 9])
+    rows = PackedRows(tokens, offsets, torch.tensor([1, 1, 1]))
+    assert_close(build(folder).scores(rows), alone(folder, rows), atol=1e-5, rtol=0)
+
+
+def test_no_rows_have_no_scores(folder):
+    assert build(folder).scores(random_rows([])).shape == (0,)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 12, 100])
+def test_batches_hold_each_row_once_and_no_more_tokens_than_allowed(budget):
+    lengths = [3, 9, 1, 4, 4, 12, 2]
+    batches = list(_batches(lengths, budget))
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
+
+
+def test_bfloat16_is_used_when_asked_for(folder):
+    model = ModelConfig(path=str(folder), dtype=Dtype.bfloat16)
+    rows = random_rows(LENGTHS)
+    scores = build_reward_model(Device("w"), Rank(), model=model).scores(rows)
+    assert scores.dtype == torch.float32
+    assert_close(scores, alone(folder, rows), atol=2e-2, rtol=0)
+    assert not torch.equal(scores, alone(folder, rows))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"num_labels": 2}, "it has 2 labels; expected 1"), ({"pad_token_id": None}, "pad_token_id")]
+)
+def test_a_model_that_cannot_score_is_refused(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        build(write_model(tmp_path / "model", **settings))
+
+
+def test_a_policy_is_no_reward_model(tmp_path):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # its biases are not there
+    with pytest.raises(ConfigError, match="its weights lack"):
+        build(folder)
+    with pytest.raises(ConfigError, match="no such folder"):
+        build(tmp_path / "none")
+
+
+def rows_table(prompts, responses):
+    ids = {"prompt_ids": prompts, "response_ids": responses}
+    columns = {name: pa.array(values, TYPES[name]) for name, values in ids.items()}
+    return pa.table({"row_id": pa.array(range(7, 7 + len(prompts)), pa.int64()), **columns})
+
+
+def context(model):
+    return Context(step=4, run_seed=0, rank=Rank(), device=Device("w"), resource=model)
+
+
+def test_the_node_scores_prompt_and_response_together(folder):
+    ctx = context(build(folder))
+    given = score_with_model(ctx, rows_table([[1, 2], [3]], [[4], [5, 6, 7]]))
+    rows = PackedRows(torch.tensor([1, 2, 4, 3, 5, 6, 7]), torch.tensor([0, 3, 7]), torch.tensor([2, 1]))
+    expected = alone(folder, rows)
+    assert_close(torch.tensor(given["reward"].to_pylist()), expected, atol=1e-5, rtol=0)
+    assert ctx.metrics["reward/mean"].value == pytest.approx(expected.mean().item(), abs=1e-5)
+
+
+def test_no_rows_give_a_typed_column(folder):
+    assert score_with_model(context(build(folder)), rows_table([], []))["reward"].type == pa.float32()
+
+
+def test_tokens_of_another_tokenizer_are_refused(folder):
+    with pytest.raises(ConfigError, match=f"token {VOCABULARY} is none of the reward model's {VOCABULARY}"):
+        score_with_model(context(build(folder)), rows_table([[1]], [[VOCABULARY]]))
+
+
+def test_a_score_that_is_not_finite_names_its_row(folder, tmp_path):
+    with no_progress_bars():
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[9] = float("inf")
+        model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(RewardError, match="row 8 of step 4"):
+        score_with_model(context(build(tmp_path / "broken")), rows_table([[1], [9]], [[2], [2]]))
