@@ -9,6 +9,7 @@ log-probs are computed side by side on different workers and joined by the advan
 
 from functools import partial
 
+from siirl_dask.algorithms import policy_loss
 from siirl_dask.cli import run_pipeline
 from siirl_dask.config import Config
 from siirl_dask.nodes import (
@@ -24,6 +25,7 @@ from siirl_dask.nodes import (
     update_policy,
 )
 from siirl_dask.planner import DAG, Node, Role, Rows, resolve
+from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
 from siirl_dask.training import build_trainer
 
@@ -32,6 +34,7 @@ def roles(config: Config) -> tuple[Role, ...]:
     model, trainer, rollout = config.model, config.trainer, config.rollout
     return (
         Role("rollout", partial(build_engine, model=model, rollout=rollout)),
+        Role("reward", partial(build_scorer, rewards=config.rewards, reward=resolve(config.rewards.function))),
         Role("policy", partial(build_trainer, model=model, trainer=trainer, rollout=rollout)),
     )
 
@@ -39,22 +42,32 @@ def roles(config: Config) -> tuple[Role, ...]:
 def training(config: Config) -> DAG:
     algorithm, batch_size = config.algorithm, config.data.batch_size
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
-    reward = partial(score, reward=resolve(config.rewards.function))
-    advantage = partial(estimate_advantage, advantage=resolve(algorithm.advantage))
+    advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
     draw = partial(draw_minibatches, minibatches=algorithm.minibatches, batch_size=batch_size)
+    correction = algorithm.correction and partial(resolve(algorithm.correction), **algorithm.correction_options)
     loss = partial(
-        resolve(algorithm.loss),
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
+        policy_loss,
+        surrogate=partial(resolve(algorithm.loss), **algorithm.loss_options),
+        kl=resolve(algorithm.kl),
         kl_coefficient=algorithm.kl_coefficient,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        correction=correction,
     )
-    update = partial(update_policy, loss=loss, minibatches=algorithm.minibatches)
+    aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
+    update = partial(update_policy, loss=loss, aggregate=aggregate, minibatches=algorithm.minibatches)
     nodes = (
         Node("prompts", encode, "rollout"),
         Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",)),
-        Node("reward", reward, "rollout", ("rollout",)),
+        Node("reward", score, "reward", ("rollout",)),
         Node("old_logprobs", policy_logprobs, "policy", ("rollout",), Rows.BALANCED),
-        Node("advantage", advantage, "policy", ("reward", "old_logprobs"), Rows.GROUPED, keep="rollouts"),
+        Node(
+            "advantage",
+            partial(estimate_advantage, advantage=advantage),
+            "policy",
+            ("reward", "old_logprobs"),
+            Rows.GROUPED,
+            keep="rollouts",
+        ),
         Node("minibatches", draw, "policy", ("advantage",)),
         Node("update", update, "policy", ("minibatches",), Rows.BALANCED),
         Node("weights", publish_weights, "policy", ("update",)),
@@ -65,11 +78,10 @@ def training(config: Config) -> DAG:
 
 def validation(config: Config) -> DAG:
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
-    reward = partial(score, reward=resolve(config.rewards.function))
     nodes = (
         Node("prompts", encode, "rollout"),
         Node("rollout", partial(generate_greedy, rollout=config.rollout), "rollout", ("prompts",)),
-        Node("reward", reward, "rollout", ("rollout",), keep="validation"),
+        Node("reward", score, "reward", ("rollout",), keep="validation"),
     )
     return DAG(roles(config), nodes)
 

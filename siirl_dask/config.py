@@ -166,6 +166,11 @@ class RolloutConfig:
     max_rows: int = 256
     """Rows generated at once on a worker."""
 
+    @property
+    def n_and_greedy(self) -> int:
+        """Responses to each prompt where the most likely one is added to the samples."""
+        return self.n + 1
+
     def __post_init__(self) -> None:
         _at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
         _at_least("rollout", 0, top_k=self.top_k)
@@ -177,27 +182,53 @@ class RolloutConfig:
 @dataclass(kw_only=True, slots=True)
 class RewardsConfig:
     function: str = "siirl_dask.rewards:exact_match"
-    """``module:function``, called as ``reward(prompt, response, answer)`` for each row."""
+    """``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
+    processes: int = 0
+    """On each worker, processes that call it; 0 calls it in the worker itself."""
+    timeout: float | None = None
+    """Seconds for one row. A function that is not async needs ``processes`` for it."""
+    concurrency: int = 64
+    """Calls of an async function at once on a worker."""
+    max_failures: int = 0
+    """Rows of a step, over all workers, that may fail to be scored: they are left out of the loss."""
+
+    def __post_init__(self) -> None:
+        _at_least("rewards", 0, processes=self.processes, max_failures=self.max_failures)
+        _at_least("rewards", 1, concurrency=self.concurrency)
+        if self.timeout is not None:
+            _above("rewards", 0, timeout=self.timeout)
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
+    """Functions by name, ``module:function``, and their options by theirs; see docs/algorithms.md for what there is."""
+
     advantage: str = "siirl_dask.algorithms:grpo"
-    """``module:function`` of ``(rewards [N], group_ids [N]) -> [N]``."""
+    """Of Outcomes, or where the DAG estimates advantages of tokens, of TokenOutcomes."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
     loss: str = "siirl_dask.algorithms:ppo_clip"
-    """``module:function`` of a LossInputs and the two clip bounds."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    """Of LossInputs: the policy's loss, token by token."""
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Such as ``{clip_low: 0.2, clip_high: 0.28}``."""
+    aggregation: str = "siirl_dask.algorithms:token_mean"
+    """How tokens' losses become a mini-batch's."""
+    aggregation_options: dict[str, Any] = field(default_factory=dict)
+    kl: str = "siirl_dask.algorithms:k3"
+    """Estimate of KL(policy, reference) that ``kl_coefficient`` multiplies."""
     kl_coefficient: float = 0.0
-    """Of the k3 estimate of KL(policy, reference) in the loss; needs a node that writes ``reference_logprobs``."""
+    """In the loss; needs a node that writes ``reference_logprobs``."""
+    entropy_coefficient: float = 0.0
+    correction: str | None = None
+    """Of LossInputs: weights of tokens that correct for a sampler that is not quite the policy; none, no correction."""
+    correction_options: dict[str, Any] = field(default_factory=dict)
     minibatches: int = 1
     """Optimiser steps per step; prompts are drawn into mini-batches globally, with all their samples."""
 
     def __post_init__(self) -> None:
         _at_least("algorithm", 1, minibatches=self.minibatches)
-        _at_least("algorithm", 0, clip_low=self.clip_low, clip_high=self.clip_high, kl_coefficient=self.kl_coefficient)
-        if self.clip_low >= 1:
-            raise ConfigError(f"algorithm.clip_low={self.clip_low}: expected less than 1")
+        _at_least("algorithm", 0, kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
+        if self.correction_options and self.correction is None:
+            raise ConfigError("algorithm.correction_options are given without algorithm.correction")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,6 +290,8 @@ class Config:
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: TrainerConfig = field(default_factory=TrainerConfig)
+    """How the critic learns, where the DAG has one."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 

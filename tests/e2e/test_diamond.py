@@ -1,6 +1,7 @@
 """Rewards, old log-probs and reference log-probs in parallel on different workers, joined by the advantage."""
 
 import pytest
+import yaml
 
 from siirl_dask.configfile import shipped
 
@@ -21,3 +22,22 @@ def test_the_natural_diamond_gives_the_same_rows_apart_and_on_one_worker(train):
     assert first["reference_logprobs"].to_pylist()[0] == pytest.approx(first["old_logprobs"].to_pylist()[0], abs=1e-5)
     assert second["reference_logprobs"].to_pylist()[0] != pytest.approx(second["old_logprobs"].to_pylist()[0], abs=1e-5)
     assert apart.records()[1]["metrics"]["policy/reference_kl"] > 0
+
+
+def test_the_diamond_gives_the_same_numbers_as_the_same_nodes_in_a_chain(train, tmp_path):
+    config = shipped("grpo_kl.yaml")
+    chain = tmp_path / "chain.yaml"
+    after = {"old_logprobs": "reward", "reference_logprobs": "old_logprobs", "advantage": "reference_logprobs"}
+    chain.write_text(
+        yaml.safe_dump({"base": str(config), "nodes": {node: {"after": it} for node, it in after.items()}})
+    )
+    runs = [train(name, "run.steps=2", config_file=file) for name, file in {"diamond": config, "chain": chain}.items()]
+    for step in (1, 2):
+        diamond, in_chain = (run.table("rollouts", step) for run in runs)
+        assert in_chain.select(EXACT).equals(diamond.select(EXACT))
+        for name in ("old_logprobs", "reference_logprobs"):
+            flat = [table[name].combine_chunks().flatten().to_pylist() for table in (diamond, in_chain)]
+            assert flat[1] == pytest.approx(flat[0], abs=1e-5)
+    for expected, got in zip(*(run.records() for run in runs), strict=True):
+        assert got["metrics"]["policy/loss"] == pytest.approx(expected["metrics"]["policy/loss"], abs=1e-5)
+        assert got["metrics"]["policy/grad_norm"] == pytest.approx(expected["metrics"]["policy/grad_norm"], rel=1e-3)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from siirl_dask.configfile import shipped
+
 PLACEMENTS = {
     "1": (1, "{}"),
     "2 colocated": (2, "{}"),
@@ -43,3 +45,25 @@ def test_rows_seeds_rewards_and_advantages_are_the_same_in_every_placement_and_l
         for expected, got in zip(one.records(), other.records(), strict=True):
             for metric in ("policy/loss", "policy/entropy", "reward/mean"):
                 assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), (name, metric)
+
+
+@pytest.mark.parametrize("config", ["quickstart_ppo", "quickstart_dapo", "quickstart_reinforce_plus_plus"])
+def test_what_is_decided_over_all_workers_is_the_same_on_one(config, train):
+    """A critic beside the policy, whitened advantages, groups that are replaced."""
+    roles = ["rollout", "reward", "policy", "critic"][: 4 if config == "quickstart_ppo" else 3]
+    apart = {role: [0, 1, 2] if role in ("rollout", "reward") else [2, 3] for role in roles}
+    places = {"one": ("1", "{}"), "apart": ("4", str(apart).replace("'", ""))}
+    one, other = (
+        train(name, f"cluster.workers={workers}", f"cluster.placement={placement}", config_file=shipped(config))
+        for name, (workers, placement) in places.items()
+    )
+    exact = ["row_id", "group_id", "prompt", "response_ids", "reward"]
+    for step in (1, 2, 3):
+        expected, got = one.table("rollouts", step), other.table("rollouts", step)
+        assert got.select(exact).equals(expected.select(exact)), step
+        for column in {"advantages", "returns", "values"} & set(expected.column_names):
+            flat = [table[column].combine_chunks().flatten().to_pylist() for table in (expected, got)]
+            assert flat[1] == pytest.approx(flat[0], abs=1e-4), (step, column)
+    for expected, got in zip(one.records(), other.records(), strict=True):
+        for metric in {"policy/loss", "critic/loss", "data/drawn_prompts"} & set(expected["metrics"]):
+            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), metric

@@ -1,0 +1,106 @@
+"""Every algorithm that is named learns: reward rises on a small task, through planner, workers and data plane."""
+
+import pytest
+import yaml
+
+from siirl_dask.configfile import shipped
+
+ALGORITHMS = "siirl_dask.algorithms"
+NODES = "siirl_dask.nodes"
+
+SHIPPED = ["quickstart", "quickstart_dr_grpo", "quickstart_rloo", "quickstart_reinforce_plus_plus", "quickstart_ppo",
+           "quickstart_dapo", "quickstart_gspo", "quickstart_cispo", "quickstart_cpgd"]  # fmt: skip
+"""Configs by name."""
+
+VALUES = {
+    "opo": {"advantage": f"{ALGORITHMS}:opo"},
+    "pass_at_k": {"advantage": f"{ALGORITHMS}:pass_at_k"},
+    "policy_gradient": {"loss": f"{ALGORITHMS}:policy_gradient"},
+    "dual_clip": {"loss_options": {"dual_clip": 3.0}},
+    "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},
+    "entropy_bonus": {"entropy_coefficient": 1e-3},
+    "truncated_is": {"correction": f"{ALGORITHMS}:truncated_is"},
+    "masked_is": {"correction": f"{ALGORITHMS}:masked_is"},
+    "reject_sequences": {"correction": f"{ALGORITHMS}:reject_sequences", "correction_options": {"low": 0.5, "high": 2.0}},
+}
+"""Algorithms that differ from the quickstart in values only."""
+
+_REFERENCE = {
+    "build": "siirl_dask.training:build_reference",
+    "with": {"model": "${model}", "trainer": "${trainer}", "rollout": "${rollout}"},
+}
+_COVARIANT = {"run": f"{NODES}:choose_covariant", "role": "policy", "after": "minibatches"}
+_COLUMNS = {"after": "covariant", "with": {"columns": ["covariant"]}}
+
+GRAPHS = {
+    "remax": {
+        "rollout": {"temperature": 0.3},  # samples of a policy that is still random are all worse than its best
+        "algorithm": {"advantage": f"{ALGORITHMS}:remax"},
+        "nodes": {
+            "rollout": {"run": f"{NODES}:generate_with_greedy"},
+            "baselines": {
+                "run": f"{NODES}:take_greedy_baselines",
+                "role": "reward",
+                "after": "reward",
+                "rows": "grouped",
+            },
+            "old_logprobs": {"after": "baselines"},
+            "advantage": {"after": "old_logprobs"},
+        },
+    },
+    "kl_in_the_reward": {
+        "roles": {
+            "reference": _REFERENCE,
+            "kl": {"build": f"{ALGORITHMS}:build_kl_controller", "with": {"coefficient": 1e-3, "target": 0.1}},
+        },
+        "nodes": {
+            "reference_logprobs": {
+                "run": f"{NODES}:reference_logprobs",
+                "role": "reference",
+                "after": "rollout",
+                "rows": "balanced",
+            },
+            "kl": {"run": f"{NODES}:penalise_kl", "role": "kl", "after": ["old_logprobs", "reference_logprobs"]},
+            "advantage": {"after": ["reward", "kl"]},
+        },
+    },
+    "kl_cov": {
+        "algorithm": {"loss": f"{ALGORITHMS}:kl_cov"},
+        "nodes": {
+            "covariant": _COVARIANT | {"with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.01}},
+            "update": _COLUMNS,
+        },
+    },
+    "clip_cov": {
+        "algorithm": {"loss": f"{ALGORITHMS}:clip_cov"},
+        "nodes": {
+            "covariant": _COVARIANT
+            | {"with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.01, "low": 1.0, "high": 5.0}},
+            "update": _COLUMNS,
+        },
+    },
+}
+"""Algorithms that are another graph."""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def find(name):
+        if name in SHIPPED:
+            return shipped(name)
+        changes = {"algorithm": VALUES[name]} if name in VALUES else GRAPHS[name]
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), **changes}))
+        return path
+
+    return find
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *VALUES, *GRAPHS])
+def test_reward_rises(name, config_file, train):
+    placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
+    sizes = ["run.steps=14", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
+    finished = train(name, f"cluster.placement={placement}", *sizes, config_file=config_file(name))
+    rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
+    assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())
