@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-RewardFn = Callable[..., float]
-"""``(prompt, response, answer, **extra) -> float``: one row's reward; ``extra`` are columns the caller adds."""
-
 
 def exact_match(prompt: object, response: str, answer: object, **extra: object) -> float:
     """1.0 when the response is the answer, white space around either aside; else 0.0."""

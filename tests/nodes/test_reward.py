@@ -1,6 +1,7 @@
 """Scoring: what a row's reward is, what happens where there is none, and that no process outlives its use."""
 
 import asyncio
+import importlib
 import os
 import threading
 import time
@@ -175,6 +176,15 @@ def test_a_function_that_cannot_be_sent_is_refused_when_it_is_built():
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):
         build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=lambda **row: lock.locked())
+
+
+def test_a_function_that_a_process_cannot_load_is_refused_when_it_is_built(tmp_path, monkeypatch):
+    (tmp_path / "here_only.py").write_text("def reward(**row):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = importlib.import_module("here_only").reward
+    (tmp_path / "here_only.py").write_text("raise RuntimeError('no such thing here')\n")
+    with pytest.raises(ConfigError, match=r"cannot be loaded in a process of its own.*no such thing here"):
+        build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=reward)
 
 
 def test_closing_leaves_no_process(scored, tmp_path):

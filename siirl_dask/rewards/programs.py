@@ -1,0 +1,81 @@
+"""Programs, rewarded for the tests they pass."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from siirl_dask.rewards.sandbox import Limits, output, passes
+
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+Test = str | tuple[str, str]
+"""Code that asserts, or what a program reads and what it must print."""
+
+
+def code_execution(
+    prompt: object,
+    response: str,
+    answer: object,
+    *,
+    seconds: float = 10.0,
+    memory: int = 2**30,
+    file_size: int = 2**20,
+    isolate: bool = True,
+    **extra: object,
+) -> float:
+    """Share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without a block.
+
+    Tests are code that asserts, or ``{input, output}`` of programs, compared line by line but for white space at ends;
+    one or a list of them, or that list as JSON. Each runs in a process of its own that cannot do harm: see Limits. All
+    tests of a response together take at most ``seconds``: those it has no time for are not passed. ValueError when
+    ``answer`` holds no test, ConfigError where the kernel does not allow to isolate the code.
+    """
+    tests = list(_tests(answer))
+    limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate)
+    blocks = _BLOCK.findall(response)
+    if not blocks:
+        return 0.0
+    end, passed = time.monotonic() + seconds, 0
+    for test in tests:
+        left = end - time.monotonic()
+        passed += left > 0 and _passes(blocks[-1], test, replace(limits, seconds=left))
+    return passed / len(tests)
+
+
+def _passes(code: str, test: Test, limits: Limits) -> bool:
+    if isinstance(test, str):
+        return passes(code, test, limits)
+    given, expected = test
+    printed = output(code, given, limits)
+    return printed is not None and _lines(printed) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _tests(answer: object) -> Iterator[Test]:
+    items = _decoded(answer)
+    items = items if isinstance(items, Sequence) and not isinstance(items, str) else [items]
+    if not items:
+        raise ValueError("answer holds no tests: expected code that asserts, or {input, output}, or a list of such")
+    for item in items:
+        if isinstance(item, str) and item.strip():
+            yield item
+        elif isinstance(item, Mapping) and isinstance(item.get("input"), str) and isinstance(item.get("output"), str):
+            yield item["input"], item["output"]
+        else:
+            raise ValueError(f"answer holds {item!r:.200}: expected code that asserts, or {{input, output}} as texts")
+
+
+def _decoded(answer: object) -> object:
+    """JSON of a list or of a mapping is decoded; any other text is code."""
+    if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
+        return answer
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return answer

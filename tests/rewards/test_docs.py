@@ -1,0 +1,48 @@
+"""docs/rewards.md names what there is, with its defaults, and its YAML can be used as it stands."""
+
+import inspect
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import siirl_dask.rewards as rewards
+from siirl_dask.config import RewardsConfig
+from siirl_dask.planner import dag_from_spec
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+NO_REWARDS = {"build_scorer"}
+
+
+def test_every_reward_is_named():
+    functions = {name for name in rewards.__all__ if inspect.isfunction(getattr(rewards, name))} - NO_REWARDS
+    assert functions == set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
+
+
+def test_every_option_that_is_shown_is_taken_with_that_default():
+    shown = re.findall(r"^\| `(\w+)` \| `\{([^}]*)\}` \|", TEXT, re.MULTILINE)
+    assert len(shown) > 4
+    for name, options in shown:
+        parameters = inspect.signature(getattr(rewards, name)).parameters.values()
+        given = yaml.safe_load("{" + options + "}")
+        assert list(given) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY], name
+        for option, value in given.items():
+            default = inspect.signature(getattr(rewards, name)).parameters[option].default
+            assert value in ("...", default), f"{name} {option}: {default}, not {value}"
+
+
+def test_every_key_is_named_with_its_default():
+    shown = dict(re.findall(r"^\| `rewards\.(\w+)` \| `?([^|`]+)`? \|", TEXT, re.MULTILINE))
+    expected = {name: "none" if value is None else str(value) for name, value in asdict(RewardsConfig()).items()}
+    assert {key: text.strip() for key, text in shown.items()} == expected
+    assert list(shown) == [f.name for f in fields(RewardsConfig)]
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))
+def test_the_yaml_makes_a_dag(block):
+    spec = yaml.safe_load(block.replace("${rewards}", "{processes: 0}"))
+    nodes = spec.get("nodes") or [{"name": "reward", "run": "siirl_dask.nodes:score", "role": "reward"}]
+    dag = dag_from_spec(spec["roles"], [{**node, "after": []} for node in nodes])
+    assert "reward" in dag.nodes[0].contract.writes.names

@@ -1,0 +1,226 @@
+"""The ready rewards, on cases worked out by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.rewards import brevity, dapo_math, gsm8k, matches_format, math_answer, multiple_choice, weighted_sum
+from siirl_dask.rewards.boxed import last_boxed
+
+numbers = st.decimals(-(10**9), 10**9, places=2)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("6 * 7 = 42\n#### 42", "She has 6 * 7 = 42.\n#### 42", 1.0),
+        ("#### 42", "42", 1.0),
+        ("#### 42", 42, 1.0),
+        ("####42.00 apples.", "42", 1.0),
+        ("#### $1,234,567", "1234567", 1.0),
+        ("#### -5", "-5", 1.0),
+        ("#### 5", "-5", 0.0),
+        ("#### .5", "0.5", 1.0),
+        ("#### 7.", "7", 1.0),
+        ("#### 1 or #### 2", "2", 1.0),
+        ("#### 1 or #### 2", "1", 0.0),
+        ("the answer is 42", "42", 0.0),
+        ("#### forty-two", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_gsm8k_wants_the_marked_number(response, answer, reward):
+    assert gsm8k("p", response, answer, source="x") == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("so it is 18.", 1.0),
+        ("#### 18, since 3 are left", 1.0),
+        ("it costs $18.00, I think", 1.0),
+        ("20-2 is 18", 1.0),
+        ("18 of 20", 0.0),
+        ("v18", 0.0),
+        ("none", 0.0),
+    ],
+)
+def test_flexible_gsm8k_takes_the_last_number_where_nothing_is_marked(response, reward):
+    assert gsm8k("p", response, "18", flexible=True) == reward
+
+
+@given(numbers, numbers)
+def test_gsm8k_compares_numbers_however_they_are_written(number, other):
+    assert gsm8k("p", f"#### {number:,}", str(number)) == 1.0
+    assert gsm8k("p", f"#### {number}", f"{other:,}") == float(number == other)
+
+
+@pytest.mark.parametrize("answer", ["", "none", None, "forty 2 two"])
+def test_an_answer_without_a_number_is_refused(answer):
+    with pytest.raises(ValueError, match="holds no number"):
+        gsm8k("p", "#### 1", answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"\boxed {1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} + \frac{3}{4}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{2} and \boxed{3", "2"),
+        (r"} \boxed{2}", "2"),
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"\boxed{}", ""),
+        (r"\boxed 3", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_that_closes_is_found(text, inside):
+    assert last_boxed(text) == inside
+
+
+def test_boxes_that_never_close_take_no_time():
+    assert last_boxed("\\boxed{" * 200_000) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("Answer: 34", "34", 1.0),
+        ("thinking\n**Answer:** $34$.", 34, 1.0),
+        (r"Answer: \boxed{34}", "34", 1.0),
+        (r"The final answer: \text{34}", "34", 1.0),
+        ("Answer: 1\nanswer: 34", "34", 1.0),
+        ("Answer: 34\nAnswer: 1", "34", -1.0),
+        (r"\boxed{1} or \boxed{34}", "34", 1.0),
+        (r"Answer:" "\n" r"\boxed{034}", "34", 1.0),
+        ("Answer: 1,000", "1000", 1.0),
+        ("Answer: (1,2)", "(1, 2)", 1.0),
+        ("Answer: (1,2)", "(12)", -1.0),
+        (r"Answer: \dfrac{1}{2}", r"\frac12", -1.0),
+        (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1.0),
+        ("Answer: 1e999999999999", "34", -1.0),
+        ("Answer: nan", "34", -1.0),
+        ("it is 34", "34", -1.0),
+        ("", "34", -1.0),
+    ],
+)
+def test_dapo_math_takes_the_answer_line_or_the_box(response, answer, reward):
+    assert dapo_math("p", response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("The answer is (B).", 1.0),
+        ("Answer: B", 1.0),
+        ("**Answer:** B) because", 1.0),
+        ("I take option B", 1.0),
+        ("first A\nB", 1.0),
+        ("(B)", 1.0),
+        ("b.", 1.0),
+        (r"\boxed{B}", 1.0),
+        (r"Answer: A, no: \boxed{\text{B}}", 1.0),
+        ("The answer is A. No, the answer is B.", 1.0),
+        ("The answer is B. No, the answer is A.", 0.0),
+        (r"The answer is B \boxed{A}", 0.0),
+        ("The answer is a guess: B", 0.0),
+        ("Because", 0.0),
+        ("A or B", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_choice_is_what_is_boxed_stated_or_alone_on_the_last_line(response, reward):
+    assert multiple_choice("p", response, "B") == reward
+
+
+@pytest.mark.parametrize("answer", ["", "BC", "7", "Z", None])
+def test_an_answer_that_is_no_choice_is_refused(answer):
+    with pytest.raises(ValueError, match="is no choice"):
+        multiple_choice("p", "B", answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("  <think></think><answer></answer>\n", 1.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>a<think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer> and more", 0.0),
+        ("<answer>4</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_whole_response_must_have_the_format(response, reward):
+    assert matches_format("p", response, "4") == reward
+
+
+def test_another_pattern_can_be_given():
+    assert matches_format("p", "a\nb", "", pattern="a.b") == 1.0
+    assert matches_format("p", "a\nbc", "", pattern="a.b") == 0.0
+
+
+@pytest.mark.parametrize(("length", "reward"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (99, -1.0)])
+def test_brevity_falls_from_free_to_limit(length, reward):
+    assert brevity("p", "x" * length, "", free=10, limit=20) == reward
+
+
+def test_brevity_without_room_is_refused():
+    with pytest.raises(ValueError, match="expected 0 <= free < limit"):
+        brevity("p", "x", "", free=5, limit=5)
+
+
+def two_parts(prompt, response, answer, *, bonus):
+    return {"reward": 2.0, "bonus": bonus}
+
+
+def test_a_weighted_sum_shows_each_of_its_rewards():
+    rewards = {"gsm8k": gsm8k, "format": matches_format, "own": two_parts}
+    given = weighted_sum(
+        "p", "#### 4", "4", rewards=rewards, weights={"gsm8k": 1.0, "format": 0.5, "own": 0.25}, bonus=7.0
+    )
+    assert given == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
+
+
+@pytest.mark.parametrize("weights", [{}, {"other": 1.0}, {"gsm8k": 1.0, "other": 1.0}])
+def test_rewards_without_a_weight_and_weights_without_a_reward_are_refused(weights):
+    with pytest.raises(ValueError, match="expected the same names"):
+        weighted_sum("p", "#### 4", "4", rewards={"gsm8k": gsm8k}, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"so \boxed{\frac12}", "0.5", 1.0),
+        (r"so $\frac{1}{2}$", "1/2", 1.0),
+        (r"\boxed{x + 1}", "1 + x", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
+        (r"\boxed{(2, 1)}", "(1,2)", 0.0),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{4}", r"thus \boxed{4}", 1.0),
+        (r"\boxed{4}", "so $4$", 1.0),
+        (r"\boxed{1,000}", 1000, 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("no idea", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_mathematics_that_is_equal_is_rewarded(response, answer, reward):
+    assert math_answer("p", response, answer) == reward
+
+
+def test_mathematics_is_compared_off_the_main_thread():
+    """There the library's own timeouts, which are signals, raise."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(math_answer, "p", r"\boxed{\frac12}", "0.5").result() == 1.0
+
+
+def test_an_answer_that_is_no_mathematics_is_refused():
+    with pytest.raises(ValueError, match="is no mathematics"):
+        math_answer("p", "4", "")
