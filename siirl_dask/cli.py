@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = commands.add_parser(name, help=text, epilog=_EXIT_CODES)
         command.add_argument("config", metavar="CONFIG", help="a YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")
+        if name == "plan":
+            command.add_argument("--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says")
+            command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=_EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     query = commands.add_parser("rollouts", help="query every sample of a run with SQL, as the table 'rollouts'")
@@ -33,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     query.add_argument(
         "sql", metavar="SQL", nargs="?", default=None, help="default: count and mean reward of each step"
     )
-    chosen = parser.parse_args(arguments)
+    chosen, more = parser.parse_known_args(arguments)  # key=value after an option, which argparse leaves over
+    if more and (any(text.startswith("-") for text in more) or not hasattr(chosen, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        chosen.overrides += more
     _exit_with_message(lambda: _dispatch(chosen))
 
 
@@ -61,8 +68,9 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "plan":
             from siirl_dask.plan import describe_run
 
-            file = load(chosen.config, chosen.overrides)
-            print(describe_run(file.config, *dags(file)))
+            scaled = [] if chosen.workers is None else [f"cluster.workers={chosen.workers}"]
+            file = load(chosen.config, [*chosen.overrides, *scaled])
+            print(describe_run(file.config, *dags(file), chosen.format))
         case "quickstart":
             from siirl_dask.quickstart import quickstart
 
@@ -75,8 +83,11 @@ def _dispatch(chosen: argparse.Namespace) -> None:
 
 def dags(file: ConfigFile) -> tuple[DAG, DAG | None]:
     """The training and the validation DAG that a config file spells."""
-    dag = dag_from_spec(file.roles, file.nodes)
-    return dag, dag_from_spec(file.roles, file.validation_nodes) if file.validation_nodes else None
+    dag = dag_from_spec(file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places)
+    if not file.validation_nodes:
+        return dag, None
+    places = file.validation_node_places
+    return dag, dag_from_spec(file.roles, file.validation_nodes, role_places=file.role_places, node_places=places)
 
 
 def _train(config: Config, dag: DAG, validation: DAG | None) -> None:

@@ -15,12 +15,14 @@ from siirl_dask.configfile import dump
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.driver import Driver
 from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Status, Summary
 from siirl_dask.phases import PREPARED, plan_phases, prepare, worker_names
 from siirl_dask.planner import DAG, dag_to_spec
 from siirl_dask.runlog import RunLog
 from siirl_dask.worker.dag_worker import RunSpec
 from siirl_dask.worker.dataplane import DataSettings
+from siirl_dask.worker.parcel import pack
 
 CONFIG_FILE = "config.yaml"
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model after the last step
@@ -33,8 +35,11 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
     starts; RunError when the run could not go on; Interrupted on Ctrl-C.
     """
     _refuse_second_run(config.run.url)
-    plan_phases(config, dag, validation, worker_names(config), PREPARED if config.data.prepare else None)
+    assumed = PREPARED if config.data.prepare else None
+    planned = plan_phases(config, dag, validation, worker_names(config), assumed)
+    pack(planned)
     prepare(config)
+    refuse_what_cannot_fit(config, planned)  # of a model that is there by now
     log = RunLog(config)
     try:
         log.progress.note(f"starting {config.cluster.workers} workers")
@@ -46,7 +51,7 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
                 url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
                 seed=config.run.seed,
                 members=found,
-                phases=phases,
+                parcel=pack(phases),
                 threads=config.cluster.threads,
                 data=DataSettings.of(config),
             )

@@ -4,9 +4,14 @@ from siirl_dask.planner.chain import Chain, Drop, Edge, Input, Keep, Link, Load,
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.dag import DAG, Contract, Node, Role, Rows, columns
 from siirl_dask.planner.describe import describe
-from siirl_dask.planner.estimate import Estimate, Sizes, estimate
+from siirl_dask.planner.draw import draw
+from siirl_dask.planner.estimate import Estimate, estimate
 from siirl_dask.planner.flow import DATA, Stage, trace
-from siirl_dask.planner.spec import dag_from_spec, dag_to_spec, resolve
+from siirl_dask.planner.functions import resolve
+from siirl_dask.planner.listing import as_data
+from siirl_dask.planner.memory import Usage, usage
+from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
+from siirl_dask.planner.widths import Sizes
 
 __all__ = [
     "DAG",
@@ -29,12 +34,16 @@ __all__ = [
     "Send",
     "Sizes",
     "Stage",
+    "Usage",
+    "as_data",
     "columns",
     "compile_chains",
     "dag_from_spec",
     "dag_to_spec",
     "describe",
+    "draw",
     "estimate",
     "resolve",
     "trace",
+    "usage",
 ]

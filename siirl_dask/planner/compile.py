@@ -1,7 +1,7 @@
 """From a DAG and a placement to one chain of links per worker.
 
 Edges whose rows are already where they are wanted stay local. Links follow the DAG's order on every worker and a Send
-never waits, so no two workers can wait for each other.
+never waits, so no two workers can wait for each other; order.py holds every plan to that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.chain import Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
 from siirl_dask.planner.dag import DAG, Rows
 from siirl_dask.planner.flow import DATA, Stage, trace
+from siirl_dask.planner.order import check_order
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
 
@@ -29,8 +30,10 @@ def compile_chains(
     stages = trace(dag, source)
     moves = _plan_moves(stages, placed)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    chains = {worker: Chain(worker, _links(worker, stages, moves, placed)) for worker in workers}
-    return Plan(dag, placed, stages, edges, chains)
+    chains = _chains(workers, stages, moves, placed)
+    plan = Plan(dag, placed, stages, edges, chains)
+    check_order(plan)
+    return plan
 
 
 def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
@@ -182,29 +185,33 @@ def _edge(
     return Edge(source.node.name, target.name, sources, layout.workers, rows, _by_minibatch(stage), schema, guide)
 
 
-def _links(
-    worker: str, stages: Mapping[str, Stage], moves: Mapping[str, _Move], placed: Mapping[str, tuple[str, ...]]
-) -> tuple[Link, ...]:
-    links: list[Link] = []
+def _chains(
+    workers: Sequence[str],
+    stages: Mapping[str, Stage],
+    moves: Mapping[str, _Move],
+    placed: Mapping[str, tuple[str, ...]],
+) -> dict[str, Chain]:
+    """Node by node, each on all of its workers."""
+    links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
         for edge in move.edges:
             outgoing[edge.source].append(edge)
     for name, stage in stages.items():
-        workers = placed[stage.node.role]
-        if worker not in workers:
-            continue
-        index, move = workers.index(worker), moves[name]
-        if not stage.node.after:
-            links.append(Load(move.inputs[0].table, stage.needed, index, len(workers)))
+        node, move = stage.node, moves[name]
         guides = {edge.source: edge for edge in move.edges}
-        links += [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
-        links.append(Run(stage.node, move.inputs, stage.kept))
-        if worker in move.holders:
-            links += [Send(edge) for edge in outgoing[name]]
-            if stage.node.keep:
-                links.append(Keep(name, stage.node.keep, move.holders.index(worker), len(move.holders)))
-    return _with_drops(links)
+        before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
+        run, sends = Run(node, move.inputs, stage.kept), [Send(edge) for edge in outgoing[name]]
+        part = {worker: index for index, worker in enumerate(move.holders)}
+        for index, worker in enumerate(placed[node.role]):
+            here = links[worker]
+            if not node.after:
+                here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
+            here += [*before, run]
+            if worker in part:
+                here += sends
+                here += [Keep(name, node.keep, part[worker], len(part))] if node.keep else []
+    return {worker: Chain(worker, _with_drops(found)) for worker, found in links.items()}
 
 
 def _with_drops(links: Sequence[Link]) -> tuple[Link, ...]:

@@ -48,6 +48,8 @@ class Contract:
     """The columns that come in travel on."""
     one_of: tuple[str, ...] = ()
     """Read when somebody upstream writes them, and somebody must write at least one."""
+    draws: bool = False
+    """It asks for more prompts than the step's own (``Context.more``). Such a node is the only one without parents."""
     expand: str | None = None
     """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
 
@@ -68,12 +70,15 @@ def columns(
     one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
+    draws: bool = False,
     expand: str | None = None,
     more: str | None = None,
+    trial: Callable[..., None] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
-    ``more`` names an option of the function that lists further columns it reads.
+    ``more`` names an option of the function that lists further columns it reads. ``trial`` is called with the node's
+    options when it is planned, and raises if they cannot work: a loss that fails should not do so after the rollout.
     """
     contract = Contract(
         tuple(reads),
@@ -82,12 +87,14 @@ def columns(
         new_rows or expand is not None,
         passes,
         tuple(one_of),
+        draws,
         expand,
     )
 
     def attach(fn: _F) -> _F:
         fn.__columns__ = contract  # type: ignore[attr-defined]
         fn.__more_columns__ = more  # type: ignore[attr-defined]
+        fn.__trial__ = trial  # type: ignore[attr-defined]
         return fn
 
     return attach
@@ -103,9 +110,11 @@ class Role:
 
     name: str
     build: BuildFn
+    at: str = ""
+    """Where it is written; for errors."""
 
     def __post_init__(self) -> None:
-        _check_name("role", self.name)
+        _check_name(f"{self.at}: role" if self.at else "role", self.name)
         function_name(_bare(self.build))
 
     @property
@@ -135,20 +144,27 @@ class Node:
     keep: str | None = None
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
+    at: str = ""
+    """Where it is written; for errors."""
 
     def __post_init__(self) -> None:
-        _check_name("node", self.name)
+        _check_name(f"{self.at}: node" if self.at else "node", self.name)
         if isinstance(self.after, str):
-            raise PlanError(f"node {self.name!r} has after={self.after!r}: expected a tuple, ({self.after!r},)")
+            raise PlanError(f"{self.label} has after={self.after!r}: expected a tuple, ({self.after!r},)")
         function_name(_bare(self.fn))
         if self.keep is not None:
-            _check_name(f"keep of node {self.name!r}:", self.keep)
+            _check_name(f"keep of {self.label}:", self.keep)
         if not self.after and self.rows is not Rows.ANYWHERE:
-            raise PlanError(f"node {self.name!r} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
+            raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
         contract = self.contract
         # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
         if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
-            raise PlanError(f"node {self.name!r} writes {changed} of rows that exist: only new_rows=True may")
+            raise PlanError(f"{self.label} writes {changed} of rows that exist: only new_rows=True may")
+
+    @property
+    def label(self) -> str:
+        """For errors: where it is written, if that is known, and its name."""
+        return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
 
     @property
     def contract(self) -> Contract:
@@ -160,6 +176,17 @@ class Node:
     @property
     def options(self) -> Mapping[str, Any]:
         return self.fn.keywords if isinstance(self.fn, partial) else {}
+
+    def try_out(self) -> None:
+        """PlanError when the node's options fail the trial that its function declares."""
+        trial = getattr(_bare(self.fn), "__trial__", None)
+        if trial is not None:
+            try:
+                trial(**self.options)
+            except Exception as error:  # a user's function may raise anything
+                raise PlanError(
+                    f"{self.label}: its options fail on a table without rows: {type(error).__name__}: {error}"
+                ) from error
 
     @property
     def key(self) -> str:
@@ -186,23 +213,25 @@ class DAG:
         object.__setattr__(self, "roles", tuple(self.roles))
         object.__setattr__(self, "nodes", tuple(self.nodes))
         _unique("role", [role.name for role in self.roles])
-        _unique("node", [node.name for node in self.nodes])
+        for index, node in enumerate(self.nodes):
+            if any(node.name == other.name for other in self.nodes[:index]):
+                raise PlanError(f"{node.label} is there twice: names are unique")
         if not self.nodes:
             raise PlanError("the DAG has no nodes: expected at least one")
         names, roles = {node.name for node in self.nodes}, {role.name for role in self.roles}
         for node in self.nodes:
             if node.role not in roles:
                 raise PlanError(
-                    f"node {node.name!r} has role {node.role!r}, which no role binds "
+                    f"{node.label} has role {node.role!r}, which no role binds "
                     f"(roles: {sorted(roles)}){did_you_mean(node.role, roles)}"
                 )
             for parent in node.after:
                 if parent not in names:
                     raise PlanError(
-                        f"node {node.name!r} comes after {parent!r}, which is no node "
+                        f"{node.label} comes after {parent!r}, which is no node "
                         f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
                     )
-            _unique(f"parent of node {node.name!r}:", node.after)
+            _unique(f"parent of {node.label}:", node.after)
         self.ordered()
 
     def node(self, name: str) -> Node:

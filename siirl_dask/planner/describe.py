@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from textwrap import wrap
+from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner.canonical import function_name
 from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send
-from siirl_dask.planner.estimate import Estimate, Sizes, estimate
+from siirl_dask.planner.estimate import Estimate, estimate
 from siirl_dask.planner.flow import Stage
+from siirl_dask.planner.text import LEAST, PACKAGE, readable_bytes, short_name, table, who
+from siirl_dask.planner.widths import Sizes
 from siirl_dask.schema import IDENTITY
-
-_PACKAGE = __name__.split(".")[0]
-_WIDTH = 120
-_GAP = 2
-_LEAST = 30  # characters of the last column of a table
-_UNITS = ("kB", "MB", "GB", "TB")
-_RUNS = 3  # of workers that are listed before the rest is only counted
 
 
 def describe(plan: Plan, sizes: Sizes) -> str:
@@ -25,7 +18,7 @@ def describe(plan: Plan, sizes: Sizes) -> str:
     estimates = estimate(plan, sizes)
     sections = {
         f"{len(plan.dag.roles)} roles on {len(workers)} workers, {sizes.prompts} prompts a step": _roles(plan, workers),
-        f"{len(plan.dag.nodes)} nodes (a dot stands for {_PACKAGE})": _nodes(plan.stages.values()),
+        f"{len(plan.dag.nodes)} nodes (a dot stands for {PACKAGE})": _nodes(plan.stages.values()),
         "The chain of each worker": _chains(plan, workers),
         f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(plan, workers, estimates),
     }
@@ -34,9 +27,9 @@ def describe(plan: Plan, sizes: Sizes) -> str:
 
 
 def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
-    builds = {role.name: _short(role.build) for role in plan.dag.roles}
-    rows = [(name, build, _who(plan.placement[name], workers)) for name, build in builds.items()]
-    return _table(("role", "built by", "workers"), rows)
+    builds = {role.name: short_name(role.build) for role in plan.dag.roles}
+    rows = [(name, build, who(plan.placement[name], workers)) for name, build in builds.items()]
+    return table(("role", "built by", "workers"), rows)
 
 
 def _nodes(stages: Iterable[Stage]) -> str:
@@ -46,12 +39,8 @@ def _nodes(stages: Iterable[Stage]) -> str:
         reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
         kept = f", kept as {node.keep!r}" if node.keep else ""
-        rows.append((node.name, _short(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))
-    return _table(("node", "function", "role", "after", "reads -> writes"), rows)
-
-
-def _short(fn: object) -> str:
-    return function_name(getattr(fn, "func", fn)).removeprefix(_PACKAGE)
+        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))
+    return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
 
 def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
@@ -59,7 +48,7 @@ def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
     doing: dict[str, list[str]] = {}
     for worker, chain in plan.chains.items():
         doing.setdefault(_chain(chain), []).append(worker)
-    return _table(("workers", "chain"), [(_who(same, workers), text) for text, same in doing.items()])
+    return table(("workers", "chain"), [(who(same, workers), text) for text, same in doing.items()])
 
 
 def _chain(chain: Chain) -> str:
@@ -101,20 +90,20 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
         if edge is not None and edge.moves:
             where = _ends(edge, plan, workers)
             columns = [name for name in edge.schema.names if name not in IDENTITY]
-            at_most = "?" if size.bytes is None else f"<= {_bytes(size.bytes)}"
+            at_most = "?" if size.bytes is None else f"<= {readable_bytes(size.bytes)}"
         else:
             where, at_most = ("local" if edge is None else "local, guide"), "-"
             columns = [name for name, giver in stage.providers.items() if giver == source and name not in IDENTITY]
         marked = ", ".join(name + "?" * (name in size.unknown) for name in columns) or "-"
         count = "?" if size.rows is None else str(size.rows)
         rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked))
-    return _table(("edge", "rows", "workers", "bytes", "columns"), rows)
+    return table(("edge", "rows", "workers", "bytes", "columns"), rows)
 
 
 def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
     """From which workers to which; by count and role where the names would take several lines."""
-    text = f"{_who(edge.sources, workers)} -> {_who(edge.targets, workers)}"
-    if len(text) <= _LEAST:
+    text = f"{who(edge.sources, workers)} -> {who(edge.targets, workers)}"
+    if len(text) <= LEAST:
         return text
     source, target = (plan.stages[name].node.role for name in (edge.source, edge.target))
     return f"{len(edge.sources)} of {source} -> {len(edge.targets)} of {target}"
@@ -122,56 +111,8 @@ def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
 
 def _total(estimates: Mapping[tuple[str, str], Estimate]) -> str:
     sizes = list(estimates.values())
-    text = f"Between workers: at most {_bytes(sum(size.bytes or 0 for size in sizes))} a step"
+    text = f"Between workers: at most {readable_bytes(sum(size.bytes or 0 for size in sizes))} a step"
     if any(size.unknown or size.bytes is None for size in sizes):
         text += ", and what is marked '?', of which the size is not known"
     guide = "local: rows stay in their process. guide: they stay, and decide where the other parents' rows go."
     return f"{text}.\n{guide}"
-
-
-def _who(members: Sequence[str], workers: tuple[str, ...]) -> str:
-    """Runs of neighbours, ``w0..w511 (512)``; the rest is counted when there are many."""
-    place = {worker: index for index, worker in enumerate(workers)}
-    runs: list[list[str]] = []
-    for worker in sorted(members, key=place.__getitem__):
-        if runs and place[worker] == place[runs[-1][-1]] + 1:
-            runs[-1].append(worker)
-        else:
-            runs.append([worker])
-    shown = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs[:_RUNS]]
-    more = [".."] if len(runs) > _RUNS else []
-    count = f" ({len(members)})" if len(members) > 2 else ""
-    return ", ".join(shown + more) + count
-
-
-def _bytes(count: int) -> str:
-    """Rounded up, so that it stays an upper bound."""
-    if count < 1000:
-        return f"{count} B"
-    power = min((len(str(count)) - 1) // 3, len(_UNITS))
-    tenths = -(-count // (1000**power // 10))
-    return f"{tenths // 10:,}.{tenths % 10} {_UNITS[power - 1]}"
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns; what does not fit the width goes on in its own column, on the next line."""
-    natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    room = _WIDTH - _GAP * len(header) - min(natural[-1], _LEAST)
-    fixed = _shrunk(natural[:-1], room)
-    widths = [*fixed, max(_WIDTH - _GAP * len(header) - sum(fixed), _LEAST)]
-    lines = []
-    for row in (header, *rows):
-        cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(row, widths, strict=True)]
-        for line in range(max(map(len, cells))):
-            parts = (cell[line] if line < len(cell) else "" for cell in cells)
-            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
-            lines.append((" " * _GAP + (" " * _GAP).join(padded)).rstrip())
-    return "\n".join(lines)
-
-
-def _shrunk(widths: list[int], room: int) -> list[int]:
-    """Narrow the widest columns until all fit."""
-    widths = list(widths)
-    while sum(widths) > room:
-        widths[widths.index(max(widths))] -= 1
-    return widths

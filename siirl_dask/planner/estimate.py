@@ -4,46 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.planner.chain import Plan
 from siirl_dask.planner.dag import Node, Rows
 from siirl_dask.planner.flow import DATA
-from siirl_dask.schema import (
-    FINISH_REASON,
-    IDENTITY,
-    OLD_LOGPROBS,
-    PROMPT_IDS,
-    PROMPT_TEXT,
-    REFERENCE_LOGPROBS,
-    RESPONSE,
-    RESPONSE_IDS,
-    ROLLOUT_LOGPROBS,
-    WORKER,
-    DataType,
-)
-
-_OFFSET = 4  # bytes per row that Arrow spends on where a list or string ends
-_FINISH_REASONS = len("length")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """Upper bounds that a plan's estimates start from."""
-
-    prompts: int
-    """Per step, over all workers."""
-    prompt_tokens: int
-    """Of one prompt."""
-    response_tokens: int
-    """Of one response."""
-    token_bytes: int | None = None
-    """Of the text of one token; None, and columns of text have no known bound."""
-    widths: Mapping[str, int] = field(default_factory=dict)
-    """Bytes per row of other columns, by name."""
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of all rows that a node makes, by node: of weights, the model's size."""
+from siirl_dask.planner.widths import Sizes, width_of
+from siirl_dask.schema import IDENTITY, DataType
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +27,7 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
     """What goes along each edge of the DAG, and straight to who reads a blob, by (source, target): bytes of values and
     offsets, 0 where rows stay.
     """
-    rows = _rows(plan, sizes)
+    rows = rows_made(plan, sizes)
     moving = {(edge.source, edge.target): edge for edge in plan.edges if edge.moves}
     found: dict[tuple[str, str], Estimate] = {}
     for target, stage in plan.stages.items():
@@ -80,22 +48,28 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
 
 
 def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], rows: int | None, copies: int) -> Estimate:
-    widths = {name: _width(name, kind, sizes, plan) for name, kind in types.items()}
+    longest = max(len(worker.encode()) for worker in plan.chains)
+    found = {name: width_of(name, kind, sizes, longest) for name, kind in types.items()}
+    widths = {name: None if width is None else width.bytes for name, width in found.items()}
     unknown = tuple(name for name, width in widths.items() if width is None)
     known = sum(width for width in widths.values() if width is not None)
     return Estimate(rows, None if rows is None else rows * copies * known, unknown)
 
 
-def _rows(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
+def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
     """Rows over all workers, by who made them. Without ``expand``, a node makes no more than came in."""
     rows: dict[str, int | None] = {DATA: sizes.prompts}
     for name, stage in plan.stages.items():
-        contract = stage.node.contract
-        if contract.new_rows:
-            before = rows[stage.rows]
-            times = 1 if contract.expand is None else _option(stage.node, contract.expand)
+        if stage.node.contract.new_rows:
+            before, times = rows[stage.rows], times_of(stage.node)
             rows[name] = None if before is None or times is None or name in sizes.totals else before * times
     return rows
+
+
+def times_of(node: Node) -> int | None:
+    """Rows that come out of a node for each that goes in, at most."""
+    expand = node.contract.expand
+    return 1 if expand is None else _option(node, expand)
 
 
 def _option(node: Node, path: str) -> int | None:
@@ -106,24 +80,3 @@ def _option(node: Node, path: str) -> int | None:
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
     return found if isinstance(found, int) else None
-
-
-def _width(name: str, kind: DataType, sizes: Sizes, plan: Plan) -> int | None:
-    """Bytes of one row of a column, at most; None when nothing bounds it."""
-    if name in sizes.widths:
-        return sizes.widths[name]
-    try:
-        return (int(kind.bit_width) + 7) // 8
-    except ValueError:  # not a type of fixed width
-        pass
-    per_token = sizes.token_bytes
-    tokens = {PROMPT_IDS: sizes.prompt_tokens, RESPONSE_IDS: sizes.response_tokens}
-    tokens |= dict.fromkeys((ROLLOUT_LOGPROBS, OLD_LOGPROBS, REFERENCE_LOGPROBS), sizes.response_tokens)
-    if name in tokens:
-        return _OFFSET + tokens[name] * int(kind.value_type.bit_width) // 8
-    texts = {PROMPT_TEXT: sizes.prompt_tokens, RESPONSE: sizes.response_tokens}
-    if name in texts and per_token is not None:
-        return _OFFSET + texts[name] * per_token
-    if name == FINISH_REASON:
-        return _OFFSET + _FINISH_REASONS
-    return _OFFSET + max(len(worker.encode()) for worker in plan.chains) if name == WORKER else None

@@ -52,14 +52,18 @@ def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
     """The stage of every node, parents first. PlanError for a read nobody writes and for joins that cannot be made."""
     available: dict[str, dict[str, Column]] = {}
     output: dict[str, dict[str, Column]] = {}
+    above: dict[str, set[str]] = {DATA: set()}
     rows: dict[str, str] = {}
     rows_out: dict[str, str] = {}
     order = dag.ordered()
     start = {f.name: Column(f.name, DATA, f.type) for f in source} | _identity(DATA)
+    _check_draws(order)
     for node in order:
+        node.try_out()
         contract = node.contract
         rows[node.name] = _joined_rows(node, rows_out)
-        available[node.name] = _joined_columns(node, output) if node.after else dict(start)
+        above[node.name] = {*node.after}.union(*(above[parent] for parent in node.after))
+        available[node.name] = _joined_columns(node, output, above) if node.after else dict(start)
         _check_reads(node, available[node.name])
         written = {f.name: Column(f.name, node.name, f.type) for f in contract.writes}
         output[node.name] = (available[node.name] if contract.passes else _identity(node.name)) | written
@@ -81,6 +85,17 @@ def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
     }
 
 
+def _check_draws(order: tuple[Node, ...]) -> None:
+    """Which prompts the next step has depends on what such a node drew, and only its workers know that."""
+    entries = [node.name for node in order if not node.after]
+    for node in order:
+        if node.contract.draws and entries != [node.name]:
+            raise PlanError(
+                f"{node.label} draws more prompts than a step has, so it must be the only node without parents "
+                f"(there are: {entries})"
+            )
+
+
 def _identity(writer: str) -> dict[str, Column]:
     return {name: Column(name, writer, TYPES[name]) for name in IDENTITY}
 
@@ -89,18 +104,23 @@ def _joined_rows(node: Node, rows_out: Mapping[str, str]) -> str:
     made_by = {parent: rows_out[parent] for parent in node.after}
     if len(set(made_by.values())) > 1:
         listed = ", ".join(f"{parent!r} has the rows of {maker!r}" for parent, maker in made_by.items())
-        raise PlanError(f"node {node.name!r} joins parents whose rows differ: {listed}; join before the rows change")
+        raise PlanError(f"{node.label} joins parents whose rows differ: {listed}; join before the rows change")
     return next(iter(made_by.values()), DATA)
 
 
-def _joined_columns(node: Node, output: Mapping[str, Mapping[str, Column]]) -> dict[str, Column]:
+def _joined_columns(
+    node: Node, output: Mapping[str, Mapping[str, Column]], above: Mapping[str, set[str]]
+) -> dict[str, Column]:
+    """A column that one branch passed on and the other wrote anew is the new one."""
     joined: dict[str, Column] = {}
     for parent in node.after:
         for name, column in output[parent].items():
             other = joined.setdefault(name, column)
-            if other.writer != column.writer and name not in IDENTITY:
+            if other.writer in (*above[column.writer], DATA):
+                joined[name] = column
+            elif column.writer not in (other.writer, DATA, *above[other.writer]) and name not in IDENTITY:
                 raise PlanError(
-                    f"node {node.name!r} joins two columns {name!r}, one from {other.writer!r} and one from "
+                    f"{node.label} joins two columns {name!r}, one from {other.writer!r} and one from "
                     f"{column.writer!r}: give one of them another name"
                 )
     return joined
@@ -110,14 +130,14 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
     one_of = node.contract.one_of
     if one_of and not any(name in available for name in one_of):
         raise PlanError(
-            f"node {node.name!r} needs one of {list(one_of)}, and no node before it writes any "
+            f"{node.label} needs one of {list(one_of)}, and no node before it writes any "
             f"(available: {sorted(available)})"
         )
     missing = [name for name in node.contract.reads if name not in available]
     if missing:
         hint = did_you_mean(missing[0], available)
         raise PlanError(
-            f"node {node.name!r} reads {missing}, which no node before it writes (available: {sorted(available)}){hint}"
+            f"{node.label} reads {missing}, which no node before it writes (available: {sorted(available)}){hint}"
         )
 
 
@@ -143,9 +163,9 @@ def _demand(
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
         providers[node.name] = {
-            name: _provider(node, available[node.name][name], _above(node, name, givers), nodes)
-            for name in needed[node.name]
-            if node.after
+            name: _provider(node, column, _above(node, column, givers, output), nodes)
+            for name, column in available[node.name].items()
+            if node.after and name in need
         }
         for name, giver in providers[node.name].items():
             wanted[giver].add(name)
@@ -161,15 +181,26 @@ def _givers(
     givers: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in order:
         givers[node.name] = {
-            name: _above(node, name, givers) if _is_left_out(node, column) else (node.name,)
+            name: _above(node, column, givers, output) if _is_left_out(node, column) else (node.name,)
             for name, column in output[node.name].items()
         }
     return givers
 
 
-def _above(node: Node, column: str, givers: Mapping[str, Mapping[str, tuple[str, ...]]]) -> tuple[str, ...]:
-    having = (parent for parent in node.after if column in givers[parent])
-    return tuple(dict.fromkeys(giver for parent in having for giver in givers[parent][column]))
+def _above(
+    node: Node,
+    column: Column,
+    givers: Mapping[str, Mapping[str, tuple[str, ...]]],
+    output: Mapping[str, Mapping[str, Column]],
+) -> tuple[str, ...]:
+    """Who gives a node a column, as its last writer wrote it, or an identity column, which is the same in all."""
+    name, any_will_do = column.name, column.name in IDENTITY
+    having = (
+        parent
+        for parent in node.after
+        if name in givers[parent] and (any_will_do or output[parent][name].writer == column.writer)
+    )
+    return tuple(dict.fromkeys(giver for parent in having for giver in givers[parent][name]))
 
 
 def _is_left_out(node: Node, column: Column) -> bool:

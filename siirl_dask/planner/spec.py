@@ -6,47 +6,29 @@
       - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with: {reward: "my:exact"}}
 
 An option becomes what its parameter's annotation says: a name becomes the function where a callable is wanted, a
-mapping becomes the dataclass, ``{run: ..., with: {...}}`` a partial. A node whose function declares no columns says
-them itself: ``reads: [response]``, ``writes: {score: float32}``.
+mapping becomes the dataclass, ``{run: ..., with: {...}}`` a partial; where None will do, it is None if ``run`` is null.
+A node whose function declares no columns says them itself: ``reads: [response]``, ``writes: {score: float32}``.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.canonical import canonical
 from siirl_dask.planner.dag import DAG, Node, Role, Rows
+from siirl_dask.planner.functions import resolve
 from siirl_dask.schema import TYPES, Schema, make_schema
 
 _NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "keep", "reads", "writes")
 _ROLE_KEYS = ("build", "with")
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names. PlanError when there is none, with the nearest spelling."""
-    module_name, separator, function = str(name).partition(":")
-    if not separator or not module_name or not function:
-        raise PlanError(f"{name!r} names no function: expected 'module:function'")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise PlanError(f"{name!r}: there is no module {module_name!r} on the Python path") from error
-        raise
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise PlanError(
-            f"{name!r}: module {module_name!r} has no function {function!r}{did_you_mean(function, dir(module))}"
-        )
-    return found  # type: ignore[no-any-return]
 
 
 def bind(fn: Callable[..., Any], options: Mapping[str, Any], what: str) -> Callable[..., Any]:
@@ -82,14 +64,14 @@ def _hints(fn: Callable[..., Any], names: Mapping[str, Any], what: str) -> dict[
 def _convert(value: Any, hint: Any, what: str) -> Any:
     """``value`` as plain data, made what ``hint`` asks for."""
     if get_origin(hint) in (Union, UnionType):
-        if value is None:
+        if value is None or (type(None) in get_args(hint) and _calls_nothing(value)):
             return None
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if _is_function(hint) and isinstance(value, str):
-        return resolve(value)
+        return _resolved(value, what)
     if isinstance(value, Mapping) and (_is_function(hint) or value.keys() == {"run", "with"}):
         _known_keys(value, ("run", "with"), what)
-        return bind(resolve(value.get("run", "")), value.get("with") or {}, what)
+        return _bound(value.get("run", ""), value.get("with"), what)
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, Mapping):
         return _make(hint, value, what)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -97,6 +79,10 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     if hint in (int, float, bool, str):
         return _plain(value, hint, what)
     return _items(value, hint, what)
+
+
+def _calls_nothing(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"run", "with"} and not value["run"] and not value["with"]
 
 
 def _is_function(hint: Any) -> bool:
@@ -146,26 +132,36 @@ def _known_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> No
             raise PlanError(f"{what} has an unknown key {key!r} (keys: {list(known)}){did_you_mean(str(key), known)}")
 
 
-def dag_from_spec(roles: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> DAG:
-    """The DAG that plain ``roles:`` and ``nodes:`` describe. PlanError names the role or node and what is wrong."""
+def dag_from_spec(
+    roles: Mapping[str, Any],
+    nodes: Sequence[Mapping[str, Any]],
+    *,
+    role_places: Mapping[str, str] | None = None,
+    node_places: Sequence[str] = (),
+) -> DAG:
+    """The DAG that plain ``roles:`` and ``nodes:`` describe. PlanError names the role or node and what is wrong, and
+    where it is written, as far as ``role_places``, by name, and ``node_places``, one a node, tell.
+    """
+    places = role_places or {}
     return DAG(
-        tuple(_role(name, spec) for name, spec in roles.items()),
-        tuple(_node(position, spec) for position, spec in enumerate(nodes)),
+        tuple(_role(name, spec, places.get(name, "")) for name, spec in roles.items()),
+        tuple(_node(position, spec, at) for position, (spec, at) in enumerate(zip_longest(nodes, node_places))),
     )
 
 
-def _role(name: str, spec: Mapping[str, Any]) -> Role:
-    what = f"role {name!r}"
+def _role(name: str, spec: Mapping[str, Any], at: str) -> Role:
+    what = f"{at}: role {name!r}" if at else f"role {name!r}"
     if not isinstance(spec, Mapping) or "build" not in spec:
         raise PlanError(f"{what} is {spec!r}: expected {{build: 'module:function', with: {{...}}}}")
     _known_keys(spec, _ROLE_KEYS, what)
-    return Role(name, bind(resolve(spec["build"]), spec.get("with") or {}, what))
+    return Role(name, _bound(spec["build"], spec.get("with"), what), at)
 
 
-def _node(position: int, spec: Mapping[str, Any]) -> Node:
+def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
+    before = f"{at}: " if at else ""
     if not isinstance(spec, Mapping):
-        raise PlanError(f"node {position} is {spec!r}: expected a mapping with name, run and role")
-    what = f"node {spec.get('name', position)!r}"
+        raise PlanError(f"{before}node {position} is {spec!r}: expected a mapping with name, run and role")
+    what = f"{before}node {spec.get('name', position)!r}"
     _known_keys(spec, _NODE_KEYS, what)
     for key in ("name", "run", "role"):
         if not isinstance(spec.get(key), str):
@@ -176,14 +172,26 @@ def _node(position: int, spec: Mapping[str, Any]) -> Node:
         raise PlanError(f"{what} has rows={rows!r}: expected one of {valid}{did_you_mean(rows, valid)}")
     return Node(
         name=spec["name"],
-        fn=bind(resolve(spec["run"]), spec.get("with") or {}, what),
+        fn=_bound(spec["run"], spec.get("with"), what),
         role=spec["role"],
         after=_names(spec.get("after"), f"{what}: after") or (),
         rows=Rows(rows),
         keep=spec.get("keep"),
         reads=_names(spec.get("reads"), f"{what}: reads"),
         writes=_schema(spec.get("writes"), f"{what}: writes"),
+        at=at or "",
     )
+
+
+def _bound(function: str, options: Any, what: str) -> Callable[..., Any]:
+    return bind(_resolved(function, what), options or {}, what)
+
+
+def _resolved(function: str, what: str) -> Callable[..., Any]:
+    try:
+        return resolve(function)
+    except PlanError as error:
+        raise PlanError(f"{what}: {error}") from error
 
 
 def _names(value: Any, what: str) -> tuple[str, ...] | None:

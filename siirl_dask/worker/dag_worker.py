@@ -16,7 +16,7 @@ from distributed import WorkerPlugin, get_worker
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 
-from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
 from siirl_dask.errors import PeerError
 from siirl_dask.observe.metrics import pack
@@ -25,6 +25,7 @@ from siirl_dask.worker import groups
 from siirl_dask.worker.dataplane import DataPlane, DataSettings
 from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
+from siirl_dask.worker.parcel import unpack
 from siirl_dask.worker.stop import StopFlag, wait_for
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class RunSpec:
     seed: int
     members: Mapping[str, str]
     """{worker name: address}, in rank order, fixed for the run."""
-    phases: Mapping[str, tuple[Plan, Source]]
-    """Plan and dataset of each phase: ``train``, ``validation``, ``test``."""
+    parcel: bytes
+    """Plan and dataset of each phase, ``train``, ``validation``, ``test``: see parcel.py."""
     threads: int
     data: DataSettings
 
@@ -76,9 +77,10 @@ class DAGWorker(WorkerPlugin):
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is no member of this run
-        edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self.spec.phases.items() for edge in plan.edges}
-        self._store_port: asyncio.Future[int] = self._loop.create_future()
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
+        self._phases = unpack(self.spec.parcel)
+        edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
+        self._store_port: asyncio.Future[int] = self._loop.create_future()
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
         await self._plane.start(self._handle)
 
@@ -94,7 +96,7 @@ class DAGWorker(WorkerPlugin):
         groups.leave()  # a run that failed on this process may not have come to it
         names = list(self.spec.members)
         device = find_device(self.worker_name, names.index(self.worker_name))
-        plan = self.spec.phases["train"][0]
+        plan = self._phases["train"][0]
         ranks = self._join_groups(device, plan)
         roles = {role.name: role for role in plan.dag.roles}
         resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
@@ -117,7 +119,7 @@ class DAGWorker(WorkerPlugin):
         """
         if self._bench is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
-        plan, source = self.spec.phases[turn.phase]
+        plan, source = self._phases[turn.phase]
         self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
         self._loop.call_soon_threadsafe(self._plane.databuffer.forget, completed)
         if turn.phase not in self._loaders:

@@ -21,7 +21,10 @@ VALUES = {
     "entropy_bonus": {"entropy_coefficient": 1e-3},
     "truncated_is": {"correction": f"{ALGORITHMS}:truncated_is"},
     "masked_is": {"correction": f"{ALGORITHMS}:masked_is"},
-    "reject_sequences": {"correction": f"{ALGORITHMS}:reject_sequences", "correction_options": {"low": 0.5, "high": 2.0}},
+    "reject_sequences": {
+        "correction": f"{ALGORITHMS}:reject_sequences",
+        "correction_options": {"low": 0.5, "high": 2.0},
+    },
 }
 """Algorithms that differ from the quickstart in values only."""
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.planner import Edge, Node, Plan, Recv, Rows, Run
+from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run
 from siirl_dask.planner.flow import is_blob
 from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
-from tests.planner.simulation import Cluster, owners, plans, without_a_planner
+from tests.planner.random_dags import QUICKLY, fewer_rows, more_rows, narrow, other_rows, plans
+from tests.planner.simulation import Cluster, owners, without_a_planner
 
-# the same examples each time; SIIRL_EXAMPLES=20000 looks further
-QUICKLY = settings(
-    max_examples=int(os.environ.get("SIIRL_EXAMPLES", "200")),
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
 seeds = st.integers(0, 7)
 
 
@@ -143,3 +134,47 @@ def test_a_recv_waits_only_for_nodes_that_come_earlier(plan):
                 runs = next(later for later in chain.links[position:] if isinstance(later, Run))
                 assert order[link.edge.source] < order[runs.node.name]
                 assert order[link.guide.source] < order[runs.node.name]
+
+
+@QUICKLY
+@given(plans())
+def test_a_plan_is_no_larger_than_its_dag(plan):
+    """An edge for each parent, and for each blob that comes from further above; a few links a node and an edge."""
+    parents = sum(len(node.after) for node in plan.dag.nodes)
+    from_above = sum(len(set(stage.providers.values()) - set(stage.node.after)) for stage in plan.stages.values())
+    guides = len(plan.dag.nodes)
+    assert len(plan.edges) <= parents + from_above + guides
+    for chain in plan.chains.values():
+        others = [link for link in chain.links if not isinstance(link, Drop)]
+        assert len(others) <= 3 * len(plan.dag.nodes) + 2 * len(plan.edges)
+        assert len(chain.links) <= 2 * len(others)
+
+
+def test_what_is_drawn_has_every_shape():
+    """Else the tests above would hold for less than they say."""
+    seen: set[str] = set()
+    shapes: dict[str, bool] = {}
+
+    @settings(QUICKLY, max_examples=200)
+    @given(plans())
+    def look(plan):
+        nodes = plan.dag.nodes
+        children = {node.name: [n.name for n in nodes if node.name in n.after] for node in nodes}
+        places = [set(plan.placement[role]) for role in {node.role for node in nodes}]
+        shapes.update(
+            {
+                "fan-out": any(len(c) > 1 for c in children.values()),
+                "join": any(len(n.after) > 1 for n in nodes),
+                "several sinks": sum(not c for c in children.values()) > 1,
+                "several entries": sum(not n.after for n in nodes) > 1,
+                "roles apart": len(places) > 1 and sum(map(len, places)) == len(set.union(*places)),
+                "roles together": len(places) > 1 and bool(set.intersection(*places)),
+                "idle workers": any(not chain.links for chain in plan.chains.values()),
+                **{fn.__name__: any(n.fn is fn for n in nodes) for fn in (more_rows, fewer_rows, other_rows, narrow)},
+                "after fewer rows": any(plan.dag.node(p).fn is fewer_rows for n in nodes for p in n.after),
+            }
+        )
+        seen.update(name for name, there in shapes.items() if there)
+
+    look()
+    assert seen == set(shapes)

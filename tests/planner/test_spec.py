@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Node, Role, Rows, columns, dag_from_spec, dag_to_spec, resolve
+from siirl_dask.planner import DAG, Node, Role, Rows, columns, dag_from_spec, dag_to_spec, resolve, trace
 from siirl_dask.schema import fields
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ REFUSED = [
     ("nodes.1.after", 5, "node 'reward': after=5: expected a name or a list of names"),
     ("nodes.1.after", [5], "node 'reward': after=[5]: expected a name or a list of names"),
     ("nodes.1.keep", True, "keep of node 'reward': True is no usable name"),
+    ("nodes.1.with.protocol", {"run": None, "with": {"margin": 1}}, "node 'reward': protocol: None names no function"),
     ("nodes.2.reads", {"a": 1}, "node 'other': reads={'a': 1}: expected a name or a list of names"),
     ("nodes.2.writes", {"a": "flot"}, "node 'other': writes={'a': 'flot'}: expected columns and Arrow types"),
     ("nodes.2.writes", ["a"], "node 'other': writes=['a']: expected columns and Arrow types"),
@@ -229,5 +230,36 @@ def test_refused(path, value, text):
 def test_an_import_error_inside_the_users_module_is_shown(tmp_path, monkeypatch):
     (tmp_path / "broken_rewards.py").write_text("import not_installed_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+    with pytest.raises(
+        PlanError, match=r"'broken_rewards:f': importing it fails at .*broken_rewards.py:1: .*not_inst"
+    ) as caught:
         resolve("broken_rewards:f")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_call_of_nothing_is_none_where_none_will_do():
+    nothing = {"run": None, "with": {}}
+    dag = dag_from_spec(**edit("nodes.1.with.protocol", nothing))
+    assert dag.node("reward").options["protocol"] is None
+    with pytest.raises(PlanError, match="node 'reward': reward: None names no function"):
+        dag_from_spec(**edit("nodes.1.with.reward", nothing))
+
+
+def test_errors_say_where_a_role_or_node_is_written():
+    places = {"role_places": {"policy": "x.yaml:3"}, "node_places": ["x.yaml:9", "x.yaml:12", "x.yaml:20"]}
+    for path, value, text in [
+        ("roles.policy.biuld", "x", "x.yaml:3: role 'policy' has an unknown key 'biuld'"),
+        ("roles.policy.build", "x", "x.yaml:3: role 'policy': 'x' names no function"),
+        ("nodes.0.run", f"{HERE}:genrate", f"x.yaml:9: node 'rollout': '{HERE}:genrate': module"),
+        ("nodes.0", "rollout", "x.yaml:9: node 0 is 'rollout'"),
+        ("nodes.1.with", {}, "x.yaml:12: node 'reward' needs the option 'reward'"),
+        ("nodes.1.role", "polcy", "x.yaml:12: node 'reward' has role 'polcy', which no role binds"),
+        ("nodes.2.after", ["rewrd"], "x.yaml:20: node 'other' comes after 'rewrd', which is no node"),
+        ("nodes.2.after", ["reward", "reward"], "parent of x.yaml:20: node 'other': 'reward' is there twice"),
+        ("nodes.2.name", "reward", "x.yaml:20: node 'reward' is there twice"),
+        ("nodes.2.name", "a.b", "x.yaml:20: node 'a.b' is no usable name"),
+    ]:
+        with pytest.raises(PlanError, match=f"^{re.escape(text)}"):
+            dag_from_spec(**edit(path, value), **places)
+    with pytest.raises(PlanError, match=r"^x\.yaml:20: node 'other' reads"):
+        trace(dag_from_spec(**edit("nodes.2.reads", ["respnse"]), **places), pa.schema({"prompt": pa.string()}))

@@ -1,0 +1,106 @@
+"""YAML files and ``key=value`` overrides, as a checked Config and a DAG in plain data.
+
+    base: grpo_base.yaml            # another file, read first; its path is relative to this one
+    rollout: {n: 16}                # values, by group: see config.py
+    roles: {policy: {build: "siirl_dask.training:build_trainer", with: {trainer: "${trainer}"}}}
+    nodes:                          # a list replaces the base's; a mapping by name changes it, node by node
+      update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
+      reference_logprobs: null      # without this one
+
+Whatever cannot be used is refused here, before anything starts. OmegaConf reads, merges and interpolates; the types are
+checked against the dataclasses of config.py by hand: OmegaConf takes 1.5 for an int and gives tuples back as lists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from siirl_dask.config import Config
+from siirl_dask.configfile.layers import GROUPS, Layer, check_keys, file_layers, merged, override, shipped
+from siirl_dask.configfile.nodes import NodeList, merged_nodes
+from siirl_dask.configfile.typed import config_of, defaults, escaped, plain, resolved
+from siirl_dask.errors import ConfigError
+
+__all__ = ["ConfigFile", "dump", "load", "shipped"]
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a YAML file holds, as plain data. The DAG parts are empty when the file has none."""
+
+    config: Config
+    roles: dict[str, Any] = field(default_factory=dict)
+    nodes: list[Any] = field(default_factory=list)
+    validation_nodes: list[Any] = field(default_factory=list)
+    role_places: dict[str, str] = field(default_factory=dict)
+    """File and line, or override, of each role; for errors."""
+    node_places: list[str] = field(default_factory=list)
+    validation_node_places: list[str] = field(default_factory=list)
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
+    """The file, its bases and the overrides (``trainer.lr=2e-6``, ``nodes.update.rows=balanced``) as one.
+
+    ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
+    """
+    layers = [*file_layers(Path(path)), *map(override, overrides)]
+    for layer in layers:
+        check_keys(layer)
+    values, nodes, validation = _merged(layers)
+    tree = OmegaConf.create({**values, "nodes": nodes.items, "validation_nodes": validation.items})
+    config = config_of(tree, values, _origins(layers), str(path))
+    for group, checked in plain(config).items():
+        if checked != values[group]:  # wrapping a placement of a thousand workers takes a while
+            tree[group] = escaped(checked)  # interpolation in the DAG sees the checked values
+    found, found_too = resolved(tree, "nodes", str(path)), resolved(tree, "validation_nodes", str(path))
+    return ConfigFile(
+        config,
+        roles=_container(resolved(tree, "roles", str(path)), dict, "roles", path),
+        nodes=_container(found, list, "nodes", path),
+        validation_nodes=_container(found_too, list, "validation_nodes", path),
+        role_places=_role_places(layers),
+        node_places=nodes.places_of(found),
+        validation_node_places=validation.places_of(found_too),
+    )
+
+
+def dump(config: Config) -> str:
+    """YAML from which ``load`` makes an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain(config))))
+
+
+def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList]:
+    """Groups and roles, and the two lists of nodes, interpolations unresolved."""
+    values: Any = {group: defaults(kind) for group, kind in GROUPS.items()}
+    lists = {"nodes": NodeList([], []), "validation_nodes": NodeList([], [])}
+    for layer in layers:
+        given = {key: value for key, value in layer.values.items() if value is not None}
+        for key in lists:
+            if key in given:
+                lists[key] = merged_nodes(lists[key], layer, key)
+        values = merged(values, {key: value for key, value in given.items() if key not in lists}, layer.depth)
+    return values, lists["nodes"], lists["validation_nodes"]
+
+
+def _container(value: Any, kind: type[Any], key: str, path: object) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{path}: {key}={value!r}: expected a {'list' if kind is list else 'mapping by role name'}")
+    return value or kind()
+
+
+def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
+    """A role of a later file replaces the earlier one whole."""
+    given = ((layer, layer.values.get("roles")) for layer in layers)
+    return {name: layer.place("roles", name) for layer, roles in given if isinstance(roles, dict) for name in roles}
+
+
+def _origins(layers: Sequence[Layer]) -> dict[str, str]:
+    """Where each ``group.key`` was given last."""
+    given = ((layer.origin, group, inner) for layer in layers for group, inner in layer.values.items())
+    return {f"{group}.{key}": origin for origin, group, inner in given if isinstance(inner, dict) for key in inner}

@@ -1,0 +1,78 @@
+"""The nodes of a DAG from one layer after the other: a list replaces what was there, a mapping by name changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl_dask.configfile.layers import Layer
+from siirl_dask.errors import ConfigError, did_you_mean
+
+_DEPTH = 2  # a node's keys, and the options under its ``with``, are merged one by one
+
+
+@dataclass(frozen=True, slots=True)
+class NodeList:
+    items: Any
+    """The nodes' specs; a text if all of them are an interpolation, or whatever else was given by mistake."""
+    places: list[str]
+    """Where each is written: file and line, and what it was written over. One for all if ``items`` is no list."""
+
+    def places_of(self, found: Any) -> list[str]:
+        """Of the specs that were found when ``items`` was resolved."""
+        listed = isinstance(self.items, list)
+        return self.places if listed else self.places * (len(found) if isinstance(found, list) else 0)
+
+
+def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
+    """What ``layer`` makes of the nodes so far. ConfigError for a node that is not there to be changed."""
+    given = layer.values[key]
+    if isinstance(given, list):
+        return NodeList(given, [layer.place(key, at) for at in range(len(given))])
+    if not isinstance(given, Mapping):
+        return NodeList(given, [layer.place(key, None)])
+    if not isinstance(old.items, list):
+        raise ConfigError(
+            f"{layer.place(key, None)}: {key} gives nodes by name, and the base's are {old.items!r}: "
+            "expected a list there, or write one here"
+        )
+    named: dict[Any, tuple[Any, str]] = {}
+    for position, (item, place) in enumerate(zip(old.items, old.places, strict=True)):
+        named[item.get("name", position) if isinstance(item, Mapping) else position] = (item, place)
+    for name, change in given.items():
+        _change(named, str(name), change, layer, layer.place(key, str(name)))
+    return NodeList([item for item, _ in named.values()], [place for _, place in named.values()])
+
+
+def _change(named: dict[Any, tuple[Any, str]], name: str, change: Any, layer: Layer, at: str) -> None:
+    """Change, add or remove one node."""
+    known = [str(other) for other in named]
+    missing, hint = f"{at}: node {name!r} is none of those before it (nodes: {known})", did_you_mean(name, known)
+    if change is None:
+        if name not in named:
+            raise ConfigError(f"{missing}: there is nothing to remove{hint}")
+        del named[name]
+        return
+    if not isinstance(change, Mapping):
+        raise ConfigError(
+            f"{at}: node {name!r} is {change!r}: expected a mapping of what to change, or null to remove it"
+        )
+    if name not in named and (lacking := [key for key in ("run", "role") if key not in change]):
+        raise ConfigError(f"{missing}: a new node needs {' and '.join(lacking)}{hint}")
+    if change.get("name", name) != name:
+        raise ConfigError(f"{at}: node {name!r} has name={change['name']!r}: expected the name it is written under")
+    if name in named:
+        old, before = named[name]
+        depth = max(_DEPTH, layer.depth - 2)  # a longer key of an override goes deeper
+        named[name] = (_over(old, change, depth), f"{at}, over {before}")
+    else:
+        named[name] = ({"name": name, **change}, at)
+
+
+def _over(old: Any, new: Any, depth: int) -> Any:
+    """``new`` over ``old``, key by key down to ``depth``; null takes away what was there."""
+    if not depth or not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    merged = {**old, **{key: _over(old.get(key), value, depth - 1) for key, value in new.items()}}
+    return {key: value for key, value in merged.items() if value is not None or key not in new or key not in old}

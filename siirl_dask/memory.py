@@ -1,0 +1,171 @@
+"""What a worker process needs of memory, at most, and PlanError for a run that does not have it.
+
+    process     Python with torch, transformers, Arrow and Dask
+    roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; the
+                reference: 4; an engine or a reward model: 4, or 2 in bfloat16, and rollout.kv_cache_memory
+    tables      at that node of the chain where there are most: see planner/memory.py
+    moving      published and received, of as many steps as run at once; no more than data.memory_limit
+
+Not in it: activations, caches of keys and values whose size is not given, columns that nothing bounds (texts of the
+dataset), and what the dataloader keeps of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from siirl_dask.config import Config, Dtype, parse_bytes
+from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.errors import PlanError
+from siirl_dask.parameters import Parameters, count_parameters
+from siirl_dask.phases import Phases, exists
+from siirl_dask.planner import Plan, Role, Sizes, Usage, usage
+from siirl_dask.planner.canonical import function_name
+from siirl_dask.planner.text import readable_bytes, who
+from siirl_dask.schema import PARAMETER_DATA
+
+_PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
+_LEARNS, _SCORES = 16, 4  # bytes a parameter
+_PER_PARAMETER = {
+    "siirl_dask.training:build_trainer": _LEARNS,
+    "siirl_dask.training:build_critic": _LEARNS,
+    "siirl_dask.training:build_reference": _SCORES,
+}
+_SCORER = "siirl_dask.rewards.scorer:build_scorer"
+_IN_DTYPE = ("siirl_dask.rollout:build_engine", "siirl_dask.training:build_reward_model")
+_ROW = 512  # bytes of a published parameter's name, type, shape and ids: names of 400 letters would be long
+_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+_LOWER = {  # what to do about the largest part
+    "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
+    "roles more workers",
+    "moving rows": "lower data.memory_limit or run.lookahead, or what makes the tables large",
+    "roles": "take a smaller model, or give the roles workers of their own",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Of each of some workers that have the same roles, in bytes."""
+
+    workers: tuple[str, ...]
+    roles: Mapping[str, int | None]
+    """What each role builds; None where that is not known."""
+    tables: int
+    largest: str
+    """Where the most tables are there at once: ``update of train``."""
+    moving: int
+    unknown: tuple[str, ...]
+    """Columns that nothing bounds."""
+    process: int = _PROCESS
+
+    @property
+    def parts(self) -> dict[str, int]:
+        roles = sum(size or 0 for size in self.roles.values())
+        return {"process": self.process, "roles": roles, "tables": self.tables, "moving rows": self.moving}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def text(self) -> str:
+        """Each part, largest first."""
+        parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
+        parts |= {f"role {role}": size for role, size in self.roles.items() if size}
+        known = (f"{name} {readable_bytes(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
+        unknown = [f"role {role} ?" for role, size in self.roles.items() if size is None]
+        return ", ".join([*known, *unknown, *([f"columns {', '.join(self.unknown)} ?"] if self.unknown else [])])
+
+
+def memory_of(config: Config, phases: Phases) -> list[WorkerMemory]:
+    """Workers by what roles they have, each with the largest of its phases and of its like."""
+    count = cache(count_parameters)
+    used = {
+        phase: usage(plan, sizes_of(config, plan, source, count))
+        for phase, (plan, source) in phases.items()
+        if phase != "test"  # the validation's plan on other data
+    }
+    plan = phases["train"][0]
+    built = {role.name: _built(role, config, count) for role in plan.dag.roles}
+    found = []
+    for roles, workers in _by_roles(plan).items():
+        each = [(phase, one[worker]) for phase, one in used.items() for worker in workers]
+        found.append(_largest(config, workers, {role: built[role] for role in roles}, each))
+    return found
+
+
+def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
+    roles_of: dict[str, list[str]] = {worker: [] for worker in plan.chains}
+    for role, placed in plan.placement.items():
+        for worker in placed:
+            roles_of[worker].append(role)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for worker, roles in roles_of.items():
+        groups.setdefault(tuple(roles), []).append(worker)
+    return groups
+
+
+def _largest(
+    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], each: Sequence[tuple[str, Usage]]
+) -> WorkerMemory:
+    phase, most = max(each, key=lambda pair: pair[1].tables)
+    steps = config.run.lookahead + 1
+    return WorkerMemory(
+        workers=tuple(workers),
+        roles=roles,
+        tables=most.tables,
+        largest=f"{most.node} of {phase}",
+        moving=min(parse_bytes("data.memory_limit", config.data.memory_limit), steps * max(u.moving for _, u in each)),
+        unknown=tuple(dict.fromkeys(name for _, used in each for name in used.unknown)),
+    )
+
+
+def refuse_what_cannot_fit(config: Config, phases: Phases) -> None:
+    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need."""
+    if config.cluster.memory_limit is None:
+        return
+    limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)
+    for memory in memory_of(config, phases):
+        if memory.total > limit:
+            parts = memory.parts
+            largest = max(list(_LOWER), key=lambda name: parts[name]) if memory.process < limit else "process"
+            raise PlanError(
+                f"workers {who(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) may each come "
+                f"to need {readable_bytes(memory.total)}, and cluster.memory_limit={config.cluster.memory_limit!r}: "
+                f"{memory.text()}; {_LOWER.get(largest, 'a process takes that much')}, or raise cluster.memory_limit"
+            )
+
+
+def sizes_of(
+    config: Config, plan: Plan, source: Source, count: Callable[[str], Parameters | None] = count_parameters
+) -> Sizes:
+    """What the estimates of a phase start from. A dataset that is read whole and is not there yet counts as a batch."""
+    weights = [node.name for node in plan.dag.nodes if PARAMETER_DATA in node.contract.writes.names]
+    parameters = count(config.model.path) if weights else None
+    each = _BYTES[config.model.dtype]
+    rows = source.batch_size or (open_source(source).num_rows if exists(source.url) else config.data.batch_size)
+    return Sizes(
+        prompts=rows,
+        prompt_tokens=config.data.max_prompt_length,
+        response_tokens=config.rollout.max_response_length,
+        totals=dict.fromkeys(weights, parameters.total * each + parameters.tensors * _ROW) if parameters else {},
+        pieces=dict.fromkeys(weights, (parameters.tensors, parameters.largest * each + _ROW)) if parameters else {},
+        minibatches=config.algorithm.minibatches,
+        quadratic_from=config.data.quadratic_from,
+    )
+
+
+def _built(role: Role, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
+    """Bytes of what the role builds; None where that is not known."""
+    options: Mapping[str, Any] = role.build.keywords if isinstance(role.build, partial) else {}
+    name, model = function_name(getattr(role.build, "func", role.build)), options.get("model", config.model)
+    if name == _SCORER:
+        return 0
+    each = _BYTES[model.dtype] if name in _IN_DTYPE else _PER_PARAMETER.get(name)
+    parameters = count(model.path) if each is not None else None
+    if each is None or parameters is None:
+        return None
+    cache = config.rollout.kv_cache_memory if name == _IN_DTYPE[0] else None
+    return each * parameters.total + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)

@@ -1,0 +1,44 @@
+"""How many parameters a model has, from the headers of its weight files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from siirl_storage import open_fs
+
+from siirl_dask.errors import ConfigError
+
+_LARGEST_HEADER = 10**8  # bytes, by the specification of safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many numbers, in how many tensors, and how many of them in the largest."""
+
+    total: int
+    tensors: int
+    largest: int
+
+
+def count_parameters(path: str) -> Parameters | None:
+    """Of the ``*.safetensors`` in a folder, on any fsspec URL; None when there are none. ConfigError for damage."""
+    fs, folder = open_fs(path)
+    sizes = [size for name in fs.glob(f"{folder}/*.safetensors") for size in _in_file(fs, name)]
+    return Parameters(sum(sizes), len(sizes), max(sizes)) if sizes else None
+
+
+def _in_file(fs: Any, name: str) -> Iterator[int]:
+    """Such a file begins with the length of its header, 8 bytes little-endian, and the header, JSON."""
+    try:
+        with fs.open(name, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        yield from [prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {name} is no safetensors file: {error}") from error

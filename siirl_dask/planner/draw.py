@@ -1,0 +1,189 @@
+"""A plan as a drawing, in SVG: nodes coloured by role, moved rows as bold arrows with their columns and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from siirl_dask.planner.chain import Edge, Plan
+from siirl_dask.planner.estimate import Estimate, estimate
+from siirl_dask.planner.layers import Layout, Place, lay_out
+from siirl_dask.planner.text import readable_bytes, short_name, who
+from siirl_dask.planner.widths import Sizes
+from siirl_dask.schema import IDENTITY
+
+_BOX, _HIGH, _BEND = 220, 58, 40  # a node's width and height, and the width left to an edge that passes by
+_APART, _MARGIN = 60, 24
+_LINE, _LETTER = 14, 6.3  # height of a line of text, width of a letter, at 11 px
+_LONGEST = 44  # letters of a label
+_COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#d0e0e3", "#fce5cd", "#ead1dc")
+_STYLE = (
+    "text{font:11px sans-serif;fill:#222}.title{font:bold 15px sans-serif}.name{font-weight:bold;font-size:12px}"
+    ".edge{fill:none;stroke:#999;stroke-width:1.2}.moved{stroke:#333;stroke-width:3}.box{stroke:#555}"
+    ".label{fill:#fff;fill-opacity:.9}"
+)
+_ARROW = (
+    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9" '
+    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" fill="#333"/></marker></defs>'
+)
+
+
+def draw(plans: Mapping[str, tuple[Plan, Sizes]]) -> str:
+    """The DAGs of several phases, one below the other."""
+    drawings = [_drawing(phase, plan, sizes) for phase, (plan, sizes) in plans.items()]
+    width, top, parts = max(drawing.width for drawing in drawings), 0, []
+    for drawing in drawings:
+        parts.append(f'<g transform="translate(0,{top})">{"".join(drawing.parts)}</g>')
+        top += drawing.height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 {width} {top}">'
+    back = f'<rect class="paper" width="{width}" height="{top}" fill="#fff"/>'
+    return f"{head}<style>{_STYLE}</style>{_ARROW}{back}{''.join(parts)}</svg>\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    width: int
+    height: int
+    parts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    lines: tuple[str, ...]
+    full: str
+
+    @property
+    def width(self) -> int:
+        return int(max(map(len, self.lines)) * _LETTER) + 8
+
+    @property
+    def height(self) -> int:
+        return len(self.lines) * _LINE + 4
+
+
+def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
+    estimates, moving = estimate(plan, sizes), {(e.source, e.target): e for e in plan.edges if e.moves}
+    layout = lay_out(list(plan.stages), estimates)
+    labels = {ends: _label(plan, *ends, moving.get(ends), size) for ends, size in estimates.items()}
+    legend = _legend(plan)
+    width = max(
+        _MARGIN * 2 + max(map(_wide, layout.layers)), max((label.width for label in labels.values()), default=0) + 48
+    )
+    x = _across(layout, width)
+    top = _MARGIN + _LINE * (len(plan.dag.roles) + 3)
+    parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 4}">{escape(phase)}</text>', *legend]
+    lines: list[str] = []
+    texts: list[str] = []
+    down: list[int] = []
+    for layer in layout.layers:
+        down.append(top)
+        leaving = [ends for ends in labels if ends[0] in layer]
+        top += _HIGH + _APART + sum(labels[ends].height + 4 for ends in leaving)
+    for ends, path in layout.paths.items():
+        lines.append(_line(path, x, down, layout, ends in moving, labels[ends]))
+    for index, layer in enumerate(layout.layers[:-1]):
+        at = down[index] + _HIGH + _APART // 2
+        for ends in sorted((ends for ends in labels if ends[0] in layer), key=lambda ends: x[ends[0]]):
+            first, second = layout.paths[ends][:2]
+            middle = labels[ends].height // 2
+            share = (at + middle - down[index] - _HIGH) / (down[index + 1] - down[index] - _HIGH)
+            texts.append(_text(labels[ends], x[first] + share * (x[second] - x[first]), at, width))
+            at += labels[ends].height + 4
+    boxes = [
+        _box(plan, name, x[name], down[depth]) for depth, layer in enumerate(layout.layers) for name in _names(layer)
+    ]
+    return _Drawing(width, top - _APART + _MARGIN, [*parts, *lines, *boxes, *texts])
+
+
+def _names(layer: Sequence[Place]) -> list[str]:
+    return [place for place in layer if isinstance(place, str)]
+
+
+def _wide(layer: Sequence[Place]) -> int:
+    return sum(_BOX if isinstance(place, str) else _BEND for place in layer) + _APART * (len(layer) - 1)
+
+
+def _across(layout: Layout, width: int) -> dict[Place, float]:
+    """The middle of each place; every layer is centred."""
+    middles: dict[Place, float] = {}
+    for layer in layout.layers:
+        left = (width - _wide(layer)) / 2
+        for place in layer:
+            room = _BOX if isinstance(place, str) else _BEND
+            middles[place] = left + room / 2
+            left += room + _APART
+    return middles
+
+
+def _legend(plan: Plan) -> list[str]:
+    workers, parts = tuple(plan.chains), []
+    for index, role in enumerate(plan.dag.roles):
+        y = _MARGIN + _LINE * (index + 1) + 2
+        text = f"{role.name}: {short_name(role.build)} on {who(plan.placement[role.name], workers)}"
+        parts.append(f'<circle cx="{_MARGIN + 5}" cy="{y + 6}" r="5" fill="{_colour(plan, role.name)}" stroke="#555"/>')
+        parts.append(f'<text x="{_MARGIN + 16}" y="{y + 10}">{escape(text)}</text>')
+    return parts
+
+
+def _colour(plan: Plan, role: str) -> str:
+    return _COLOURS[[role.name for role in plan.dag.roles].index(role) % len(_COLOURS)]
+
+
+def _label(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> _Label:
+    given = plan.stages[target].providers
+    names = edge.schema.names if edge else [name for name, giver in given.items() if giver == source]
+    columns = ", ".join(name + "?" * (name in size.unknown) for name in names if name not in IDENTITY) or "row ids only"
+    if edge is None:
+        return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
+    rows = "? rows" if size.rows is None else f"{size.rows} rows"
+    policy = f"{edge.rows}{' by minibatch' if edge.by_minibatch else ''}"
+    amount = "? bytes" if size.bytes is None else f"at most {readable_bytes(size.bytes)}"
+    moved = f"{rows} {policy}, {amount}{' and ?' if size.unknown and size.bytes else ''}"
+    return _Label((_cut(columns), _cut(moved)), f"{source} to {target}, {moved}: {columns}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
+
+
+def _line(
+    path: Sequence[Place], x: Mapping[Place, float], down: Sequence[int], layout: Layout, moves: bool, label: _Label
+) -> str:
+    """From the bottom of the source by way of the bends, straight down past each layer, to the top of the target."""
+    first = next(depth for depth, layer in enumerate(layout.layers) if path[0] in layer)
+    points = [(x[path[0]], down[first] + _HIGH)]
+    for depth, place in enumerate(path[1:-1], first + 1):
+        points += [(x[place], down[depth]), (x[place], down[depth] + _HIGH)]
+    points.append((x[path[-1]], down[first + len(path) - 1]))
+    route = " ".join(f"{across:.0f},{at}" for across, at in points)
+    style = "edge moved" if moves else "edge"
+    title = f"<title>{escape(label.full)}</title>"
+    return f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>'
+
+
+def _text(label: _Label, middle: float, top: int, width: int) -> str:
+    left = min(max(middle - label.width / 2, 4), width - label.width - 4)
+    back = f'<rect class="label" x="{left:.0f}" y="{top}" width="{label.width}" height="{label.height}"/>'
+    return back + _lines(label.lines, left + label.width / 2, top + _LINE - 2)
+
+
+def _lines(lines: Iterable[str], middle: float, first: float) -> str:
+    return "".join(
+        f'<text x="{middle:.0f}" y="{first + at * _LINE:.0f}" text-anchor="middle">{escape(line)}</text>'
+        for at, line in enumerate(lines)
+    )
+
+
+def _box(plan: Plan, name: str, middle: float, top: int) -> str:
+    node = plan.stages[name].node
+    left, colour = middle - _BOX / 2, _colour(plan, node.role)
+    kept = f", keeps {node.keep}" if node.keep else ""
+    most = int(_BOX / _LETTER)
+    function = short_name(node.fn)
+    shown = function if len(function) <= most else f"… {function.rpartition('.')[2]}"[:most]
+    return (
+        f'<rect class="box" x="{left:.0f}" y="{top}" width="{_BOX}" height="{_HIGH}" rx="6" fill="{colour}"/>'
+        f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{escape(name)}</text>'
+        + _lines([shown, f"{node.role}{kept}"[:most]], middle, top + 18 + _LINE)
+    )

@@ -1,0 +1,78 @@
+"""Functions by name: ``module:function``, or ``folder/file.py:function`` for a file that is on no Python path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from siirl_dask.errors import PlanError, did_you_mean
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that ``module:function`` or ``folder/file.py:function`` names; a file's path is absolute or relative
+    to the working directory. PlanError when there is none, with the nearest spelling, or when importing it fails.
+
+    A file is loaded once in a process, as a module with its path for a name: so ``canonical.function_name`` of what is
+    found spells it as it was given.
+    """
+    origin, _, function = str(name).rpartition(":")
+    if not origin or not function:
+        raise PlanError(f"{name!r} names no function: expected 'module:function' or 'file.py:function'")
+    is_file = origin.endswith(".py")
+    module = _load(name, Path(origin)) if is_file else _import(name, origin)
+    found = getattr(module, function, None)
+    if not callable(found):
+        kind = "file" if is_file else "module"
+        hint = did_you_mean(function, dir(module))
+        raise PlanError(f"{name!r}: {kind} {origin!r} has no function {function!r}{hint}")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(name: str, origin: str) -> ModuleType:
+    try:
+        return importlib.import_module(origin)
+    except Exception as error:  # a user's module may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not (origin == missing or origin.startswith(f"{missing}.")):
+            raise _failed(name, error) from error
+        file = f"{origin.replace('.', '/')}.py"
+        hint = f"; for the file, write {file!r}" if Path(file).is_file() else ""
+        raise PlanError(f"{name!r}: there is no module {origin!r} on the Python path{hint}") from error
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spelled, real = os.path.normpath(path), path.resolve()
+    loaded = (module for key, module in list(sys.modules.items()) if key.endswith(".py"))
+    if again := next((module for module in loaded if getattr(module, "__file__", None) == str(real)), None):
+        return again
+    if not real.is_file():
+        near = (file.as_posix() for file in path.parent.glob("*.py"))
+        raise PlanError(f"{name!r}: there is no file {str(path)!r} in {Path.cwd()}{did_you_mean(str(path), near)}")
+    # the working directory may have changed since another file of this spelling was loaded
+    spec = importlib.util.spec_from_file_location(str(real) if spelled in sys.modules else spelled, real)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # first: dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise _failed(name, error) from error
+    return module
+
+
+def _failed(name: str, error: Exception) -> PlanError:
+    """Where in the user's own code an import went wrong."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+    at = where or f"{frames[-1].filename}:{frames[-1].lineno}"
+    what = error.msg if isinstance(error, SyntaxError) else str(error)
+    return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {what}")

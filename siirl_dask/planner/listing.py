@@ -1,0 +1,76 @@
+"""A plan as plain data: what ``siirl-dask plan --format json`` gives. docs/dags.md says what each key holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from siirl_dask.planner.chain import Chain, Edge, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.estimate import Estimate, estimate
+from siirl_dask.planner.spec import dag_to_spec
+from siirl_dask.planner.widths import Sizes
+from siirl_dask.schema import IDENTITY
+
+
+def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
+    """Dicts, lists, texts and numbers. ``dag`` is what ``dag_from_spec`` reads."""
+    moving = {(edge.source, edge.target): edge for edge in plan.edges}
+    return {
+        "prompts": sizes.prompts,
+        "workers": list(plan.chains),
+        "placement": {role: list(workers) for role, workers in plan.placement.items()},
+        "dag": dag_to_spec(plan.dag),
+        "contracts": {
+            name: {
+                "reads": list(stage.node.contract.taken(stage.available)),
+                "writes": {field.name: str(field.type) for field in stage.node.contract.writes},
+            }
+            for name, stage in plan.stages.items()
+        },
+        "chains": _chains(plan.chains),
+        "edges": [_edge(plan, *ends, moving.get(ends), size) for ends, size in estimate(plan, sizes).items()],
+    }
+
+
+def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
+    """Workers that do the same are listed once. Which part of a table is whose follows from the rank."""
+    doing: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for worker, chain in chains.items():
+        links = tuple(found for link in chain.links if (found := _link(link)))
+        doing.setdefault(links, []).append(worker)
+    return [
+        {"workers": same, "links": [{"do": do, "what": what} for do, what in links]} for links, same in doing.items()
+    ]
+
+
+def _link(link: Link) -> tuple[str, str] | None:
+    match link:
+        case Load(name):
+            return "load", name
+        case Run(node):
+            return "run", node.name
+        case Send(edge):
+            return "send", edge.name
+        case Recv(edge):
+            return "receive", edge.name
+        case Keep(table=table):
+            return "keep", table
+    return None  # a drop: every table goes right after its last use
+
+
+def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> dict[str, Any]:
+    stage, moves = plan.stages[target], edge is not None and edge.moves
+    given = [name for name, giver in stage.providers.items() if giver == source]
+    columns = edge.schema.names if edge is not None and edge.moves else given
+    return {
+        "source": source,
+        "target": target,
+        "moves": moves,
+        "rows_policy": str(edge.rows if edge else stage.node.rows),
+        "by_minibatch": edge is not None and edge.by_minibatch,
+        "guide": edge.guide if edge else None,
+        "columns": [name for name in columns if name not in IDENTITY],
+        "rows": size.rows,
+        "bytes": size.bytes,
+        "unknown": list(size.unknown),
+    }

@@ -1,0 +1,165 @@
+"""How much a worker's tables take along its chain, at most. For whoever reads a plan: nothing is decided by it.
+
+Rows that are loaded or made where they are: each worker has its even share, each row at its longest. Rows that have
+moved: balanced by what they cost, so that nobody has more than 1.02 of the mean and one row (or group, or one row of
+each mini-batch); shorter rows, but no more tokens than that. What a node makes of its own while it runs is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.dag import Rows
+from siirl_dask.planner.estimate import rows_made, times_of
+from siirl_dask.planner.flow import DATA, Column, Stage
+from siirl_dask.planner.widths import Sizes, width_of
+
+_BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
+_PER_COLUMN = 8  # bytes that an Arrow column takes without rows
+_READ = 2  # what is loaded, and that of the next step, which is read ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one worker in one step, in bytes."""
+
+    tables: int
+    """That are there at once, at most."""
+    node: str
+    """While which they are."""
+    moving: int
+    """Published for others and received, in all."""
+    unknown: tuple[str, ...]
+    """Columns that nothing bounds, which are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A worker's part of some rows, at most. ``rows`` None: nothing bounds it."""
+
+    made_by: str
+    rows: int | None
+    tokens: int
+
+
+def usage(plan: Plan, sizes: Sizes) -> dict[str, Usage]:
+    """By worker."""
+    weigh = _Weighing(plan, sizes)
+    return {worker: _along(chain, weigh) for worker, chain in plan.chains.items()}
+
+
+def _along(chain: Chain, weigh: _Weighing) -> Usage:
+    live: dict[str, int] = {}
+    most, node, moving = 0, "", 0
+    unknown: dict[str, None] = {}
+    for link in chain.links:
+        match link:
+            case Load(name):
+                live[name] = weigh.loaded[name]
+            case Recv(edge):
+                live[edge.name] = weigh.received[edge.name]
+                moving += live[edge.name]
+            case Run(ran):
+                now = sum(live.values()) + weigh.made[ran.name]
+                most, node = max((most, node), (now, ran.name), key=lambda pair: pair[0])
+                live[ran.name] = weigh.kept[ran.name]
+                unknown |= dict.fromkeys(weigh.unknown[ran.name])
+            case Send(edge) if edge.moves:
+                moving += weigh.sent[edge.name]
+            case Drop(table):
+                del live[table]
+    return Usage(most, node, moving, tuple(unknown))
+
+
+class _Weighing:
+    """Bytes on one worker of every table that a plan makes."""
+
+    def __init__(self, plan: Plan, sizes: Sizes) -> None:
+        self._plan, self._sizes = plan, sizes
+        self._rows = rows_made(plan, sizes)
+        self._longest = max(len(worker.encode()) for worker in plan.chains)
+        self._row_tokens = sizes.prompt_tokens + sizes.response_tokens
+        self.loaded: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+        self.made: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.sent: dict[str, int] = {}
+        self.unknown: dict[str, tuple[str, ...]] = {}
+        into: dict[str, list[Edge]] = {name: [] for name in plan.stages}
+        for edge in plan.edges:
+            into[edge.target].append(edge)
+        shares: dict[str, _Share] = {}
+        for name, stage in plan.stages.items():
+            before = self._share_in(stage, into[name], shares)
+            shares[name] = self._share_out(stage, before)
+            self._weigh(stage, into[name], before, shares[name])
+        for edge in plan.edges:
+            self.sent[edge.name] = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
+
+    def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
+        name, given = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))
+        if not stage.node.after:
+            self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
+        for edge in edges:
+            self.received[edge.name] = self._bytes(before, edge.schema.names, stage.available)
+        columns = {column: stage.output.get(column) or stage.available[column] for column in given}
+        self.made[name] = self._bytes(after, given, columns)
+        self.kept[name] = self._bytes(after, stage.kept, stage.output)
+        self.unknown[name] = tuple(column for column in given if self._unbounded(after, columns[column]))
+
+    def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
+        rows, workers = self._rows[stage.rows], len(self._plan.placement[stage.node.role])
+        guide = next((edge for edge in edges if edge.source == edge.guide), None)
+        if stage.node.after and (guide is None or not guide.moves):
+            return shares[guide.source if guide else stage.node.after[0]]
+        if rows is None:
+            return _Share(stage.rows, None, 0)
+        if guide is None or guide.rows is Rows.REPLICATED or workers == 1:
+            mine = rows if guide else -(-rows // workers)
+            return _Share(stage.rows, mine, mine * self._row_tokens)
+        most = self._most(guide, rows, workers)
+        if guide.rows is Rows.ANYWHERE:  # what lies on a worker stays there
+            most = max(most, shares[guide.source].tokens)
+        return _Share(stage.rows, rows, most)
+
+    def _most(self, edge: Edge, rows: int, workers: int) -> int:
+        """Cost that one worker gets of balanced rows, which is at least their tokens."""
+        tokens, start = self._row_tokens, self._sizes.quadratic_from
+        cost = max(1, tokens + (tokens * tokens // start if start else 0))
+        group = max(1, rows // max(1, self._sizes.prompts)) if edge.rows is Rows.GROUPED else 1
+        items = self._sizes.minibatches if edge.by_minibatch else group
+        of, per = _BALANCED
+        return -(-of * rows * cost // (per * workers)) + items * cost
+
+    def _share_out(self, stage: Stage, before: _Share) -> _Share:
+        if not stage.node.contract.new_rows:
+            return before
+        times, name = times_of(stage.node), stage.node.name
+        if name in self._sizes.pieces:
+            pieces, _ = self._sizes.pieces[name]
+            return _Share(name, -(-pieces // len(self._plan.placement[stage.node.role])), 0)
+        rows = None if before.rows is None or times is None else before.rows * times
+        return _Share(name, rows, (rows or 0) * self._row_tokens)
+
+    def _bytes(self, share: _Share, names: Iterable[str], columns: Mapping[str, Column]) -> int:
+        """Of those columns that have a bound."""
+        found = [columns[name] for name in names]
+        if (total := self._sizes.totals.get(share.made_by)) is not None:
+            _, largest = self._sizes.pieces.get(share.made_by, (0, total))
+            here = total if share.rows is None else min(total, share.rows * largest)
+            return here if any(c.writer == share.made_by for c in found) else 0
+        return sum(self._column(share, column) or 0 for column in found)
+
+    def _column(self, share: _Share, column: Column) -> int | None:
+        width = width_of(column.name, column.type, self._sizes, self._longest)
+        if width is None or share.rows is None:
+            return None
+        tokens = min(share.tokens, share.rows * width.tokens)
+        return share.rows * width.fixed + -(-tokens * width.bits // 8) + -(-share.rows // 8) + _PER_COLUMN
+
+    def _unbounded(self, share: _Share, column: Column) -> bool:
+        if share.made_by in self._sizes.totals:
+            return column.writer != share.made_by
+        return self._column(share, column) is None

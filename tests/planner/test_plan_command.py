@@ -1,0 +1,194 @@
+"""``siirl-dask plan``: for any number of workers, with memory, in three formats; a run that does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from siirl_dask.cli import dags, main
+from siirl_dask.configfile import load, shipped
+from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.memory import memory_of
+from siirl_dask.parameters import Parameters, count_parameters
+from siirl_dask.phases import plan_phases, worker_names
+from siirl_dask.planner import dag_from_spec
+from siirl_dask.run import run
+from tests.conftest import digits_overrides
+
+KL = str(shipped("grpo_kl.yaml"))
+
+
+@pytest.fixture
+def digits(digits_task, tmp_path):
+    return digits_overrides(digits_task, tmp_path / "run")
+
+
+def planned(capsys, *arguments):
+    main(["plan", KL, *arguments])
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", KL, *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_workers_replace_those_of_the_config(capsys, digits):
+    text = planned(capsys, "--workers", "6", *digits)
+    assert "4 roles on 6 workers" in text
+    assert "note: workers 4, 5 have nothing to do: cluster.placement gives every role other ones" in text
+    assert "have nothing to do" not in planned(capsys, *digits)
+    everywhere = planned(capsys, "--workers", "2", "cluster.placement={}", *digits)
+    assert "rollout, reward, policy, reference" in everywhere
+    assert "cluster.placement.policy=[2]: no worker 2; cluster.workers=2 gives 0 to 1" in refused(capsys, "--workers=2")
+    assert "cluster.workers=0: expected at least 1" in refused(capsys, "--workers=0", "cluster.placement={}")
+
+
+def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):
+    assert planned(capsys, *digits, "--workers", "8") == planned(capsys, "--workers", "8", *digits)
+    for wrong in (["--wrokers", "8"], ["--format", "pdf"]):
+        with pytest.raises(SystemExit):
+            main(["plan", KL, *digits, *wrong])
+    with pytest.raises(SystemExit):
+        main(["rollouts", "run", "SELECT 1", "key=value"])
+
+
+def test_a_thousand_workers_are_planned_within_two_seconds(capsys, digits):
+    half = list(range(512))
+    rest = {"policy": list(range(512, 768)), "reference": list(range(768, 1024))}
+    placed = json.dumps({"rollout": half, "reward": half, **rest})
+    planned(capsys, *digits)  # what names the functions is imported by now
+    start = time.perf_counter()
+    text = planned(capsys, "--workers", "1024", f"cluster.placement={placed}", *digits)
+    assert time.perf_counter() - start < 2
+    assert "0..511 (512)" in text
+    assert len(text.splitlines()) < 150
+
+
+def test_memory_is_shown_for_each_group_of_roles(capsys, digits, digits_task):
+    text = " ".join(planned(capsys, *digits, "data.memory_limit=1MiB").split("== memory ==")[1].split())
+    parameters = count_parameters(str(digits_task.model))
+    assert f"role policy {16 * parameters.total / 1e6:.1f}"[:-1] in text
+    for group in ("0, 1 rollout, reward 45", "2 policy 45", "3 reference 45"):
+        assert group in text
+    assert "moving rows" in text
+    assert "process 450.0 MB" in text
+
+
+def test_parameters_are_counted_from_headers(digits_task, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(digits_task.model)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert count_parameters(str(digits_task.model)) == Parameters(sum(sizes), len(sizes), max(sizes))
+    assert count_parameters(str(tmp_path)) is None
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match=r"broken.safetensors is no safetensors file: a header of"):
+        count_parameters(str(tmp_path))
+
+
+def memories(overrides):
+    file = load(KL, overrides)
+    dag, validation = dags(file)
+    phases = plan_phases(file.config, dag, validation, worker_names(file.config))
+    return {tuple(one.roles): one for one in memory_of(file.config, phases)}
+
+
+def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
+    small, large = memories(digits), memories([*digits, "data.batch_size=800", "data.memory_limit=1MiB"])
+    assert large["policy",].tables > 5 * small["policy",].tables
+    assert memories([*digits, "data.memory_limit=2MiB"])["policy",].moving == small["policy",].moving < 2 * 2**20
+    assert large["policy",].moving == 2**20
+    assert small["rollout", "reward"].roles["reward"] == 0
+    halved = memories([*digits, "model.dtype=bfloat16"])
+    for group, role in ((("rollout", "reward"), "rollout"), (("policy",), "policy")):
+        wide, narrow = (found[group].roles[role] for found in (small, halved))
+        assert narrow == (wide // 2 if role == "rollout" else wide)  # what learns is float32 in any case
+    cached = memories([*digits, "rollout.kv_cache_memory=1GiB"])["rollout", "reward"].roles["rollout"]
+    assert cached == small["rollout", "reward"].roles["rollout"] + 2**30
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["cluster.memory_limit=451MB"], ["'451MB'", "moving rows", "role rollout 364", "process 450.0 MB", "lower"]),
+        (
+            ["data.memory_limit=1MiB", "cluster.memory_limit=500MB", "data.batch_size=99999"],
+            ["tables (at reward of train)", "lower data.batch_size, rollout.n", "workers 0, 1 (rollout, reward)"],
+        ),
+        (["cluster.memory_limit=100MB"], ["process 450.0 MB", "a process takes that much, or raise cluster.memory"]),
+    ],
+)
+def test_what_cannot_fit_is_refused_by_plan_and_by_run(capsys, digits, tmp_path, overrides, parts):
+    error = refused(capsys, *digits, *overrides)
+    for part in (*parts, "may each come to need"):
+        assert part in error
+    file = load(KL, [*digits, *overrides])
+    with pytest.raises(PlanError, match="may each come to need"):
+        run(file.config, *dags(file))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fits_is_not_refused(capsys, digits):
+    assert "(1GB)" in planned(capsys, *digits, "cluster.memory_limit=1GB")
+    assert "cluster.memory_limit='much': expected a number of bytes" in refused(capsys, "cluster.memory_limit=much")
+
+
+def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
+    given = json.loads(planned(capsys, "--format", "json", *digits))
+    assert set(given) == {"version", "notes", "phases", "memory"}
+    train = given["phases"]["train"]
+    assert set(train) == {"prompts", "workers", "placement", "dag", "contracts", "chains", "edges"}
+    dag, _ = dags(load(KL, digits))
+    assert dag_from_spec(**train["dag"]) == dag
+    assert train["workers"] == ["0", "1", "2", "3"]
+    assert train["placement"]["rollout"] == ["0", "1"]
+    assert train["contracts"]["old_logprobs"] == {
+        "reads": ["prompt_ids", "response_ids"],
+        "writes": {"old_logprobs": "list<item: float>"},
+    }
+    chain = next(chain for chain in train["chains"] if chain["workers"] == ["3"])
+    assert [(link["do"], link["what"]) for link in chain["links"]] == [
+        ("receive", "rollout->reference_logprobs"),
+        ("run", "reference_logprobs"),
+        ("send", "reference_logprobs->advantage"),
+    ]
+    edges = {(edge["source"], edge["target"]): edge for edge in train["edges"]}
+    moved = edges["rollout", "old_logprobs"]
+    assert set(moved) == {
+        "source", "target", "moves", "rows_policy", "by_minibatch", "guide", "columns", "rows", "bytes", "unknown"
+    }  # fmt: skip
+    assert moved["moves"]
+    assert moved["columns"] == ["prompt_ids", "response_ids"]
+    assert moved["rows"] == 8 * 4
+    assert edges["rollout", "reward"]["bytes"] == 0
+    assert {tuple(one["workers"]) for one in given["memory"]} == {("0", "1"), ("2",), ("3",)}
+    for one in given["memory"]:
+        assert one["total"] == one["process"] + one["tables"] + one["moving"] + sum(one["roles"].values())
+    assert set(given["phases"]) == {"train"}  # the digits task has no validation
+
+
+def test_an_error_in_a_node_names_the_file_and_the_line(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"base: {KL}\nnodes:\n  update:\n    rows: balanced\n    with: {{minibatch: 2}}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "siirl_dask.cli", "plan", str(config)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {config}:3, over ")
+    assert ": node 'update' has no option 'minibatch'" in done.stderr
+    assert "did you mean 'minibatches'?" in done.stderr
+
+
+def test_published_weights_are_shared_by_those_that_publish_them(digits):
+    placed = "cluster.placement={rollout: [0], reward: [0], reference: [0], policy: %s}"
+    one, many = (
+        memories([*digits, "cluster.workers=33", placed % list(range(1, 1 + count)), "data.batch_size=8"])["policy",]
+        for count in (1, 32)
+    )
+    assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
