@@ -36,7 +36,7 @@ from siirl_dask.schema import (
 _WRITES = SAMPLED | fields(PROMPT_IDS, PROMPT_TEXT, REWARD, REWARD_PARTS)
 
 
-@declares(reads=[PROMPT, ANSWER], writes=_WRITES, expand="rollout.n", draws=True, more="columns")
+@declares(reads=[PROMPT, ANSWER], writes=_WRITES, expand="rollout.n", draws=True, more="columns", beside="scorer")
 def sample_mixed_groups(
     ctx: Context,
     table: pa.Table,
@@ -53,15 +53,12 @@ def sample_mixed_groups(
     ``scorer`` is the role whose scorer, on the same workers, gives the rewards. Groups are numbered anew, in the order
     in which their prompts stand in the dataset; so are their rows. Draws as many prompts as are likely to be enough.
     """
-    scored_by = ctx.resources.get(scorer)
-    if scored_by is None:
-        raise ValueError(f"no role {scorer!r} is on this worker: place it where role rollout is, or name it as scorer=")
     groups: list[int] = []
     parts: list[pa.Table] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
         rows = generate(ctx, encode_prompts(ctx, table, max_prompt_length=max_prompt_length), rollout=rollout)
-        rows = score(replace(ctx, resource=scored_by), rows, columns=columns)
+        rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
         found = _everywhere(ctx, _mixed_groups(rows), first, count)
         groups += found
         parts.append(rows)

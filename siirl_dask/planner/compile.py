@@ -27,6 +27,7 @@ def compile_chains(
     if not workers or len(set(workers)) != len(workers):
         raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
     placed = _place(dag, workers, placement or {})
+    _check_neighbours(dag, placed)
     stages = trace(dag, source)
     moves = _plan_moves(stages, placed)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
@@ -47,6 +48,20 @@ def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[in
         if not indices or len(set(indices)) != len(indices):
             raise PlanError(f"the placement puts role {role!r} on {list(indices)}: expected workers, each one once")
     return {role: tuple(workers[i] for i in placement.get(role, range(len(workers)))) for role in roles}
+
+
+def _check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
+    for node in dag.nodes:
+        role = node.beside
+        if role is None:
+            continue
+        if role not in placed:
+            raise PlanError(f"node {node.name!r} uses role {role!r}, which the DAG has not{did_you_mean(role, placed)}")
+        if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
+            raise PlanError(
+                f"node {node.name!r} uses role {role!r} on each worker of its own role {node.role!r}, and worker "
+                f"{alone[0]!r} has it not: place {role!r} where {node.role!r} is"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
@@ -73,12 +74,14 @@ def columns(
     draws: bool = False,
     expand: str | None = None,
     more: str | None = None,
+    beside: str | None = None,
     trial: Callable[..., None] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
-    ``more`` names an option of the function that lists further columns it reads. ``trial`` is called with the node's
-    options when it is planned, and raises if they cannot work: a loss that fails should not do so after the rollout.
+    ``more`` names an option of the function that lists further columns it reads; ``beside`` one that names a role that
+    must be on each of the node's workers, because it uses ``ctx.resources`` of that role. ``trial`` is called with the
+    node's options when it is planned, and raises if they cannot work: a loss should not fail after the rollout.
     """
     contract = Contract(
         tuple(reads),
@@ -94,6 +97,7 @@ def columns(
     def attach(fn: _F) -> _F:
         fn.__columns__ = contract  # type: ignore[attr-defined]
         fn.__more_columns__ = more  # type: ignore[attr-defined]
+        fn.__beside__ = beside  # type: ignore[attr-defined]
         fn.__trial__ = trial  # type: ignore[attr-defined]
         return fn
 
@@ -176,6 +180,15 @@ class Node:
     @property
     def options(self) -> Mapping[str, Any]:
         return self.fn.keywords if isinstance(self.fn, partial) else {}
+
+    @property
+    def beside(self) -> str | None:
+        """A role that must be on each of its workers."""
+        option = getattr(_bare(self.fn), "__beside__", None)
+        if option is None:
+            return None
+        default = signature(_bare(self.fn)).parameters[option].default
+        return str(self.options.get(option, default))
 
     def try_out(self) -> None:
         """PlanError when the node's options fail the trial that its function declares."""

@@ -32,15 +32,17 @@ _ROLE_KEYS = ("build", "with")
 
 
 def bind(fn: Callable[..., Any], options: Mapping[str, Any], what: str) -> Callable[..., Any]:
-    """``fn`` with ``options`` bound. PlanError for one it has not, one that is missing, or one of the wrong type."""
+    """``fn`` with ``options`` bound. PlanError for one it has not, one that is missing, or one of the wrong type.
+
+    What ``**extra`` takes is for whoever calls it: an option that it does not name is a mistake, not an extra.
+    """
     if not isinstance(options, Mapping):
         raise PlanError(f"{what} has with={options!r}: expected a mapping of options")
     parameters = inspect.signature(fn).parameters.values()
     given_by_name = (p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
     known = [p.name for p in (*given_by_name, *(p for p in parameters if p.kind is p.KEYWORD_ONLY))]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in options:
-        if name not in known and not open_ended:
+        if name not in known:
             raise PlanError(f"{what} has no option {name!r} (options: {known}){did_you_mean(str(name), known)}")
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options:

@@ -122,4 +122,19 @@ def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
     )
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
     with pytest.raises(PlanError, match=r"node 'rollout' draws more prompts.*\['rollout', 'prompts'\]"):
-        compile_chains(DAG((Role("rollout", build_guesser),), nodes), ["w"], schema)
+        compile_chains(DAG((Role("rollout", build_guesser), Role("reward", build_guesser)), nodes), ["w"], schema)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "placement", "said"),
+    [
+        ("reward", {"rollout": [0, 1], "reward": [1]}, "worker 'w0' has it not"),
+        ("rewards", {}, "did you mean 'reward'"),
+    ],
+)
+def test_a_scorer_that_is_not_where_the_samples_are_is_refused(scorer, placement, said):
+    sample = partial(sample_mixed_groups, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8, scorer=scorer)
+    roles = (Role("rollout", build_guesser), Role("reward", build_guesser))
+    schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
+    with pytest.raises(PlanError, match=f"node 'rollout' uses role '{scorer}'.*{said}"):
+        compile_chains(DAG(roles, (Node("rollout", sample, "rollout"),)), ["w0", "w1"], schema, placement)
