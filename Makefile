@@ -1,8 +1,11 @@
 # Everything runs in .venv, which is rebuilt only when pyproject.toml is newer than it.
+# EXTRA=cpu, gpu or npu installs vLLM as well: see docs/engines.md.
 
 PYTHON ?= python3
+EXTRA ?=
 BIN := .venv/bin
-STAMP := .venv/installed
+COMMA := ,
+STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
 .PHONY: install quickstart test lint
 
@@ -11,7 +14,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("siirl_dask needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14" -e ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
 	touch $@
 
 quickstart: install

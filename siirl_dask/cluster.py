@@ -13,8 +13,9 @@ from multiprocessing import resource_tracker
 import dask
 from distributed import Client, LocalCluster
 
-from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout.vllm_process import ENVIRONMENT
 
 _PATIENCE = 3.0  # seconds that workers have to close by themselves after a run that is complete
 _HASTE = 0.5  # the same after a failure or Ctrl-C, which has to be over within five
@@ -29,7 +30,7 @@ def connect(config: Config) -> Iterator[Client]:
         with _existing(cluster) as client:
             yield client
         return
-    with dask.config.set(_local_settings(cluster)), _local(config) as local:
+    with dask.config.set(_local_settings(config)), _local(config) as local:
         client = Client(local)
         try:
             _wait_for_workers(client, cluster)
@@ -93,11 +94,13 @@ async def _block_interrupts() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def _local_settings(cluster: ClusterConfig) -> dict[str, object]:
+def _local_settings(config: Config) -> dict[str, object]:
+    of_engine = {} if config.rollout.engine is Engine.transformers else ENVIRONMENT
     return {
         "distributed.nanny.pre-spawn-environ": {
             **dask.config.get("distributed.nanny.pre-spawn-environ"),
-            "OMP_NUM_THREADS": cluster.threads,
+            **{name: os.environ.get(name, value) for name, value in of_engine.items()},
+            "OMP_NUM_THREADS": config.cluster.threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": 1,
         },

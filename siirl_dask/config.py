@@ -11,7 +11,12 @@ from siirl_dask.errors import ConfigError
 
 
 class Engine(StrEnum):
+    """What generates; see docs/engines.md."""
+
     transformers = "transformers"
+    vllm = "vllm"
+    auto = "auto"
+    """vLLM where it is installed, transformers elsewhere."""
 
 
 class Dtype(StrEnum):
@@ -88,6 +93,10 @@ class ClusterConfig:
     """Workers of each role, by index; a role that is not named is on every worker."""
     threads: int = 1
     """Torch threads per worker."""
+    memory_limit: str | None = None
+    """Memory of one worker process, such as ``64GiB``: a run that is estimated to need more is refused. None is no
+    limit.
+    """
     start_timeout: float = 120.0
     """Seconds until every worker must be up and its roles built."""
     stall_timeout: float = 600.0
@@ -99,6 +108,8 @@ class ClusterConfig:
         _at_least("cluster", 1, workers=self.workers, threads=self.threads)
         _above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
         _above("cluster", 0, peer_timeout=self.peer_timeout)
+        if self.memory_limit is not None:
+            parse_bytes("cluster.memory_limit", self.memory_limit)
         if self.address and self.scheduler_file:
             raise ConfigError("cluster.address and cluster.scheduler_file are both given: expected one of them")
         for role, workers in self.placement.items():
@@ -154,17 +165,35 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    engine: Engine = Engine.transformers
+    engine: Engine = Engine.auto
     n: int = 8
     """Samples per prompt: the group that an advantage compares."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0 is off."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are not drawn; 0 is off."""
     max_response_length: int = 256
     """Tokens."""
     max_rows: int = 256
     """Rows generated at once on a worker."""
+    gpu_memory_utilization: float = 0.9
+    """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
+    ``kv_cache_memory`` is not given.
+    """
+    kv_cache_memory: str | None = None
+    """Of the cache of keys and values on a worker, such as ``4GiB``; where none is given, 1GiB on a CPU."""
+    max_num_seqs: int | None = None
+    """Rows in a batch; none, ``max_rows``."""
+    max_num_batched_tokens: int | None = None
+    """Tokens in a batch; none, vLLM's own choice."""
+    enforce_eager: bool | None = None
+    """Without compiled graphs; none, so on a CPU only."""
+    enable_prefix_caching: bool = True
+    """Read a prompt once for all its samples."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 
     @property
     def n_and_greedy(self) -> int:
@@ -177,6 +206,22 @@ class RolloutConfig:
         _above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"rollout.min_p={self.min_p}: expected 0 to 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: expected more than 0 and at most 1"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if (given := getattr(self, name)) is not None:
+                _at_least("rollout", 1, **{name: given})
+        if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:
+            raise ConfigError(f"rollout.kv_cache_memory={self.kv_cache_memory!r}: expected at least 1MiB")
+        if self.engine_kwargs and self.engine is Engine.transformers:
+            raise ConfigError(
+                f"rollout.engine_kwargs={self.engine_kwargs}: they are vLLM's, and rollout.engine is transformers; "
+                "leave them out or take rollout.engine=vllm"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

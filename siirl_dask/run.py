@@ -10,7 +10,7 @@ from siirl_storage import Conflict, StorageError, join, open_fs, write_atomic, w
 from siirl_storage.files import absolute
 
 from siirl_dask.cluster import connect, members
-from siirl_dask.config import Config
+from siirl_dask.config import Config, Engine
 from siirl_dask.configfile import dump
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.driver import Driver
@@ -19,6 +19,7 @@ from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Status, Summary
 from siirl_dask.phases import PREPARED, plan_phases, prepare, worker_names
 from siirl_dask.planner import DAG, dag_to_spec
+from siirl_dask.rollout import choose_engine
 from siirl_dask.runlog import RunLog
 from siirl_dask.worker.dag_worker import RunSpec
 from siirl_dask.worker.dataplane import DataSettings
@@ -43,6 +44,8 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
     log = RunLog(config)
     try:
         log.progress.note(f"starting {config.cluster.workers} workers")
+        if config.rollout.engine is Engine.auto:
+            log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
         with connect(config) as client:
             found = members(client, config.cluster.workers)
             phases = plan_phases(config, dag, validation, list(found))

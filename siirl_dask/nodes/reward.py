@@ -15,6 +15,7 @@ from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, REWARD, REWARD_PARTS, RO
 
 logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a prompt or a response in an error
+_TOLD = 3  # rows of a step that are told one by one, of those that may fail
 
 
 @declares(reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), more="columns")
@@ -45,19 +46,22 @@ def _judge(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Seque
     scorer: Scorer = ctx.resource
     (total,) = ctx.all_sum([len(failed)])
     if total <= scorer.max_failures:
-        for at in failed:
-            logger.warning("step %d: left out of the loss: %s", ctx.step, _tell(table, at, scorer, scores[at]))
+        for at in failed[:_TOLD]:
+            logger.warning("left out of the loss: %s", _tell(ctx, table, at, scores[at]))
+        if len(failed) > _TOLD:
+            logger.warning("step %d: left out of the loss: %d more rows", ctx.step, len(failed) - _TOLD)
         return
     allowed = f"rewards.max_failures={scorer.max_failures}"
     if not failed:
         raise RewardError(f"reward {scorer.name} failed for {total:.0f} rows of step {ctx.step} elsewhere ({allowed})")
     more = f"; it failed for {total:.0f} rows of the step ({allowed})" if total > 1 else ""
-    raise RewardError(_tell(table, failed[0], scorer, scores[failed[0]]) + f", step {ctx.step}{more}")
+    raise RewardError(_tell(ctx, table, failed[0], scores[failed[0]]) + more)
 
 
-def _tell(table: pa.Table, at: int, scorer: Scorer, score: Score) -> str:
+def _tell(ctx: Context, table: pa.Table, at: int, score: Score) -> str:
+    scorer: Scorer = ctx.resource
     row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(at, 1).to_pylist()[0]
     return (
-        f"reward {scorer.name} {score.failure}: row {row[ROW_ID]}, prompt {row[PROMPT]!r:.{_SHOWN}}, "
-        f"response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
+        f"reward {scorer.name} {score.failure}: row {row[ROW_ID]} of step {ctx.step}, "
+        f"prompt {row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
     )

@@ -55,6 +55,7 @@ def _sampling(rollout: RolloutConfig) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
     )
 
 

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
+
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import FinishReason, Generation, RolloutEngine, Sampling, Tokenizer
 
-__all__ = ["FinishReason", "Generation", "RolloutEngine", "Sampling", "Tokenizer", "build_engine"]
+__all__ = ["FinishReason", "Generation", "RolloutEngine", "Sampling", "Tokenizer", "build_engine", "choose_engine"]
+
+logger = logging.getLogger("siirl_dask.rollout")
 
 
 def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
     """The engine the config names, on this device. ConfigError when ``model.path`` is missing or cannot be loaded."""
-    match rollout.engine:
-        case Engine.transformers:
-            from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
+    if choose_engine(rollout.engine) is Engine.vllm:
+        try:
+            from siirl_dask.rollout.vllm_engine import VllmEngine  # imports torch, transformers and vLLM
+        except (ImportError, OSError) as error:
+            raise ConfigError(
+                f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
+                "as docs/engines.md says, or take rollout.engine=transformers"
+            ) from error
+        return VllmEngine(model, rollout, device)
+    from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
-            return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)
+    return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)
+
+
+def choose_engine(engine: Engine) -> Engine:
+    """``auto`` as one that is here, and says so. ConfigError when vLLM is asked for and not installed."""
+    installed = find_spec("vllm") is not None
+    if engine is Engine.vllm and not installed:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed; install the extra cpu, gpu or npu, as in "
+            "pip install 'siirl_dask[cpu]', or take rollout.engine=transformers"
+        )
+    if engine is not Engine.auto:
+        return engine
+    chosen = Engine.vllm if installed else Engine.transformers
+    logger.info("rollout.engine=auto takes %s: vLLM is %sinstalled", chosen, "" if installed else "not ")
+    return chosen

@@ -18,12 +18,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to draw tokens. ``temperature`` 0 is greedy, ``top_p`` 1 and ``top_k`` 0 off; ``max_tokens`` per response."""
+    """How to draw tokens. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 are off; ``max_tokens``
+    per response.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are not drawn (arXiv:2407.01082)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class Generation:
     token_ids: list[int]
     """Sampled tokens, the end token included when there is one."""
     logprobs: list[float]
-    """Of each sampled token, under softmax(logits / temperature), before top-p and top-k. Greedy: temperature 1."""
+    """Of each sampled token, under softmax(logits / temperature), before top-p, top-k and min-p. Greedy: temperature
+    1.
+    """
     finish_reason: FinishReason
 
 
@@ -67,3 +73,11 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_rows(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """ValueError unless there are as many seeds as prompts and every prompt has tokens."""
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
+    if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
+        raise ValueError(f"prompts {empty} have no tokens: there is nothing to go on from")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from siirl_dask.errors import ConfigError
 
@@ -42,3 +42,12 @@ class HuggingFaceTokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
+    """Those of the model's generation config and the tokenizer's own."""
+    given = config.eos_token_id if config is not None else None
+    ends = [given] if isinstance(given, int) else list(given or [])
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    return frozenset(ends)

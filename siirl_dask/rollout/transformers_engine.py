@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, RunError
-from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer
+from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer, check_rows
 from siirl_dask.rollout.sampler import Sampler
-from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
+from siirl_dask.rollout.weights import Parameters
 
 
 class TransformersEngine:
@@ -24,19 +25,17 @@ class TransformersEngine:
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
+        self._parameters = Parameters(self._model)
         self._device = device
         self._max_rows = max_rows
-        self._end_tokens = _end_tokens(self._model.generation_config, tokenizer)
+        self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
         """One response per prompt, in order. ValueError for a prompt without tokens."""
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
-        if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
-            raise ValueError(f"prompts {empty} have no tokens: there is nothing to go on from")
+        check_rows(prompts, seeds)
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
         results: dict[int, Generation] = {}
         for start in range(0, len(order), self._max_rows):
@@ -48,20 +47,10 @@ class TransformersEngine:
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every parameter in place. ValueError, with ``version`` as it was, if the names or shapes do not fit."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        missing = {id(parameter): name for name, parameter in reversed(parameters.items())}
-        unknown, misshaped = [], []
+        weights = self._parameters.fit(tensors, version)
         with torch.no_grad():
-            for name, tensor in tensors:
-                if (parameter := parameters.get(name)) is None:
-                    unknown.append(name)
-                elif parameter.shape != tensor.shape:
-                    misshaped.append(f"{name} {list(tensor.shape)} for {list(parameter.shape)}")
-                else:
-                    parameter.copy_(tensor)
-                    missing.pop(id(parameter), None)
-        wrong = {"missing": sorted(missing.values()), "unknown": sorted(unknown), "misshaped": sorted(misshaped)}
-        if any(wrong.values()):
-            raise ValueError(f"weights of version {version} do not fit: { {k: v for k, v in wrong.items() if v} }")
+            for name, tensor in weights.items():
+                parameters[name].copy_(tensor)
         self.version = version
 
     def close(self) -> None:
@@ -122,11 +111,3 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")
     return network.to(device).eval(), HuggingFaceTokenizer(tokenizer, model.path)
-
-
-def _end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
-    given = config.eos_token_id if config is not None else None
-    ends = [given] if isinstance(given, int) else list(given or [])
-    if tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
-    return frozenset(ends)

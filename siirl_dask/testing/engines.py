@@ -104,26 +104,31 @@ class EngineTests:
         expected_difference = (2 * expected * (1 - expected) / (torch.pi * count)).sqrt().sum()
         assert float((drawn - expected).abs().sum()) < 1.5 * float(expected_difference)
 
-    def test_logprobs_are_of_the_tempered_distribution_before_top_p_and_top_k(
+    def test_logprobs_are_of_the_tempered_distribution_before_any_filter(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         for sampling in (
             Sampling(max_tokens=6, temperature=0.7),
             Sampling(max_tokens=6, temperature=_SHARP, top_k=5),
             Sampling(max_tokens=6, temperature=_SHARP, top_p=0.5),
+            Sampling(max_tokens=6, temperature=_SHARP, min_p=0.5),
         ):
             prompts = _prompts(6)
             samples = engine.generate(prompts, list(range(6)), sampling)
             self._assert_logprobs(model, prompts, samples, sampling.temperature)
 
-    def test_top_k_and_top_p_leave_only_the_likeliest(self, engine: RolloutEngine, model: PreTrainedModel) -> None:
+    def test_top_k_top_p_and_min_p_leave_only_the_likeliest(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
         prompt = [5, 6, 7]
         with torch.no_grad():
             likeliest = response_scores(model, prompt, [0], _SHARP)[0].exp().sort(descending=True)
         nucleus = int((likeliest.values.cumsum(0) < 0.5).sum()) + 1
+        near = int((likeliest.values >= 0.5 * likeliest.values[0]).sum())
         for sampling, count in (
             (Sampling(max_tokens=1, temperature=_SHARP, top_k=3), 3),
             (Sampling(max_tokens=1, temperature=_SHARP, top_p=0.5), nucleus),
+            (Sampling(max_tokens=1, temperature=_SHARP, min_p=0.5), near),
         ):
             samples = engine.generate([prompt] * 200, list(range(200)), sampling)
             assert {sample.token_ids[0] for sample in samples} <= set(likeliest.indices[:count].tolist())
@@ -165,11 +170,13 @@ class EngineTests:
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
-    def test_weights_that_do_not_fit_are_refused_by_name(
-        self, engine: RolloutEngine, model: PreTrainedModel, wrong: str
+    def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(
+        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel, wrong: str
     ) -> None:
         engine.load_weights(model.named_parameters(), 3)
-        weights: dict[str, Tensor] = dict(model.named_parameters())
+        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        before = engine.generate(prompts, list(range(6)), sampling)
+        weights: dict[str, Tensor] = dict(other_model.named_parameters())
         name = "model.norm.weight"
         if wrong == "missing":
             del weights[name]
@@ -181,6 +188,15 @@ class EngineTests:
         with pytest.raises(ValueError, match=name):
             engine.load_weights(weights.items(), 4)
         assert engine.version == 3
+        self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+
+    def test_what_was_read_of_a_prompt_with_old_weights_is_forgotten(
+        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+    ) -> None:
+        prompts, sampling = [[number % 256 for number in range(300)]] * 3, Sampling(max_tokens=4)
+        for weights, version in ((model, 1), (other_model, 2)):
+            engine.load_weights(weights.named_parameters(), version)
+            self._assert_logprobs(weights, prompts, engine.generate(prompts, [1, 2, 3], sampling), 1.0)
 
     @pytest.mark.parametrize("text", ["Sort: 2 9 =", "  two  spaces\n\tand a tab ", "é ß 漢字 🙂", ""])
     def test_the_tokenizer_gives_back_the_text(self, engine: RolloutEngine, text: str) -> None:

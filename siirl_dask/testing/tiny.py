@@ -59,12 +59,13 @@ def tiny_model(
     layers: int = 2,
     heads: int = 2,
     kv_heads: int = 1,
+    head_dim: int = 32,
     intermediate: int | None = None,
     family: Family = "qwen3",
     tied: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write a random model and its tokenizer; same seed, same weights. head_dim is 32, so that vLLM takes it too."""
+    """Write a random model and its tokenizer; same seed, same weights. vLLM takes no ``head_dim`` below 32."""
     config_class, model_class = _FAMILIES[family]
     tokenizer = tiny_tokenizer(chat_template=chat_template)
     config = config_class(
@@ -74,7 +75,7 @@ def tiny_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,

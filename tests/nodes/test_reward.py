@@ -130,7 +130,7 @@ def test_no_rows_give_typed_columns(scored):
 )
 def test_a_failure_stops_the_step_and_names_its_row(scored, where, response, said):
     with pytest.raises(
-        RewardError, match=rf"reward capricious {said}.*: row 1, prompt 'p', response '{response}', answ"
+        RewardError, match=rf"reward capricious {said}.*: row 1 of step 1, prompt 'p', response '{response}', answ"
     ):
         scored(capricious, table(["fine", response]), **where)
 

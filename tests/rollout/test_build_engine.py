@@ -5,7 +5,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import Sampling, build_engine
@@ -14,7 +14,53 @@ from siirl_dask.testing.tiny import tiny_model
 
 def build(folder, dtype=Dtype.float32):
     model = ModelConfig(path=str(folder), dtype=dtype)
-    return build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig())
+    rollout = RolloutConfig(engine=Engine.transformers)
+    return build_engine(Device("w0"), Rank(), model=model, rollout=rollout)
+
+
+def test_without_vllm_auto_takes_transformers_and_vllm_is_refused_by_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    model = ModelConfig(path=str(tiny_model(tmp_path / "model")))
+    with caplog.at_level("INFO", "siirl_dask.rollout"):
+        engine = build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig())
+    assert type(engine).__name__ == "TransformersEngine"
+    assert "rollout.engine=auto takes transformers" in caplog.text
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: vLLM is not installed.*siirl_dask\[cpu\]"):
+        build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine=Engine.vllm))
+
+
+def test_a_vllm_that_cannot_be_imported_is_one_clear_error(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so: no such file')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from siirl_dask.config import ModelConfig, RolloutConfig\n"
+        "from siirl_dask.context import Device, Rank\n"
+        "from siirl_dask.rollout import build_engine\n"
+        "build_engine(Device('w0'), Rank(), model=ModelConfig(path='model'), rollout=RolloutConfig())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("siirl_dask.errors.ConfigError: rollout.engine=auto: vLLM is installed and cannot be")
+    assert "libcudart.so" in last
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: expected more than 0 and at most 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
+        ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots': expected a number of bytes"),
+        ({"kv_cache_memory": "9kB"}, "kv_cache_memory='9kB': expected at least 1MiB"),
+        (
+            {"engine": Engine.transformers, "engine_kwargs": {"seed": 1}},
+            "engine_kwargs.* rollout.engine is transformers",
+        ),
+    ],
+)
+def test_settings_that_no_engine_takes_are_refused_by_name(settings, text):
+    with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
+        RolloutConfig(**settings)
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers():

@@ -1,0 +1,227 @@
+"""Generates with vLLM, inside this process: rows of any length at once, prompts read once for all their samples."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
+from siirl_dask.context import Device, DeviceKind
+from siirl_dask.errors import ConfigError, RunError, did_you_mean
+from siirl_dask.rollout import vllm_process
+from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer, check_rows
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
+from siirl_dask.rollout.vllm_groups import EngineWorld
+from siirl_dask.rollout.weights import Parameters
+
+vllm_process.prepare()
+
+from vllm import LLM, EngineArgs, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.distributed.parallel_state import model_parallel_is_initialized  # noqa: E402
+from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
+
+from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice, request_params  # noqa: E402
+
+_CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
+_LONGEST_THAT_FITS = -1
+
+
+class VllmEngine:
+    """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``."""
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, device: Device) -> None:
+        if not Path(model.path).is_dir():
+            raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
+        settings = _settings(model, rollout, device)
+        self._parameters, tokenizer, self._end_tokens = _describe(model)
+        self.tokenizer: Tokenizer = tokenizer
+        self._world = EngineWorld()
+        self._on_cpu = device.kind is DeviceKind.CPU
+        self._llm = self._start(model, settings)
+        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # in its world, forgotten or closed
+        self._longest: int = self._llm.llm_engine.model_config.max_model_len
+        self._broken = False
+        self.version = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """One response per prompt, in order. ValueError for a prompt without tokens, ConfigError for one that leaves no
+        room for ``max_tokens``.
+        """
+        check_rows(prompts, seeds)
+        self._check_room(prompts, sampling)
+        if not prompts:
+            return []
+        with self._eager():
+            outputs = self._llm.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
+                [request_params(seed, sampling, self._end_tokens) for seed in seeds],
+                use_tqdm=False,
+            )
+        return [self._generation(output) for output in outputs]
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter, and forget what was computed with those before. ValueError, with everything as it
+        was, if the names or shapes do not fit; RunError when vLLM fails half way.
+        """
+        if self._broken:
+            raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
+        weights = self._parameters.fit(tensors, version)
+        self._broken = True
+        with self._eager(), vllm_process.untouched():
+            try:
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+                if self._on_cpu:
+                    self._llm.apply_model(_pack_tied_head)
+            except Exception as error:
+                raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
+        self._llm.reset_prefix_cache()
+        self._broken = False
+        self.version = version
+
+    def close(self) -> None:
+        """Free the weights and the cache; nothing can be generated any more."""
+        self._finish()
+        if hasattr(self, "_llm"):
+            del self._llm
+            gc.collect()  # an engine and its parts know each other
+
+    def _start(self, model: ModelConfig, settings: Mapping[str, Any]) -> LLM:
+        gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
+        if model_parallel_is_initialized():
+            raise ConfigError(
+                "vLLM runs one engine in a process, and this one has one: close it first, give the roles workers of "
+                "their own (cluster.placement), or take rollout.engine=transformers"
+            )
+        try:
+            with self._world.entered(), vllm_process.untouched(), self._eager():
+                return _build(model.path, settings)
+        except Exception as error:  # vLLM raises anything from ValueError to AssertionError
+            raise ConfigError(
+                f"model.path={model.path!r}: vLLM cannot run it as rollout says: {_innermost(error)}; change the "
+                "rollout or take rollout.engine=transformers"
+            ) from error
+
+    def _eager(self) -> Any:
+        """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
+        return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
+
+    def _check_room(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        longest = max(map(len, prompts), default=0)
+        if longest + sampling.max_tokens > self._longest:
+            raise ConfigError(
+                f"rollout.max_response_length={sampling.max_tokens}: with a prompt of {longest} tokens more than the "
+                f"{self._longest} that vLLM has room for; lower it or data.max_prompt_length, or give more "
+                "rollout.kv_cache_memory if the model can take more"
+            )
+
+    def _generation(self, output: RequestOutput) -> Generation:
+        (sample,) = output.outputs
+        tokens = list(sample.token_ids)
+        assert sample.logprobs is not None
+        logprobs = [float(at[token].logprob) for at, token in zip(sample.logprobs, tokens, strict=True)]
+        if not all(map(isfinite, logprobs)):
+            raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
+        reason = FinishReason.STOP if sample.finish_reason == "stop" else FinishReason.LENGTH
+        return Generation(tokens, logprobs, reason)
+
+
+def _build(path: str, settings: Mapping[str, Any]) -> LLM:
+    """An engine that has generated a token: some of what vLLM cannot do shows only then. Nothing is left of one that
+    fails.
+    """
+    try:
+        llm = LLM(model=path, **settings)
+    except Exception:
+        cleanup_dist_env_and_memory()
+        raise
+    try:
+        params = request_params(0, Sampling(max_tokens=1), [])
+        llm.generate([TokensPrompt(prompt_token_ids=[0])], params, use_tqdm=False)
+    except Exception:
+        llm.llm_engine.engine_core.shutdown()
+        raise
+    return llm
+
+
+def _shut_down(llm: LLM, world: EngineWorld) -> None:
+    with world.entered(), vllm_process.untouched():
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _settings(model: ModelConfig, rollout: RolloutConfig, device: Device) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
+    on_cpu = device.kind is DeviceKind.CPU
+    cache = rollout.kv_cache_memory or (_CPU_CACHE if on_cpu else None)
+    ours = {
+        "dtype": str(model.dtype),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
+        "logits_processors": [TokenChoice],
+        "logprobs_mode": LOGPROBS_MODE,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
+        "max_num_seqs": rollout.max_num_seqs or rollout.max_rows,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "use_tqdm_on_load": False,
+    }
+    if device.index:
+        ours["distributed_executor_backend"] = _executor_on(device.index)
+    valid = {field.name for field in fields(EngineArgs)}
+    for name in rollout.engine_kwargs:
+        if name in ours or name in ("model", "tensor_parallel_size"):
+            raise ConfigError(f"rollout.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
+        if name not in valid:
+            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}")
+    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.engine_kwargs}
+
+
+def _executor_on(index: int) -> type[UniProcExecutor]:
+    """vLLM's own takes the first device that it sees."""
+
+    class OnDevice(UniProcExecutor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
+        def _distributed_args(self) -> tuple[str, int, int]:
+            method, rank, _ = super()._distributed_args()
+            return method, rank, index
+
+    return OnDevice
+
+
+def _describe(model: ModelConfig) -> tuple[Parameters, HuggingFaceTokenizer, list[int]]:
+    try:
+        parameters = Parameters.of_folder(model.path)
+        tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model.path, local_files_only=True), model.path)
+    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
+        raise ConfigError(f"model.path={model.path!r}: transformers cannot load it: {error}") from error
+    config = (
+        GenerationConfig.from_pretrained(model.path) if Path(model.path, "generation_config.json").is_file() else None
+    )
+    return parameters, tokenizer, sorted(end_tokens(config, tokenizer))
+
+
+def _pack_tied_head(model: torch.nn.Module) -> None:
+    """On a CPU the head is a packed copy of the embedding, which a reload leaves as it was: log-probs off by 2."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _innermost(error: BaseException) -> str:
+    """vLLM wraps what went wrong; the first cause says it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,64 @@
+"""What vLLM needs of the process it lives in, and what it must leave there as it was. Import this before vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a Dask worker is a daemon, which may have no processes of its own
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one does not take vllm_sampler's kind of processor
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about NUMA nodes from each worker; read when torch is imported
+}
+"""Best there before the process starts; what is set already stays, but for the first two."""
+_OFTEN_BROKEN = ("torchvision", "torchaudio", "torchcodec")  # siirl_dask hides those of them that are
+_REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
+
+
+def prepare() -> None:
+    """Set the environment and take what cannot be imported out of vLLM's way."""
+    for name, value in ENVIRONMENT.items():
+        if name in _REQUIRED:
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
+    if any(sys.modules.get(name, sys) is None for name in _OFTEN_BROKEN):
+        registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+        if hasattr(registry, "_run_in_subprocess"):  # the child would look at the model's class without what is hidden
+            registry._run_in_subprocess = lambda function: function()
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Undo what building an engine does to its process: random states and ``torch.set_num_threads`` set anew, and
+    sockets on every interface.
+    """
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python, numpy, interface = random.getstate(), np.random.get_state(), os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a group of one rank speaks to nobody
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names that torch is going to drop
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface

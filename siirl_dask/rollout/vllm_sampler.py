@@ -1,0 +1,92 @@
+"""Chooses tokens inside vLLM, by the draw that every engine uses.
+
+vLLM itself samples greedily from what this processor leaves: one token, whose logit is its log-probability. So a token
+depends on its row's seed and position alone, whatever else is in the batch or was taken out of it and put back, and
+its log-probability is that of the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from siirl_dask.rollout.draw import Draw, as_seed
+from siirl_dask.rollout.engine import Sampling
+
+LOGPROBS_MODE = "processed_logits"
+"""What vLLM must report of the chosen token: the logit that ``apply`` leaves."""
+_KEY = "siirl_dask"
+
+
+def request_params(seed: int, sampling: Sampling, end_tokens: list[int]) -> SamplingParams:
+    """What vLLM is told of one row."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=end_tokens,
+        ignore_eos=True,  # the end tokens are given
+        logprobs=0,  # the chosen token's alone
+        detokenize=False,
+        extra_args={_KEY: {"seed": as_seed(seed), "sampling": asdict(sampling)}},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    seed: int
+    sampling: Sampling
+    tokens: list[int]
+    """Those generated so far: vLLM's own list, which grows."""
+
+
+class TokenChoice(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
+    """vLLM makes one and tells it which row of the batch is whose."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch: rows that left, came and moved, in the order that vLLM documents."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, tokens in batch_update.added:
+            given: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
+            self._rows.pop(index, None)
+            if given is not None:  # vLLM's own warm-up has none
+                self._rows[index] = _Row(given["seed"], Sampling(**given["sampling"]), tokens)
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self._rows[source] = replaced
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Leave each row one token, with its log-probability as logit. [B, V] -> [B, V]."""
+        ways: dict[Sampling, list[int]] = {}
+        for index in sorted(self._rows):
+            ways.setdefault(self._rows[index].sampling, []).append(index)
+        for sampling, indices in ways.items():
+            self._choose(logits, sampling, indices)
+        return logits
+
+    def _choose(self, logits: Tensor, sampling: Sampling, indices: list[int]) -> None:
+        seeds = np.array([self._rows[index].seed for index in indices], dtype=np.uint64)
+        positions = np.array([len(self._rows[index].tokens) for index in indices], dtype=np.uint64)
+        at = torch.tensor(indices, device=logits.device)
+        scores = logits if len(indices) == len(logits) else logits[at]  # one way of sampling for all: no copy
+        tokens, logprobs = Draw(sampling)(scores, seeds, positions)
+        logits[at] = -torch.inf
+        logits[at, tokens] = logprobs.to(logits.dtype)

@@ -1,0 +1,45 @@
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from siirl_dask.broken_imports import hide_broken
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """As a wheel that was built for another torch fails: not with an ImportError, and half way."""
+    (tmp_path / "broken_one").mkdir()
+    (tmp_path / "broken_one" / "__init__.py").write_text("import broken_one.part\nraise OSError('no libcudart')")
+    (tmp_path / "broken_one" / "part.py").write_text("")
+    (tmp_path / "sound_one.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("broken_one", "broken_one.part", "sound_one"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("modules")
+def test_modules_that_fail_to_import_count_as_absent_and_others_stay():
+    assert hide_broken(["broken_one", "sound_one", "never_installed"]) == ["broken_one"]
+    assert find_spec("broken_one") is None
+    with pytest.raises(ModuleNotFoundError):
+        import broken_one  # noqa: F401
+    assert not [name for name in sys.modules if name.startswith("broken_one.")]
+    assert "sound_one" in sys.modules
+    assert "never_installed" not in sys.modules
+
+
+def test_transformers_models_load_beside_a_torchvision_that_fails(tmp_path):
+    name = "torchvision"
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator does not exist')")
+    metadata = tmp_path / f"{name}-0.28.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.28.0\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import siirl_dask; assert {name!r} not in sys.modules; "
+        "from transformers import Qwen3ForCausalLM; print(Qwen3ForCausalLM.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "Qwen3ForCausalLM\n", done.stderr

@@ -1,0 +1,239 @@
+import json
+import random
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import TokenLoss
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.rollout import Sampling, build_engine
+from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.vllm_engine import VllmEngine
+from siirl_dask.testing.engines import EngineTests
+from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.training import PackedRows, TrainBatch, build_trainer
+
+DEVICE = Device("w0")
+PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
+
+
+def rollout_of(**settings):
+    return RolloutConfig(**{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings})
+
+
+@contextmanager
+def running(folder, dtype=Dtype.float32, **settings):
+    engine = build_engine(
+        DEVICE, Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout_of(**settings)
+    )
+    assert isinstance(engine, VllmEngine)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class TestVllmEngine(EngineTests):
+    @classmethod
+    def make_engine(cls, folder: Path) -> VllmEngine:
+        return VllmEngine(ModelConfig(path=str(folder)), rollout_of(), DEVICE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("vllm") / "model", seed=1)
+
+
+def packed(prompts, samples):
+    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    return PackedRows(
+        torch.tensor([token for row in rows for token in row]),
+        offsets,
+        torch.tensor([len(prompt) for prompt in prompts]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)]
+)
+def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(tmp_path, family, tied):
+    folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
+    sampling = Sampling(max_tokens=6, temperature=0.7)
+    trainer = build_trainer(
+        DEVICE, Rank(), model=ModelConfig(path=str(folder)), trainer=TrainerConfig(lr=3e-3),
+        rollout=RolloutConfig(temperature=sampling.temperature),
+    )  # fmt: skip
+    with running(folder) as engine:
+        for version in range(6):
+            samples = engine.generate(PROMPTS, range(6), sampling)
+            sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+            rows = packed(PROMPTS, samples)
+            trained = trainer.logprobs(rows).logprobs
+            if version in (0, 1, 5):
+                assert_close(sampled, trained, atol=1e-4, rtol=0)
+            batch = TrainBatch(
+                rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+            )
+            trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
+            assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
+            engine.load_weights(trainer.weights(), version + 1)
+
+
+def test_the_same_seeds_give_what_the_transformers_engine_samples(folder):
+    expected = TransformersEngine(ModelConfig(path=str(folder)))
+    with running(folder) as engine:
+        for sampling in (
+            Sampling(max_tokens=12),
+            Sampling(max_tokens=12, temperature=0.0),
+            Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01),
+        ):
+            given, wanted = (one.generate(PROMPTS, range(100, 106), sampling) for one in (engine, expected))
+            assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
+
+
+def test_rows_that_make_way_for_others_and_come_back_are_the_same(folder):
+    """A cache of 16 blocks of 128 tokens: as many rows are begun and then need two blocks each."""
+    prompts = [[(row + 3 * place) % 256 for place in range(120)] for row in range(20)]
+    sampling = Sampling(max_tokens=60, temperature=0.3)
+    with running(folder, kv_cache_memory="1MiB", enable_prefix_caching=False, max_num_seqs=20) as engine:
+        crowded = engine.generate(prompts, range(20), sampling)
+        alone = [engine.generate([prompts[row]], [row], sampling)[0] for row in range(20)]
+    assert [sample.token_ids for sample in crowded] == [sample.token_ids for sample in alone]
+
+
+def test_each_call_may_sample_in_its_own_way_of_an_engine_with_settings_of_its_own(folder):
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "engine_kwargs": {"max_model_len": 400, "seed": 7}}
+    plain = TransformersEngine(ModelConfig(path=str(folder)))
+    with running(folder, **settings) as engine:
+        for seed in (1, 2):
+            for sampling in (Sampling(max_tokens=5), Sampling(max_tokens=3, temperature=0.2)):
+                given, wanted = (one.generate(PROMPTS, [seed] * 6, sampling) for one in (engine, plain))
+                assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
+        with pytest.raises(ConfigError, match=r"rollout\.max_response_length=200: with a prompt of 260 .* the 400 "):
+            engine.generate(PROMPTS, range(6), Sampling(max_tokens=200))
+
+
+def test_the_process_stays_as_it_was(folder):
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    with running(folder) as engine:
+        engine.generate([[1, 2]], [3], Sampling(max_tokens=2))
+        engine.load_weights(TransformersEngine(ModelConfig(path=str(folder)))._model.named_parameters(), 1)
+    assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
+    assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_tied_head_may_come_under_either_name(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    with running(folder) as engine:
+        before = engine.generate(PROMPTS, range(6), Sampling(max_tokens=4))
+        engine.load_weights(weights.items(), 1)
+        assert engine.generate(PROMPTS, range(6), Sampling(max_tokens=4)) == before
+
+
+def test_bfloat16_generates_and_takes_float32_weights(folder):
+    greedy = Sampling(max_tokens=1, temperature=0.0)
+    exact = TransformersEngine(ModelConfig(path=str(folder)))
+    with running(folder, Dtype.bfloat16) as engine:
+        engine.load_weights(load_file(folder / "model.safetensors").items(), 1)
+        given, expected = (one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact))
+    assert given == pytest.approx(expected, abs=0.07)
+
+
+def test_sampling_settings_that_come_with_the_model_change_nothing_but_its_end_tokens_do(tmp_path, folder):
+    meddling = tiny_model(tmp_path / "model", seed=1)
+    file = meddling / "generation_config.json"
+    settings = json.loads(file.read_text())
+    end = settings["eos_token_id"]
+    meddled = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0, "min_new_tokens": 5}
+    file.write_text(json.dumps(settings | meddled | {"eos_token_id": [end, *range(100)]}))
+    rows, sampling = ([[1, 2]] * 32, range(32)), Sampling(max_tokens=30)
+    free = TransformersEngine(ModelConfig(path=str(folder))).generate(*rows, sampling)
+    with running(meddling) as engine:
+        samples = engine.generate(*rows, sampling)
+    for sample, uncut in zip(samples, free, strict=True):
+        ends = [token < 100 or token == end for token in sample.token_ids]
+        assert not any(ends[:-1])
+        assert ends[-1] == (sample.finish_reason == "stop")
+        assert sample.token_ids == uncut.token_ids[: len(ends)]
+
+
+def test_weights_that_are_not_finite_are_not_sampled_from(folder):
+    with running(folder) as engine:
+        weights = {name: weight * float("nan") for name, weight in load_file(folder / "model.safetensors").items()}
+        engine.load_weights(weights.items(), 5)
+        for temperature in (0.0, 1.0):
+            with pytest.raises(RunError, match="version 5"):
+                engine.generate([[1, 2]], [0], Sampling(max_tokens=3, temperature=temperature))
+
+
+def test_a_model_that_it_cannot_run_is_one_clear_error_and_another_can_be_run_after_it(tmp_path, folder):
+    odd = tiny_model(tmp_path / "odd", head_dim=8)
+    with pytest.raises(ConfigError, match=r"model\.path=.*odd.*vLLM cannot run it.*head_dim=8"):
+        VllmEngine(ModelConfig(path=str(odd)), rollout_of(), DEVICE)
+    with running(folder) as engine:
+        assert engine.generate([[1]], [1], Sampling(max_tokens=1))
+
+
+def test_a_second_engine_in_a_process_is_refused_until_the_first_is_closed_or_forgotten(folder):
+    model, rollout = ModelConfig(path=str(folder)), rollout_of()
+    first = VllmEngine(model, rollout, DEVICE)
+    with pytest.raises(ConfigError, match="one engine in a process"):
+        VllmEngine(model, rollout, DEVICE)
+    assert first.generate([[1]], [1], Sampling(max_tokens=1))
+    del first
+    second = VllmEngine(model, rollout, DEVICE)
+    second.close()
+    second.close()
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
+    file = tiny_model(tmp_path / "model") / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        VllmEngine(ModelConfig(path=str(file.parent)), rollout_of(), DEVICE)
+
+
+def test_folders_that_are_no_model_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path='.*nowhere': no such folder"):
+        VllmEngine(ModelConfig(path=str(tmp_path / "nowhere")), rollout_of(), DEVICE)
+    with pytest.raises(ConfigError, match=r"model\.path=.*transformers cannot load it"):
+        VllmEngine(ModelConfig(path=str(tmp_path)), rollout_of(), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"engine_kwargs": {"max_model_length": 9}},
+            r"\.max_model_length: .*did you mean 'max_model_len'",
+        ),
+        ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: it is set already"),
+        ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
+        ({"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}}, r"vLLM cannot run it"),
+    ],
+)
+def test_settings_that_it_cannot_take_are_named(folder, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        VllmEngine(ModelConfig(path=str(folder)), rollout_of(**settings), DEVICE)
+
+
+def test_auto_takes_it_and_says_so(folder, caplog):
+    with caplog.at_level("INFO", "siirl_dask.rollout"), running(folder, engine=Engine.auto):
+        pass
+    assert "rollout.engine=auto takes vllm" in caplog.text

@@ -1,0 +1,38 @@
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+
+from siirl_dask.cli import dags
+from siirl_dask.configfile import load, shipped
+from siirl_dask.run import run
+from tests.conftest import Finished, digits_overrides
+
+PLACEMENTS = {
+    "beside the policy": "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}",
+    "on workers of its own": "{rollout: [0], reward: [0], policy: [1]}",
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement):
+    overrides = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        "run.steps=12",
+        "cluster.workers=2",
+        f"cluster.placement={placement}",
+        "rollout.engine=vllm",
+        "rollout.n=16",
+        "rollout.kv_cache_memory=64MiB",
+    ]
+    file = load(shipped("quickstart.yaml"), overrides)
+    finished = Finished(tmp_path / "run", run(file.config, *dags(file)))
+    assert finished.summary.status == "complete"
+    rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    for step in (1, 12):
+        for row in finished.table("rollouts", step).to_pylist():
+            assert row["weights_version"] == step - 1
+            assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
+    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [command for command in left if "spawn_main" in " ".join(command)]
