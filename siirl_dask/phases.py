@@ -87,7 +87,8 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
             "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
-    if validation is not None and {role.name for role in validation.roles} - {role.name for role in dag.roles}:
+    validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
+    if validated - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")
     if config.validation.url and validation is None:
         raise ConfigError("validation.url is set and there are no validation_nodes: add them, or leave it out")

@@ -8,6 +8,9 @@ from siirl_dask.planner import DAG, Node, Role, Rows
 from siirl_dask.testing.fakes import build_nothing, fill, take
 
 
+FOUR = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], policy: [2, 3]}", "data.batch_size=64")
+
+
 def moving(tokens):
     def dag(config):
         roles = (Role("rollout", build_nothing), Role("policy", build_nothing))
@@ -19,9 +22,8 @@ def moving(tokens):
 
 
 def test_scheduler_and_client_carry_no_more_when_rows_are_100_times_longer(train):
-    settings = ("cluster.workers=4", "run.steps=30", "data.batch_size=64")
-    short = train("short", *settings, dag=moving(100))
-    long = train("long", *settings, dag=moving(10_000))
+    short = train("short", *FOUR, "run.steps=30", dag=moving(100))
+    long = train("long", *FOUR, "run.steps=30", dag=moving(10_000))
     assert long.summary.bytes_per_step.peers > 80 * short.summary.bytes_per_step.peers
     assert long.summary.bytes_per_step.peers > 64 * 10_000 * 4
     control = [run.summary.bytes_per_step.scheduler_and_client for run in (short, long)]
@@ -30,7 +32,7 @@ def test_scheduler_and_client_carry_no_more_when_rows_are_100_times_longer(train
 
 
 def test_every_row_arrives_with_its_own_values(train):
-    run = train("rows", "cluster.workers=4", "run.steps=3", "data.batch_size=64", dag=moving(50))
+    run = train("rows", *FOUR, "run.steps=3", dag=moving(50))
     for record in run.records():
         expected = sum(row + 1000 * record["step"] + i for row in range(64) for i in range(50))
         assert record["metrics"]["taken/sum"] == pytest.approx(2 * expected)
