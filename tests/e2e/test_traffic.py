@@ -7,7 +7,6 @@ import pytest
 from siirl_dask.planner import DAG, Node, Role, Rows
 from siirl_dask.testing.fakes import build_nothing, fill, take
 
-
 FOUR = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], policy: [2, 3]}", "data.batch_size=64")
 
 
