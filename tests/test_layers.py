@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ("errors", "schema", "context", "config", "configfile")
+BASE = ("errors", "schema", "context", "config", "configfile", "pretrained")
 COMMANDS = ("cli", "quickstart", "rollouts", "plan")
 LAYERS = (
     {"siirl_storage"},
@@ -30,7 +30,7 @@ DASK = ("coordinator/dask_comms.py", "observe/dashboard.py", "worker/", "run.py"
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
-    "transformers": ("rollout/", "training/", "testing/"),
+    "transformers": ("pretrained.py", "rollout/", "training/", "testing/"),
     "vllm": ("rollout/", "testing/"),
     "torch.distributed": ("worker/groups.py", "training/", "rollout/vllm_groups.py", "testing/"),
     "omegaconf": ("configfile/",),
@@ -46,6 +46,7 @@ NEEDS_ONLY = {
     "schema": {"pyarrow"},
     "context": set(),
     "config": set(),
+    "pretrained": {"torch", "transformers"},
     "configfile": {"omegaconf", "yaml"},
 }
 """Packages that may import nothing else of third parties. siirl_storage's conformance suite needs pytest as well."""

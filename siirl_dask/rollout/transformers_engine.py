@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import RunError
+from siirl_dask.pretrained import load_pretrained, refused_by_name
 from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer, check_rows
 from siirl_dask.rollout.sampler import Sampler
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
@@ -93,21 +91,9 @@ class TransformersEngine:
 
 
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
-    if not Path(model.path).is_dir():
-        raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=getattr(torch, model.dtype), local_files_only=True, output_loading_info=True
-        )
+    what = f"model.path={model.path!r}"
+    network = load_pretrained(AutoModelForCausalLM, model.path, getattr(torch, model.dtype), what)
+    with refused_by_name(model.path, what):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"model.path={model.path!r}: transformers cannot load it: {error}") from error
-    finally:
-        if shown:
-            transformers.logging.enable_progress_bar()
-    network, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"model.path={model.path!r}: its weights lack {missing}, which would be random numbers")
-    return network.to(device).eval(), HuggingFaceTokenizer(tokenizer, model.path)
+    network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
+    return network, HuggingFaceTokenizer(tokenizer, model.path)

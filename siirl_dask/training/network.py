@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.pretrained import load_pretrained
 from siirl_dask.training.attention import PACKED
 from siirl_dask.training.logprobs import token_logprobs
 from siirl_dask.training.packing import MicroBatch, micro_batches
@@ -27,7 +24,8 @@ class PackedNetwork:
         self.device = torch.device(device)
         self.temperature = temperature
         self.dtype: torch.dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
-        self.model = _load(config.path).to(self.device).eval()  # type: ignore[arg-type]  # a decorator hides its type
+        what = f"model.path={config.path!r}"
+        self.model = load_pretrained(AutoModelForCausalLM, config.path, torch.float32, what).to(self.device).eval()  # type: ignore[arg-type]  # a decorator hides its type
         _use_packed_attention(self.model, config.path)
 
     def scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -70,26 +68,6 @@ def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> 
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
-
-
-def _load(path: str) -> PreTrainedModel:
-    if not Path(path).is_dir():
-        raise ConfigError(f"model.path={path!r}: no such folder; expected one that transformers loads")
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"model.path={path!r}: transformers cannot load it: {error}") from error
-    finally:
-        if shown:
-            transformers.logging.enable_progress_bar()
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"model.path={path!r}: its weights lack {missing}, which would be random numbers")
-    return model  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

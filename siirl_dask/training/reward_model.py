@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.pretrained import load_pretrained
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -71,24 +69,10 @@ def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    if not Path(path).is_dir():
-        raise ConfigError(f"reward model {path!r}: no such folder; expected one that transformers loads")
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"reward model {path!r}: transformers cannot load it: {error}") from error
-    finally:
-        if shown:
-            transformers.logging.enable_progress_bar()
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"reward model {path!r}: its weights lack {missing}, which would be random numbers")
+    what = f"reward model {path!r}"
+    model = load_pretrained(AutoModelForSequenceClassification, path, dtype, what)
     if model.config.num_labels != 1:
-        raise ConfigError(f"reward model {path!r}: it has {model.config.num_labels} labels; expected 1, the score")
+        raise ConfigError(f"{what}: it has {model.config.num_labels} labels; expected 1, the score")
     if model.config.get_text_config().pad_token_id is None:
-        raise ConfigError(f"reward model {path!r}: give its config.json a pad_token_id, so that rows can be batched")
-    return model  # type: ignore[no-any-return]
+        raise ConfigError(f"{what}: give its config.json a pad_token_id, so that rows can be batched")
+    return model
