@@ -1,14 +1,15 @@
 """YAML files and ``key=value`` overrides, as a checked Config and a DAG in plain data.
 
     base: grpo_base.yaml            # another file, read first; its path is relative to this one
-    rollout: {n: 16}                # values, by group: see config.py
+    rollout: {n: 16}                # values, by group: see siirl_dask/config
     roles: {policy: {build: "siirl_dask.training:build_trainer", with: {trainer: "${trainer}"}}}
     nodes:                          # a list replaces the base's; a mapping by name changes it, node by node
       update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
       reference_logprobs: null      # without this one
 
 Whatever cannot be used is refused here, before anything starts. OmegaConf reads, merges and interpolates; the types are
-checked against the dataclasses of config.py by hand: OmegaConf takes 1.5 for an int and gives tuples back as lists.
+checked against the dataclasses of siirl_dask/config by hand: OmegaConf takes 1.5 for an int and gives tuples back as
+lists.
 """
 
 from __future__ import annotations

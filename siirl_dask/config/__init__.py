@@ -1,0 +1,53 @@
+"""A run's configuration: typed groups, filled from YAML and ``key=value`` overrides, refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from siirl_dask.config.checks import parse_bytes
+from siirl_dask.config.data import DataConfig, Way
+from siirl_dask.config.generation import Dtype, Engine, ModelConfig, RewardsConfig, RolloutConfig
+from siirl_dask.config.learning import AlgorithmConfig, TrainerConfig
+from siirl_dask.config.running import ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
+from siirl_dask.errors import ConfigError
+
+__all__ = [
+    "AlgorithmConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "Dtype",
+    "Engine",
+    "ModelConfig",
+    "ObserveConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "Way",
+    "parse_bytes",
+]
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: TrainerConfig = field(default_factory=TrainerConfig)
+    """How the critic learns, where the DAG has one."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def __post_init__(self) -> None:
+        if self.algorithm.minibatches > self.data.batch_size:
+            raise ConfigError(
+                f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
+                f"{self.data.batch_size}, one prompt each"
+            )

@@ -1,0 +1,34 @@
+"""What the groups of a configuration have in common: numbers of bytes, and bounds."""
+
+from __future__ import annotations
+
+import re
+
+from siirl_dask.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{k}B": 1000**n for n, k in enumerate("kMGT", 1)},
+    **{f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)},
+}
+
+
+def parse_bytes(key: str, text: str) -> int:
+    """Bytes of ``2GiB``, ``500 MB`` or ``1000000``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not found or found[2] not in _UNITS:
+        raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def at_least(group: str, least: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"{group}.{name}={value!r}: expected at least {least}")
+
+
+def above(group: str, bound: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value > bound:
+            raise ConfigError(f"{group}.{name}={value!r}: expected more than {bound}")

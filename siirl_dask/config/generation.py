@@ -1,0 +1,112 @@
+"""Groups of what generates and what is generated: the model, sampling, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.errors import ConfigError
+
+
+class Engine(StrEnum):
+    """What generates; see docs/engines.md."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    auto = "auto"
+    """vLLM where it is installed, transformers elsewhere."""
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = "???"
+    """A folder that transformers loads: config, weights, tokenizer."""
+    dtype: Dtype = Dtype.float32
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    engine: Engine = Engine.auto
+    n: int = 8
+    """Samples per prompt: the group that an advantage compares."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are not drawn; 0 is off."""
+    max_response_length: int = 256
+    """Tokens."""
+    max_rows: int = 256
+    """Rows generated at once on a worker."""
+    gpu_memory_utilization: float = 0.9
+    """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
+    ``kv_cache_memory`` is not given.
+    """
+    kv_cache_memory: str | None = None
+    """Of the cache of keys and values on a worker, such as ``4GiB``; where none is given, 1GiB on a CPU."""
+    max_num_seqs: int | None = None
+    """Rows in a batch; none, ``max_rows``."""
+    max_num_batched_tokens: int | None = None
+    """Tokens in a batch; none, vLLM's own choice."""
+    enforce_eager: bool | None = None
+    """Without compiled graphs; none, so on a CPU only."""
+    enable_prefix_caching: bool = True
+    """Read a prompt once for all its samples."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
+
+    @property
+    def n_and_greedy(self) -> int:
+        """Responses to each prompt where the most likely one is added to the samples."""
+        return self.n + 1
+
+    def __post_init__(self) -> None:
+        at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
+        at_least("rollout", 0, top_k=self.top_k)
+        above("rollout", 0, temperature=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"rollout.min_p={self.min_p}: expected 0 to 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: expected more than 0 and at most 1"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if (given := getattr(self, name)) is not None:
+                at_least("rollout", 1, **{name: given})
+        if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:
+            raise ConfigError(f"rollout.kv_cache_memory={self.kv_cache_memory!r}: expected at least 1MiB")
+        if self.engine_kwargs and self.engine is Engine.transformers:
+            raise ConfigError(
+                f"rollout.engine_kwargs={self.engine_kwargs}: they are vLLM's, and rollout.engine is transformers; "
+                "leave them out or take rollout.engine=vllm"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardsConfig:
+    function: str = "siirl_dask.rewards:exact_match"
+    """``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
+    processes: int = 0
+    """On each worker, processes that call it; 0 calls it in the worker itself."""
+    timeout: float | None = None
+    """Seconds for one row. A function that is not async needs ``processes`` for it."""
+    concurrency: int = 64
+    """Calls of an async function at once on a worker."""
+    max_failures: int = 0
+    """Rows of a step, over all workers, that may fail to be scored: they are left out of the loss."""
+
+    def __post_init__(self) -> None:
+        at_least("rewards", 0, processes=self.processes, max_failures=self.max_failures)
+        at_least("rewards", 1, concurrency=self.concurrency)
+        if self.timeout is not None:
+            above("rewards", 0, timeout=self.timeout)
