@@ -60,7 +60,14 @@ def training(config: Config) -> DAG:
         correction=correction,
     )
     aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    update = partial(update_policy, loss=loss, aggregate=aggregate, minibatches=algorithm.minibatches)
+    staleness = config.rollout.max_staleness
+    update = partial(
+        update_policy,
+        loss=loss,
+        aggregate=aggregate,
+        minibatches=algorithm.minibatches,
+        max_staleness=staleness,
+    )
     nodes = (
         Node("rollout", sample, "rollout"),
         Node("reward", overlong, "reward", ("rollout",)),
@@ -76,7 +83,7 @@ def training(config: Config) -> DAG:
         Node("minibatches", draw, "policy", ("advantage",)),
         Node("update", update, "policy", ("minibatches",), Rows.BALANCED),
         Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED),
+        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=staleness),
     )
     return DAG(roles(config), nodes)
 

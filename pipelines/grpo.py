@@ -54,7 +54,14 @@ def training(config: Config) -> DAG:
         correction=correction,
     )
     aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    update = partial(update_policy, loss=loss, aggregate=aggregate, minibatches=algorithm.minibatches)
+    staleness = config.rollout.max_staleness
+    update = partial(
+        update_policy,
+        loss=loss,
+        aggregate=aggregate,
+        minibatches=algorithm.minibatches,
+        max_staleness=staleness,
+    )
     nodes = (
         Node("prompts", encode, "rollout"),
         Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",)),
@@ -71,7 +78,7 @@ def training(config: Config) -> DAG:
         Node("minibatches", draw, "policy", ("advantage",)),
         Node("update", update, "policy", ("minibatches",), Rows.BALANCED),
         Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED),
+        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=staleness),
     )
     return DAG(roles(config), nodes)
 

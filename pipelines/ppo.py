@@ -56,7 +56,14 @@ def training(config: Config) -> DAG:
         correction=correction,
     )
     aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    learn = partial(update_policy, loss=loss, aggregate=aggregate, minibatches=algorithm.minibatches)
+    staleness = config.rollout.max_staleness
+    learn = partial(
+        update_policy,
+        loss=loss,
+        aggregate=aggregate,
+        minibatches=algorithm.minibatches,
+        max_staleness=staleness,
+    )
     nodes = (
         Node("prompts", encode, "rollout"),
         Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",)),
@@ -81,7 +88,7 @@ def training(config: Config) -> DAG:
             Rows.BALANCED,
         ),
         Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED),
+        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=staleness),
     )
     return DAG(roles(config), nodes)
 

@@ -114,7 +114,7 @@ class Driver:
 
     def _hand_out(self, turn: Turn) -> None:
         completed = self._pending[0].turn.sequence if self._pending else turn.sequence
-        named = (turn.phase, turn.step, turn.sequence)
+        named = (turn.phase, turn.step, turn.sequence, turn.settles)
         futures = self._submit(
             f"{turn.sequence:06d}",
             lambda worker: (run_chain, self._spec.plugin, named, completed, self._last[worker]),

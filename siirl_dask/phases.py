@@ -87,6 +87,12 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
             "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
+    most, behind = config.rollout.max_staleness, {node.name: node.behind for node in dag.nodes if node.behind}
+    if set(behind.values()) != {most} - {0}:
+        raise ConfigError(
+            f"rollout.max_staleness={most}, and steps that nodes of the DAG are behind: {behind}; expected "
+            f"behind={most} of the node that loads weights, and 0 of the others"
+        )
     validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
     if validated - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")

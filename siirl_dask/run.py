@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
 
 from siirl_storage import Conflict, StorageError, join, open_fs, write_atomic, write_exclusive
 from siirl_storage.files import absolute
@@ -58,7 +60,8 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
                 threads=config.cluster.threads,
                 data=DataSettings.of(config),
             )
-            driver = Driver(client, spec, config.run.lookahead, config.cluster.stall_timeout)
+            lookahead = config.run.lookahead + config.rollout.max_staleness
+            driver = Driver(client, spec, lookahead, config.cluster.stall_timeout)
             _drive(driver, config, dag, log, client.dashboard_link, list(phases))
     except KeyboardInterrupt:
         message = f"stopped by the user after {log.steps} of {config.run.steps} steps; what was written is whole"
@@ -76,7 +79,7 @@ def _drive(driver: Driver, config: Config, dag: DAG, log: RunLog, dashboard: str
         _write_description(config, dag)
         log.begin(dashboard)
         before = driver.traffic()
-        for done in driver.run(turns(config, phases)):
+        for done in driver.run(settling(turns(config, phases))):
             log.record(done)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
@@ -100,6 +103,14 @@ def turns(config: Config, phases: Sequence[str]) -> Iterator[Turn]:
             yield Turn("validation", step, next(sequence))
     if "test" in phases:
         yield Turn("test", config.run.steps, next(sequence))
+
+
+def settling(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """Nodes that are behind catch up before anything but training comes, so that all of it is of its step."""
+    for turn, following in pairwise(chain(turns, [None])):
+        assert turn is not None
+        settles = turn.phase == "train" and (following is None or following.phase != "train")
+        yield replace(turn, settles=settles)
 
 
 def _refuse_second_run(url: str) -> None:

@@ -46,6 +46,8 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
+        if self.rollout.max_staleness and self.algorithm.correction is None:
+            self.algorithm.correction = "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="

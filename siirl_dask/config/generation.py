@@ -46,6 +46,11 @@ class RolloutConfig:
     """Tokens."""
     max_rows: int = 256
     """Rows generated at once on a worker."""
+    max_staleness: int = 0
+    """Steps by which the weights that sample may be behind those that are trained: so far ahead is generated while
+    training goes on. Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` is
+    truncated_is if none is given.
+    """
     gpu_memory_utilization: float = 0.9
     """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
     ``kv_cache_memory`` is not given.
@@ -70,7 +75,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
-        at_least("rollout", 0, top_k=self.top_k)
+        at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")

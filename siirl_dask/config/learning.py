@@ -29,7 +29,9 @@ class AlgorithmConfig:
     """In the loss; needs a node that writes ``reference_logprobs``."""
     entropy_coefficient: float = 0.0
     correction: str | None = None
-    """Of LossInputs: weights of tokens that correct for a sampler that is not quite the policy; none, no correction."""
+    """Of LossInputs: weights of tokens that correct for a sampler that is not quite the policy; none, no correction
+    where ``rollout.max_staleness`` is 0.
+    """
     correction_options: dict[str, Any] = field(default_factory=dict)
     minibatches: int = 1
     """Optimiser steps per step; prompts are drawn into mini-batches globally, with all their samples."""

@@ -24,6 +24,8 @@ class Turn:
     phase: str
     step: int
     sequence: int
+    settles: bool = False
+    """What is behind its step catches up in this turn."""
 
     @property
     def batch(self) -> int:

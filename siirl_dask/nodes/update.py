@@ -11,6 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
 from siirl_dask.context import Context, Reduce
+from siirl_dask.errors import TrainingError
 from siirl_dask.nodes.nulls import rows_with
 from siirl_dask.nodes.packing import advantages_of, pack_rows
 from siirl_dask.planner import columns as declares
@@ -25,7 +26,9 @@ from siirl_dask.schema import (
     RESPONSE_MASK,
     RETURNS,
     ROLLOUT_LOGPROBS,
+    ROW_ID,
     VALUES,
+    WEIGHTS_VERSION,
 )
 from siirl_dask.training import Critic, TrainBatch, Trainer, ValueBatch
 
@@ -76,7 +79,7 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
 @declares(
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
-    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK],
+    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION],
     more="columns",
     trial=_try_policy,
 )
@@ -88,12 +91,15 @@ def update_policy(
     minibatches: int,
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
     columns: tuple[str, ...] = (),
+    max_staleness: int = 0,
 ) -> pa.Table:
     """One optimiser step per mini-batch, in order. Every worker of the role takes each of them, rows or not.
 
     Rows without an advantage are left out. ``columns``, a number a row or a response token each, reach the loss as
-    ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``.
+    ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``. TrainingError
+    for rows that weights sampled which are more than ``max_staleness`` steps behind.
     """
+    _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
     for batch in batches:
@@ -140,6 +146,19 @@ def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
         kl = k3(-difference, difference.new_zeros(count)).mean()
         ctx.log("mismatch/kl", float(kl), weight=count)
         ctx.log("mismatch/max_ratio", float(difference.abs().max().exp()), Reduce.MAX)
+
+
+def _check_staleness(ctx: Context, table: pa.Table, most: int) -> None:
+    if WEIGHTS_VERSION not in table.column_names or not table.num_rows:
+        return
+    behind = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
+    if behind.max() > most:
+        raise TrainingError(
+            f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {behind.max()} steps behind: "
+            f"expected at most {most} (rollout.max_staleness); does a node load the weights of each step?"
+        )
+    ctx.log("staleness/mean", behind.tolist())
+    ctx.log("staleness/max", float(behind.max()), Reduce.MAX)
 
 
 def _train_batch(table: pa.Table, columns: tuple[str, ...]) -> TrainBatch:

@@ -1,6 +1,6 @@
 """DAG Planner: a DAG and a placement become one chain of links per worker. Pure Python: no dask, no torch."""
 
-from siirl_dask.planner.chain import Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.dag import DAG, Contract, Node, Role, Rows, columns
 from siirl_dask.planner.describe import describe
@@ -16,6 +16,7 @@ from siirl_dask.planner.widths import Sizes
 __all__ = [
     "DAG",
     "DATA",
+    "Behind",
     "Chain",
     "Contract",
     "Drop",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from siirl_dask.planner.dag import DAG, Node, Rows
@@ -99,7 +99,15 @@ class Drop:
     table: str
 
 
-Link = Load | Run | Send | Recv | Keep | Drop
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Links that are gone through as in the turn of ``steps`` steps before, if there was one."""
+
+    steps: int
+    links: tuple[Link, ...]
+
+
+Link = Load | Run | Send | Recv | Keep | Drop | Behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,11 @@ class Chain:
 
     worker: str
     links: tuple[Link, ...]
+
+    @property
+    def flat(self) -> Iterator[Link]:
+        """Its links, and in place of those that are behind what they are."""
+        return (inner for link in self.links for inner in (link.links if isinstance(link, Behind) else (link,)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.chain import Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
-from siirl_dask.planner.dag import DAG, Rows
+from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.flow import DATA, Stage, trace
 from siirl_dask.planner.order import check_order
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
@@ -130,8 +130,22 @@ def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...
             inputs, edges = (Input(f"{DATA}->{name}", stage.needed),), ()
         planned.layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
         planned.first.setdefault(planned.layouts[name], name)
+        if node.behind:
+            _check_behind(node, inputs, edges)
         moves[name] = _Move(inputs, edges, planned.layouts[name].holders)
     return moves
+
+
+def _check_behind(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
+    """What stays on a worker is gone when a later step asks for it."""
+    arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
+    if staying := [item.table for item in inputs if item.table not in arriving]:
+        raise PlanError(
+            f"{node.label} is {node.behind} steps behind and {staying[0]!r} does not leave its workers: expected its "
+            "parents on other workers than its own (cluster.placement), or behind=0 (rollout.max_staleness)"
+        )
+    if node.keep:
+        raise PlanError(f"{node.label} is {node.behind} steps behind and keeps {node.keep!r}: keep a node's before it")
 
 
 def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout]) -> str:
@@ -222,7 +236,7 @@ def _chains(
             here = links[worker]
             if not node.after:
                 here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
-            here += [*before, run]
+            here += [Behind(node.behind, _with_drops([*before, run]))] if node.behind else [*before, run]
             if worker in part:
                 here += sends
                 here += [Keep(name, node.keep, part[worker], len(part))] if node.keep else []

@@ -148,6 +148,8 @@ class Node:
     keep: str | None = None
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
+    behind: int = 0
+    """It takes its rows from that many steps before, so that its workers need not wait for the step's own."""
     at: str = ""
     """Where it is written; for errors."""
 
@@ -160,6 +162,8 @@ class Node:
             _check_name(f"keep of {self.label}:", self.keep)
         if not self.after and self.rows is not Rows.ANYWHERE:
             raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
+        if not isinstance(self.behind, int) or self.behind < 0 or (self.behind and not self.after):
+            raise PlanError(f"{self.label} has behind={self.behind!r}: expected steps, and parents that are ahead")
         contract = self.contract
         # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
         if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
@@ -205,7 +209,7 @@ class Node:
     def key(self) -> str:
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        parts = (self.name, self.fn, self.role, self.after, self.rows, self.keep, contract.reads, writes)
+        parts = (self.name, self.fn, self.role, self.after, self.rows, self.keep, contract.reads, writes, self.behind)
         return canonical_text(parts)
 
     def __eq__(self, other: object) -> bool:
@@ -244,6 +248,8 @@ class DAG:
                         f"{node.label} comes after {parent!r}, which is no node "
                         f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
                     )
+            if late := [parent for parent in node.after if self.node(parent).behind]:
+                raise PlanError(f"{node.label} comes after {late[0]!r}, whose rows are of an earlier step")
             _unique(f"parent of {node.label}:", node.after)
         self.ordered()
 

@@ -62,7 +62,7 @@ def _chain(chain: Chain) -> str:
             steps[-1] += f" ({told})"
 
     received: list[str] = []
-    for link in chain.links:
+    for link in chain.flat:
         match link:
             case Load():
                 received.append("data")
@@ -70,7 +70,7 @@ def _chain(chain: Chain) -> str:
                 received.append(edge.source)
             case Run(node):
                 finish()
-                steps.append(node.name)
+                steps.append(f"{node.name}, {node.behind} steps behind" if node.behind else node.name)
                 notes = {"from": received, "to": [], "statistics to": [], "keeps": []}
                 received = []
             case Send(edge):

@@ -36,7 +36,7 @@ def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
     """Workers that do the same are listed once. Which part of a table is whose follows from the rank."""
     doing: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker, chain in chains.items():
-        links = tuple(found for link in chain.links if (found := _link(link)))
+        links = tuple(found for link in chain.flat if (found := _link(link)))
         doing.setdefault(links, []).append(worker)
     return [
         {"workers": same, "links": [{"do": do, "what": what} for do, what in links]} for links, same in doing.items()

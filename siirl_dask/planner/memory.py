@@ -54,7 +54,7 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
     live: dict[str, int] = {}
     most, node, moving = 0, "", 0
     unknown: dict[str, None] = {}
-    for link in chain.links:
+    for link in chain.flat:
         match link:
             case Load(name):
                 live[name] = weigh.loaded[name]
@@ -96,7 +96,9 @@ class _Weighing:
             shares[name] = self._share_out(stage, before)
             self._weigh(stage, into[name], before, shares[name])
         for edge in plan.edges:
-            self.sent[edge.name] = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
+            waiting = 1 + plan.stages[edge.target].node.behind  # steps whose rows nobody has taken yet
+            sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
+            self.sent[edge.name] = waiting * sent
 
     def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
         name, given = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))

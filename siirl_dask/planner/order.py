@@ -4,7 +4,8 @@ Two kinds of links wait. A ``Run`` may call collectives, which wait for the same
 ``Recv`` waits for the ``Send`` of its edge on all workers that have the rows, and of the edge that guides it. If every
 worker goes through its nodes in one order that all share, and a ``Send`` comes with its source's ``Run`` while a
 ``Recv`` comes just before its target's, then of all waiting workers those at the first node in that order wait for
-nobody: what they need has been run, or is being run by workers that are at the same node.
+nobody: what they need has been run, or is being run by workers that are at the same node. What links that are behind
+wait for belongs to a turn that all workers take before.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from siirl_dask.planner.chain import Chain, Edge, Plan, Recv, Run, Send
 def check_order(plan: Plan) -> None:
     """PlanError, a mistake of the planner's and not the user's, when workers could wait for each other in a circle."""
     place = {node.name: at for at, node in enumerate(plan.dag.ordered())}
-    ran = {
-        worker: [link.node for link in chain.links if isinstance(link, Run)] for worker, chain in plan.chains.items()
-    }
+    ran = {worker: [link.node for link in chain.flat if isinstance(link, Run)] for worker, chain in plan.chains.items()}
     for worker, nodes in ran.items():
         for before, after in pairwise(nodes):
             if place[before.name] >= place[after.name]:
@@ -41,7 +40,7 @@ def check_order(plan: Plan) -> None:
 def _sent(chain: Chain) -> set[str]:
     """Edges that the chain serves, each after its source node and before the next."""
     latest, sent = "", set()
-    for link in chain.links:
+    for link in chain.flat:
         match link:
             case Run(node):
                 latest = node.name
@@ -54,7 +53,7 @@ def _sent(chain: Chain) -> set[str]:
 
 def _check_receives(worker: str, chain: Chain) -> None:
     following = ""
-    for link in reversed(chain.links):
+    for link in reversed(tuple(chain.flat)):
         match link:
             case Run(node):
                 following = node.name

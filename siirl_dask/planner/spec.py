@@ -27,7 +27,7 @@ from siirl_dask.planner.dag import DAG, Node, Role, Rows
 from siirl_dask.planner.functions import resolve
 from siirl_dask.schema import TYPES, Schema, make_schema
 
-_NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "keep", "reads", "writes")
+_NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "keep", "reads", "writes", "behind")
 _ROLE_KEYS = ("build", "with")
 
 
@@ -181,6 +181,7 @@ def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
         keep=spec.get("keep"),
         reads=_names(spec.get("reads"), f"{what}: reads"),
         writes=_schema(spec.get("writes"), f"{what}: writes"),
+        behind=spec.get("behind") or 0,
         at=at or "",
     )
 
@@ -228,7 +229,9 @@ def dag_to_spec(dag: DAG) -> dict[str, Any]:
         spec |= {"after": list(node.after), "with": call["with"]}
         reads = {} if node.reads is None else {"reads": list(node.reads)}
         writes = {} if node.writes is None else {"writes": {field.name: str(field.type) for field in node.writes}}
-        nodes.append(spec | {"rows": str(node.rows)} | ({"keep": node.keep} if node.keep else {}) | reads | writes)
+        behind = {"behind": node.behind} if node.behind else {}
+        kept = {"keep": node.keep} if node.keep else {}
+        nodes.append(spec | {"rows": str(node.rows)} | kept | reads | writes | behind)
     return {"roles": roles, "nodes": nodes}
 
 

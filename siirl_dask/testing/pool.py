@@ -27,6 +27,7 @@ from siirl_dask.coordinator.messages import Handler, Reply, Request, Turn
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Plan
 from siirl_dask.worker.executor import Bench, Execution
+from siirl_dask.worker.history import History
 from siirl_dask.worker.stop import StopFlag
 
 RUN = "pool"
@@ -68,6 +69,8 @@ class LocalPool:
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
         self._benches = {worker: self._bench(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
+        chains = {"train": tuple(self.plan.chains.values())}
+        self._histories = {worker: History(chains) for worker in self.workers}
         self._sums = {role: Sum(len(workers)) for role, workers in self.plan.placement.items()}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
@@ -101,7 +104,10 @@ class LocalPool:
 
     def _run_one(self, worker: str, turn: Turn) -> dict[str, Metric]:
         try:
-            return Execution(self._benches[worker], turn, self._loaders[worker]).run(self.plan.chains[worker])
+            history = self._histories[worker]
+            history.enter(turn, turn.sequence)
+            execution = Execution(self._benches[worker], turn, self._loaders[worker], history)
+            return execution.run(self.plan.chains[worker])
         except BaseException as error:
             self._first = self._first or error
             reason = f"worker {worker!r} failed"

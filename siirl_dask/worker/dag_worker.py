@@ -25,6 +25,7 @@ from siirl_dask.worker import groups
 from siirl_dask.worker.dataplane import DataPlane, DataSettings
 from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
+from siirl_dask.worker.history import History
 from siirl_dask.worker.parcel import unpack
 from siirl_dask.worker.stop import StopFlag, wait_for
 
@@ -79,6 +80,7 @@ class DAGWorker(WorkerPlugin):
             return  # a worker that joined or came back after the start is no member of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
         self._phases = unpack(self.spec.parcel)
+        self._history = History({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
@@ -121,10 +123,11 @@ class DAGWorker(WorkerPlugin):
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         plan, source = self._phases[turn.phase]
         self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
-        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, completed)
+        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, self._history.enter(turn, completed))
         if turn.phase not in self._loaders:
             self._loaders[turn.phase] = Dataloader(source)
-        metrics = Execution(self._bench, turn, self._loaders[turn.phase]).run(plan.chains[self.worker_name])
+        execution = Execution(self._bench, turn, self._loaders[turn.phase], self._history)
+        metrics = execution.run(plan.chains[self.worker_name])
         event = {"kind": "done", "member": self.worker_name, "sequence": turn.sequence, "metrics": pack(metrics)}
         self._worker.log_event(self.spec.topic, event)
 
@@ -201,7 +204,7 @@ def start_worker(plugin: str) -> None:
     _plugin(plugin).start()
 
 
-def run_chain(plugin: str, turn: tuple[str, int, int], completed: int, after: None) -> None:
+def run_chain(plugin: str, turn: tuple[str, int, int, bool], completed: int, after: None) -> None:
     """Dask task: one passage through the chain. ``after`` is the result of this worker's task before it."""
     _plugin(plugin).run_chain(Turn(*turn), completed)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import format_exc
 from typing import Any, TypeVar
@@ -20,8 +20,9 @@ from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import NodeError, SiirlError
-from siirl_dask.planner import Chain, Drop, Keep, Load, Node, Recv, Run, Send
+from siirl_dask.planner import Behind, Chain, Drop, Keep, Link, Load, Node, Recv, Run, Send
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.worker.history import History
 from siirl_dask.worker.stop import StopFlag, wait_for
 
 _T = TypeVar("_T")
@@ -55,6 +56,7 @@ class Execution:
     bench: Bench
     turn: Turn
     loader: Dataloader
+    history: History
     tables: dict[str, pa.Table] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
     _loaded: Load | None = None
@@ -63,7 +65,13 @@ class Execution:
         """Go through the chain's links and give back what was logged. Aborted when told to stop between two of them."""
         databuffer = self.bench.databuffer
         received = databuffer.traffic.total
-        for link in chain.links:
+        self._follow(chain.links)
+        self._context("").log("bytes/peers", databuffer.traffic.total - received, Reduce.SUM)
+        return self.metrics
+
+    def _follow(self, links: Sequence[Link]) -> None:
+        databuffer = self.bench.databuffer
+        for link in links:
             self.bench.stop.check()
             match link:
                 case Load(name, columns, index, count):
@@ -83,8 +91,9 @@ class Execution:
                     write_part(folder, index, count, self.tables[node])
                 case Drop(table):
                     del self.tables[table]
-        self._context("").log("bytes/peers", databuffer.traffic.total - received, Reduce.SUM)
-        return self.metrics
+                case Behind(steps, inner):
+                    if (earlier := self.history.earlier(self.turn, steps)) is not None:
+                        replace(self, turn=earlier, tables={})._follow(inner)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         return wait_for(work, self.bench.loop, self.bench.stop)
