@@ -122,6 +122,10 @@ class Context:
     of the workers must call it alike. For nodes that declare ``draws=True``.
     """
     sum_over_workers: Callable[[Sequence[float]], list[float]] = list
+    share: Callable[[Sequence[Any], Any], Any] | None = None
+    """Makes items of work, and a codec for them, what the workers of the node's role may take over from one another:
+    see ``siirl_dask.coordinator.stealing``. None where there are no others. All of them must call it, items or not.
+    """
 
     def seed(self, row_id: int) -> int:
         """A 63-bit seed that depends on (run seed, step, row id) alone: the same on any worker."""

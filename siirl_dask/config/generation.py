@@ -51,6 +51,8 @@ class RolloutConfig:
     training goes on. Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` is
     truncated_is if none is given.
     """
+    work_stealing: bool = True
+    """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``."""
     gpu_memory_utilization: float = 0.9
     """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
     ``kv_cache_memory`` is not given.

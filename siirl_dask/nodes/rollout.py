@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.stealing import Codec
 from siirl_dask.planner import columns
-from siirl_dask.rollout import FinishReason, Generation, RolloutEngine, Sampling
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
+from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
     GREEDY,
@@ -71,29 +77,63 @@ def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Tab
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     prompts = rows[PROMPT_IDS].to_pylist()
     seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
-    drawn: dict[int, Generation] = {}
-    for way in dict.fromkeys(ways):
-        places = [at for at in range(len(prompts)) if ways[at % n] == way]
-        given = engine.generate([prompts[at] for at in places], [seeds[at] for at in places], way)
-        drawn.update(zip(places, given, strict=True))
-    samples = [drawn[at] for at in range(len(prompts))]
+    requests = [GenerationRequest(prompts[at], seeds[at], ways[at % n]) for at in range(len(prompts))]
+    sampled = _serve(ctx, engine, requests)
+    samples = [one.generation for one in sampled]
     tokens = [len(prompt) + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))
-    for name, values in _sampled_columns(ctx, engine, samples).items():
+    for name, values in _sampled_columns(engine, sampled).items():
         rows = rows.append_column(name, pa.array(values, TYPES[name]))
     _log(ctx, samples, tokens)
     return rows
 
 
-def _sampled_columns(ctx: Context, engine: RolloutEngine, samples: Sequence[Generation]) -> dict[str, list[object]]:
+def _serve(ctx: Context, engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[Sampled]:
+    """A sample for each request, by this worker's engine or, of those that it has not begun, by one that is idle.
+
+    The longest prompts are begun first: rows of like length are together, and the last to end is a short one.
+    """
+    order = sorted(range(len(requests)), key=lambda at: (requests[at].sampling.temperature, -len(requests[at].prompt)))
+    first_to_last, version = [requests[at] for at in order], engine.version
+    codec = Codec(
+        partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
+    )
+    work = OwnWork(first_to_last) if ctx.share is None else ctx.share(first_to_last, codec)
+    began = time.perf_counter()
+    engine.serve(_Signed(work, ctx.device.worker))
+    busy = time.perf_counter() - began
+    ctx.log("rollout/busy_seconds", busy)
+    ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
+    sampled = work.results()
+    ctx.log("rollout/taken_over", work.taken_over, Reduce.SUM)
+    return [one for _, one in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """Work whose results say who made them."""
+
+    work: Any
+    worker: str
+
+    def take(self, most: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
+        taken: Sequence[tuple[Any, GenerationRequest]] = self.work.take(most, wait=wait)
+        return taken
+
+    def give(self, ticket: Any, result: Generation) -> None:
+        self.work.give(ticket, Sampled(result, self.worker))
+
+
+def _sampled_columns(engine: RolloutEngine, sampled: Sequence[Sampled]) -> dict[str, list[object]]:
+    samples = [one.generation for one in sampled]
     return {
         RESPONSE_IDS: [sample.token_ids for sample in samples],
         RESPONSE: [engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples],
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
         WEIGHTS_VERSION: [engine.version] * len(samples),
-        WORKER: [ctx.device.worker] * len(samples),
+        WORKER: [one.worker for one in sampled],
     }
 
 

@@ -8,9 +8,29 @@ from importlib.util import find_spec
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout.engine import FinishReason, Generation, RolloutEngine, Sampling, Tokenizer
+from siirl_dask.rollout.engine import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    OwnWork,
+    RolloutEngine,
+    Sampling,
+    Tokenizer,
+    Work,
+)
 
-__all__ = ["FinishReason", "Generation", "RolloutEngine", "Sampling", "Tokenizer", "build_engine", "choose_engine"]
+__all__ = [
+    "FinishReason",
+    "Generation",
+    "GenerationRequest",
+    "OwnWork",
+    "RolloutEngine",
+    "Sampling",
+    "Tokenizer",
+    "Work",
+    "build_engine",
+    "choose_engine",
+]
 
 logger = logging.getLogger("siirl_dask.rollout")
 

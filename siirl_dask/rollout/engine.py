@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+R = TypeVar("R")
 
 
 class FinishReason(StrEnum):
@@ -53,6 +57,47 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    prompt: Sequence[int]
+    seed: int
+    sampling: Sampling
+
+
+class Work(Protocol):
+    """What an engine is to generate. It takes as much as it has room for, whenever it has."""
+
+    def take(self, most: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
+        """Requests to begin with, each with a ticket. None are left when ``wait`` gives none; without it, there are
+        none yet.
+        """
+        ...
+
+    def give(self, ticket: Any, result: Generation) -> None:
+        """A request has been met."""
+        ...
+
+
+class OwnWork(Generic[R]):
+    """Work that nobody else has a part in."""
+
+    taken_over = 0
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self._waiting = deque(enumerate(requests))
+        self._given: dict[int, R] = {}
+
+    def take(self, most: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+    def give(self, ticket: int, result: R) -> None:
+        self._given[ticket] = result
+
+    def results(self) -> list[R]:
+        """In the order of the requests."""
+        return [self._given[number] for number in range(len(self._given))]
+
+
 class RolloutEngine(Protocol):
     """Generates. A row's sample depends on its prompt, its seed and the weights; never on the rows beside it."""
 
@@ -62,6 +107,10 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights in use; 0 are the ones it was built with."""
+        ...
+
+    def serve(self, work: Work) -> None:
+        """Generate until there is no more to take. ValueError for a prompt without tokens."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -75,9 +124,23 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
-def check_rows(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-    """ValueError unless there are as many seeds as prompts and every prompt has tokens."""
+def serve_all(
+    engine: RolloutEngine, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+) -> list[Generation]:
+    """One response per prompt, in order. ValueError unless there are as many seeds as prompts and every prompt has
+    tokens.
+    """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
+    check_prompts(prompts)
+    work = OwnWork[Generation](
+        [GenerationRequest(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+    )
+    engine.serve(work)
+    return work.results()
+
+
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """ValueError for one without tokens."""
     if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
         raise ValueError(f"prompts {empty} have no tokens: there is nothing to go on from")

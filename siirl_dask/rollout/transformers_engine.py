@@ -11,14 +11,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import RunError
 from siirl_dask.pretrained import load_pretrained, refused_by_name
-from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer, check_rows
+from siirl_dask.rollout.engine import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Tokenizer,
+    Work,
+    check_prompts,
+    serve_all,
+)
 from siirl_dask.rollout.sampler import Sampler
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.weights import Parameters
 
 
 class TransformersEngine:
-    """A RolloutEngine over ``model.generate``: rows of like length together, at most ``max_rows`` of them at once."""
+    """A RolloutEngine over ``model.generate``, of at most ``max_rows`` rows at once."""
 
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
         self._model, tokenizer = _load(model, device)
@@ -33,14 +42,17 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
         """One response per prompt, in order. ValueError for a prompt without tokens."""
-        check_rows(prompts, seeds)
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
-        results: dict[int, Generation] = {}
-        for start in range(0, len(order), self._max_rows):
-            rows = order[start : start + self._max_rows]
-            generations = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], sampling)
-            results.update(zip(rows, generations, strict=True))
-        return [results[row] for row in range(len(prompts))]
+        return serve_all(self, prompts, seeds, sampling)
+
+    def serve(self, work: Work) -> None:
+        """Generate until there is no more to take: a batch, and when all of it is done the next."""
+        while taken := work.take(self._max_rows, wait=True):
+            check_prompts([request.prompt for _, request in taken])
+            for sampling in dict.fromkeys(request.sampling for _, request in taken):
+                alike = [(ticket, request) for ticket, request in taken if request.sampling == sampling]
+                generations = self._generate_batch([request for _, request in alike])
+                for (ticket, _), generation in zip(alike, generations, strict=True):
+                    work.give(ticket, generation)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every parameter in place. ValueError, with ``version`` as it was, if the names or shapes do not fit."""
@@ -56,16 +68,16 @@ class TransformersEngine:
         del self._model
 
     @torch.inference_mode()
-    def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Generation]:
+    def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Of requests that are to be sampled alike."""
+        prompts, sampling = [request.prompt for request in requests], requests[0].sampling
         width = max(len(prompt) for prompt in prompts)
         input_ids = torch.full((len(prompts), width), self._pad_token)
         mask = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        sampler = Sampler(seeds, sampling)
+        sampler = Sampler([request.seed for request in requests], sampling)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),

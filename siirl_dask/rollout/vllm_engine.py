@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, RunError, did_you_mean
 from siirl_dask.rollout import vllm_process
-from siirl_dask.rollout.engine import FinishReason, Generation, Sampling, Tokenizer, check_rows
+from siirl_dask.rollout.engine import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Tokenizer,
+    Work,
+    check_prompts,
+    serve_all,
+)
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.vllm_groups import EngineWorld
 from siirl_dask.rollout.weights import Parameters
@@ -51,6 +61,8 @@ class VllmEngine:
         self._llm = self._start(model, settings)
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # in its world, forgotten or closed
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
+        self._max_rows: int = settings["max_num_seqs"]
+        self._numbers = count()
         self._broken = False
         self.version = 0
 
@@ -58,17 +70,20 @@ class VllmEngine:
         """One response per prompt, in order. ValueError for a prompt without tokens, ConfigError for one that leaves no
         room for ``max_tokens``.
         """
-        check_rows(prompts, seeds)
-        self._check_room(prompts, sampling)
-        if not prompts:
-            return []
-        with self._eager():
-            outputs = self._llm.generate(
-                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
-                [request_params(seed, sampling, self._end_tokens) for seed in seeds],
-                use_tqdm=False,
-            )
-        return [self._generation(output) for output in outputs]
+        return serve_all(self, prompts, seeds, sampling)
+
+    def serve(self, work: Work) -> None:
+        """Generate until there is no more to take. A row that is done makes room for the next at once."""
+        engine, running = self._llm.llm_engine, dict[str, Any]()
+        try:
+            with self._eager():
+                while self._admit(work, running):
+                    for output in engine.step():
+                        if output.finished:
+                            work.give(running.pop(output.request_id), self._generation(output))
+        finally:
+            if running:
+                engine.abort_request(list(running))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter, and forget what was computed with those before. ValueError, with everything as it
@@ -116,11 +131,23 @@ class VllmEngine:
         """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
-    def _check_room(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        longest = max(map(len, prompts), default=0)
-        if longest + sampling.max_tokens > self._longest:
+    def _admit(self, work: Work, running: dict[str, Any]) -> bool:
+        """Have vLLM begin with what there is room for. Whether there is anything more to do."""
+        taken = work.take(self._max_rows - len(running), wait=not running) if len(running) < self._max_rows else ()
+        for ticket, request in taken:
+            self._check_room(request)
+            name = str(next(self._numbers))
+            params = request_params(request.seed, request.sampling, self._end_tokens)
+            self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt)), params)
+            running[name] = ticket
+        return bool(running)
+
+    def _check_room(self, request: GenerationRequest) -> None:
+        check_prompts([request.prompt])
+        length, most = len(request.prompt), request.sampling.max_tokens
+        if length + most > self._longest:
             raise ConfigError(
-                f"rollout.max_response_length={sampling.max_tokens}: with a prompt of {longest} tokens more than the "
+                f"rollout.max_response_length={most}: with a prompt of {length} tokens more than the "
                 f"{self._longest} that vLLM has room for; lower it or data.max_prompt_length, or give more "
                 "rollout.kv_cache_memory if the model can take more"
             )

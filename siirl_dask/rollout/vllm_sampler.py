@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from siirl_dask.rollout.draw import Draw, as_seed
@@ -34,6 +35,7 @@ def request_params(seed: int, sampling: Sampling, end_tokens: list[int]) -> Samp
         ignore_eos=True,  # the end tokens are given
         logprobs=0,  # the chosen token's alone
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={_KEY: {"seed": as_seed(seed), "sampling": asdict(sampling)}},
     )
 

@@ -23,11 +23,13 @@ from typing import Any
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader, Source
-from siirl_dask.coordinator.messages import Handler, Reply, Request, Turn
+from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, Turn
+from siirl_dask.coordinator.stealing import Stealing
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Plan
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
+from siirl_dask.worker.sharing import Sharing
 from siirl_dask.worker.stop import StopFlag
 
 RUN = "pool"
@@ -66,6 +68,7 @@ class LocalPool:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.workers = tuple(self.plan.chains)
+        self._stealings: dict[str, Stealing] = {}
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
         self._benches = {worker: self._bench(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
@@ -116,6 +119,8 @@ class LocalPool:
                 waiting.barrier.abort()
             for databuffer in self.databuffers.values():
                 self._loop.call_soon_threadsafe(databuffer.abort, reason)
+            for stealing in self._stealings.values():
+                self._loop.call_soon_threadsafe(stealing.abort, reason)
             raise
 
     def _all_sum(self, role: str, values: Sequence[float]) -> list[float]:
@@ -124,7 +129,12 @@ class LocalPool:
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
         databuffer = Databuffer(RUN, worker, edges, self.transport)
-        self.handlers[worker] = databuffer.handle
+        stealing = self._stealings[worker] = Stealing(RUN, self.transport)
+
+        async def handle(request: Request) -> Reply:
+            return await (stealing if request.op in (Op.STEAL, Op.BRING) else databuffer).handle(request)
+
+        self.handlers[worker] = handle
         return databuffer
 
     def _bench(self, worker: str) -> Bench:
@@ -139,6 +149,7 @@ class LocalPool:
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,
             all_sum=self._all_sum,
+            share=Sharing(worker, self.plan.placement, self._stealings[worker], self._loop, self.stop),
             databuffer=self.databuffers[worker],
             loop=self._loop,
             stop=self.stop,

@@ -18,6 +18,7 @@ from distributed.metrics import context_meter
 
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
+from siirl_dask.coordinator.stealing import Stealing
 from siirl_dask.errors import PeerError
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Plan
@@ -27,6 +28,7 @@ from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
 from siirl_dask.worker.parcel import unpack
+from siirl_dask.worker.sharing import Sharing
 from siirl_dask.worker.stop import StopFlag, wait_for
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class DAGWorker(WorkerPlugin):
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
+        self._stealing = Stealing(self.spec.run, self._plane.transport)
         await self._plane.start(self._handle)
 
     async def teardown(self, worker: Worker) -> None:
@@ -109,6 +112,9 @@ class DAGWorker(WorkerPlugin):
             resources=resources,
             ranks=ranks,
             all_sum=lambda role, values: groups.all_sum(device, ranks[role], values),
+            share=Sharing(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
+            if self.spec.data.stealing
+            else None,
             databuffer=self._plane.databuffer,
             loop=self._loop,
             stop=self.stop,
@@ -123,7 +129,9 @@ class DAGWorker(WorkerPlugin):
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         plan, source = self._phases[turn.phase]
         self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
-        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, self._history.enter(turn, completed))
+        needed = self._history.enter(turn, completed)
+        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, needed)
+        self._loop.call_soon_threadsafe(self._stealing.forget, completed)
         if turn.phase not in self._loaders:
             self._loaders[turn.phase] = Dataloader(source)
         execution = Execution(self._bench, turn, self._loaders[turn.phase], self._history)
@@ -176,6 +184,8 @@ class DAGWorker(WorkerPlugin):
     async def _handle(self, request: Request) -> Reply:
         if request.op == Op.STORE and request.key.run == self.spec.run:
             return Reply({"port": await asyncio.shield(self._store_port)})
+        if request.op in (Op.STEAL, Op.BRING):
+            return await self._stealing.handle(request)
         return await self._plane.databuffer.handle(request)
 
     def abort(self, reason: str) -> None:
@@ -183,6 +193,7 @@ class DAGWorker(WorkerPlugin):
         self.stop.set(reason)
         if hasattr(self, "_plane"):
             self._plane.databuffer.abort(reason)
+            self._stealing.abort(reason)
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

@@ -37,6 +37,8 @@ class DataSettings:
     quadratic_from: int = 0
     peer_timeout: float = 5.0
     stall_timeout: float = 600.0
+    stealing: bool = True
+    """Workers may take over work from one another."""
 
     @staticmethod
     def of(config: Config) -> DataSettings:
@@ -49,6 +51,7 @@ class DataSettings:
             quadratic_from=data.quadratic_from,
             peer_timeout=cluster.peer_timeout,
             stall_timeout=cluster.stall_timeout,
+            stealing=config.rollout.work_stealing,
         )
 
 

@@ -41,6 +41,8 @@ class Bench:
     ranks: Mapping[str, Rank]
     all_sum: Callable[[str, Sequence[float]], list[float]]
     """Sums numbers over the workers of a role."""
+    share: Callable[[Turn, Node, Sequence[Any], Any], Any] | None
+    """Work of a node that peers may take over; None where that is not wanted."""
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop
     """The loop that the databuffer lives on."""
@@ -113,6 +115,8 @@ class Execution:
 
     def _context_of(self, node: Node) -> Context:
         context, load = self._context(node.role), self._loaded
+        if self.bench.share is not None and context.rank.size > 1:
+            context.share = partial(self.bench.share, self.turn, node)
         if node.contract.draws and load is not None:
             context.more = partial(self.loader.more, columns=load.columns, index=load.index, count=load.count)
         return context

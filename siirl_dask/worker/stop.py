@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -37,7 +38,11 @@ class StopFlag:
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, stop: StopFlag) -> _T:
     """Run ``work`` on ``loop`` from another thread and wait for it. Aborted as soon as the flag is set."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
+    return finished(asyncio.run_coroutine_threadsafe(work, loop), stop)
+
+
+def finished(future: Future[_T], stop: StopFlag) -> _T:
+    """What ``future`` gives, waited for likewise."""
     while True:
         try:
             return future.result(timeout=_SLICE)

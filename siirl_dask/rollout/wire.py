@@ -1,0 +1,66 @@
+"""Generation requests and what came of them as plain data, for workers that take over each other's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from siirl_dask.errors import PeerError
+from siirl_dask.rollout.engine import FinishReason, Generation, GenerationRequest, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A generation, and the name of the worker that made it."""
+
+    generation: Generation
+    worker: str
+
+
+def pack_request(request: GenerationRequest, version: int) -> dict[str, Any]:
+    """``version`` is that of the weights which are to sample it."""
+    prompt = np.asarray(request.prompt, "<i8").tobytes()
+    return {"prompt": prompt, "seed": request.seed, "sampling": asdict(request.sampling), "version": version}
+
+
+def read_request(value: object, version: int) -> GenerationRequest:
+    """PeerError for what is no request, or one for other weights than this worker has."""
+    match value:
+        case {"prompt": bytes(prompt), "seed": int(seed), "sampling": dict(sampling), "version": int(wanted)}:
+            if wanted != version:
+                raise PeerError(f"was given a prompt for weights of version {wanted}: those here are {version}")
+            return GenerationRequest(_numbers(prompt, "<i8"), seed, _sampling(sampling))
+    raise PeerError(f"received {str(value)[:80]!r}, which is no generation request")
+
+
+def pack_sampled(sampled: Sampled) -> dict[str, Any]:
+    given = sampled.generation
+    tokens, logprobs = np.asarray(given.token_ids, "<i8").tobytes(), np.asarray(given.logprobs, "<f8").tobytes()
+    return {"tokens": tokens, "logprobs": logprobs, "reason": str(given.finish_reason), "worker": sampled.worker}
+
+
+def read_sampled(value: object) -> Sampled:
+    """PeerError for what is no sample."""
+    match value:
+        case {"tokens": bytes(tokens), "logprobs": bytes(logprobs), "reason": str(reason), "worker": str(worker)}:
+            ids, scores = _numbers(tokens, "<i8"), _numbers(logprobs, "<f8")
+            if len(ids) == len(scores) and all(map(isfinite, scores)) and reason in list(FinishReason):
+                return Sampled(Generation(ids, scores, FinishReason(reason)), worker)
+    raise PeerError(f"received {str(value)[:80]!r}, which is no sample")
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    known = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
+    if given.keys() != known.keys() or not all(isinstance(given[name], int | kind) for name, kind in known.items()):
+        raise PeerError(f"received {str(given)[:80]!r}, which is no way of sampling")
+    return Sampling(**{name: kind(given[name]) for name, kind in known.items()})
+
+
+def _numbers(packed: bytes, kind: str) -> list[Any]:
+    if len(packed) % 8:
+        raise PeerError(f"received {len(packed)} bytes where numbers of 8 were expected")
+    return list(np.frombuffer(packed, kind).tolist())

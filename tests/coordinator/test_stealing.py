@@ -1,0 +1,144 @@
+"""Work that workers take over from one another: every item is done once, and every owner gets its results in order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.coordinator.messages import Op, Request, TransitionKey
+from siirl_dask.coordinator.stealing import Codec, LoopCalls, Pile, SharedWork, Stealing
+from siirl_dask.errors import Aborted, PeerError
+from siirl_dask.testing.pool import LocalTransport
+from siirl_dask.worker.stop import StopFlag, finished
+
+KEY = TransitionKey("run", 3, "train/rollout/0")
+
+
+def plain(value):
+    return value
+
+
+CODEC = Codec(plain, plain, plain, plain)
+
+
+class Role:
+    """Workers in threads of one process, and the loop that serves them."""
+
+    def __init__(self, workers):
+        self.names = [f"w{i}" for i in range(workers)]
+        self.handlers = {}
+        transport = LocalTransport(self.handlers)
+        self.stealing = {name: Stealing("run", transport) for name in self.names}
+        self.handlers.update({name: stealing.handle for name, stealing in self.stealing.items()})
+        self.stop = StopFlag()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def work(self, name, items):
+        at = self.names.index(name)
+        submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
+        calls = LoopCalls(submit, partial(finished, stop=self.stop), self.stop.check)
+        peers = self.names[at + 1 :] + self.names[:at]
+        return SharedWork(Pile(items, CODEC), KEY, peers, self.stealing[name], calls)
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    batch=st.integers(1, 7),
+    patient=st.booleans(),
+)
+def test_every_item_is_done_once_and_comes_back_to_its_owner_in_its_place(counts, batch, patient):
+    done, lock = [], threading.Lock()
+
+    def go_through(work):
+        while taken := work.take(batch, wait=True):
+            while taken:
+                ticket, item = taken.pop()
+                with lock:
+                    done.append(item)
+                work.give(ticket, item * 2)
+                if not patient and not taken:
+                    taken = list(work.take(batch, wait=False))
+        return work.results()
+
+    with Role(len(counts)) as role, ThreadPoolExecutor(len(counts)) as threads:
+        items = [[100 * worker + at for at in range(count)] for worker, count in enumerate(counts)]
+        begin = zip(role.names, items, strict=True)
+        running = [threads.submit(lambda name, own: go_through(role.work(name, own)), *pair) for pair in begin]
+        results = [one.result(20) for one in running]
+    assert sorted(done) == sorted(item for own in items for item in own)
+    assert results == [[item * 2 for item in own] for own in items]
+
+
+def test_an_idle_worker_takes_over_half_of_what_waits_elsewhere_and_nothing_that_was_begun():
+    with Role(2) as role:
+        busy = role.work("w0", list(range(9)))
+        assert [item for _, item in busy.take(3, wait=True)] == [0, 1, 2]
+        idle = role.work("w1", [])
+        first = idle.take(10, wait=True)
+        assert [item for _, item in first] == [8, 7, 6]
+        assert [item for _, item in busy.take(10, wait=True)] == [3, 4, 5]
+        assert idle.take(10, wait=True) == []
+        for ticket, item in first:
+            idle.give(ticket, -item)
+        assert idle.results() == []
+        assert idle.taken_over == 3
+
+
+def test_a_worker_that_waits_for_its_results_hears_that_it_is_to_stop():
+    with Role(2) as role:
+        busy, idle = role.work("w0", [1, 2]), role.work("w1", [])
+        taken = idle.take(1, wait=True)
+        for ticket, _ in busy.take(2, wait=True):
+            busy.give(ticket, 0)
+        assert len(taken) == 1
+        role.stop.set("enough")
+        with pytest.raises(Aborted, match="enough"):
+            busy.results()
+
+
+def test_who_asks_a_worker_that_is_told_to_stop_before_it_comes_to_the_node_is_woken():
+    with Role(2) as role:
+        waiting = asyncio.run_coroutine_threadsafe(role.stealing["w1"].ask("w0", KEY, 1, CODEC), role.loop)
+        role.loop.call_soon_threadsafe(role.stealing["w0"].abort, "gone")
+        with pytest.raises(Aborted, match="gone"):
+            waiting.result(10)
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (Request(Op.STEAL, KEY, {"most": 0}), "asked for 0 items"),
+        (Request(Op.STEAL, KEY, {"most": "all"}), "asked for 'all' items"),
+        (Request(Op.BRING, KEY, {"results": [[0, 1]]}), "item 0, which no peer has"),
+        (Request(Op.BRING, KEY, {"results": [0]}), "expected a number and an item"),
+        (Request(Op.BRING, KEY, {}), "expected a list"),
+        (Request(Op.STEAL, TransitionKey("other", 3, KEY.edge), {"most": 1}), "no such work here"),
+        (Request(Op.STEAL, TransitionKey("run", 1, KEY.edge), {"most": 1}), "no such work here"),
+    ],
+)
+def test_what_makes_no_sense_from_a_peer_is_refused(request_, what):
+    with Role(1) as role:
+        role.work("w0", [5])
+        role.loop.call_soon_threadsafe(role.stealing["w0"].forget, 2)
+        with pytest.raises(PeerError, match=what):
+            role.call(role.stealing["w0"].handle(request_))
