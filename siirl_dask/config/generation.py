@@ -67,6 +67,10 @@ class RolloutConfig:
     """Without compiled graphs; none, so on a CPU only."""
     enable_prefix_caching: bool = True
     """Read a prompt once for all its samples."""
+    sleep_level: int = 1
+    """What it gives back of an accelerator while others compute on it: 0, nothing; 1, the cache, and the weights to the
+    host's memory; 2, both altogether, where each update's weights are loaded before it generates again.
+    """
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 
@@ -90,6 +94,8 @@ class RolloutConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (given := getattr(self, name)) is not None:
                 at_least("rollout", 1, **{name: given})
+        if self.sleep_level not in (0, 1, 2):
+            raise ConfigError(f"rollout.sleep_level={self.sleep_level}: expected 0, 1 or 2")
         if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:
             raise ConfigError(f"rollout.kv_cache_memory={self.kv_cache_memory!r}: expected at least 1MiB")
         if self.engine_kwargs and self.engine is Engine.transformers:

@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Context
 from siirl_dask.nodes.packing import pack_rows
+from siirl_dask.nodes.room import make_room
 from siirl_dask.planner import columns
 from siirl_dask.schema import OLD_LOGPROBS, PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TYPES, fields
 from siirl_dask.training import Trainer
@@ -24,6 +25,7 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 def _logprobs(ctx: Context, table: pa.Table, column: str) -> pa.Table:
+    make_room(ctx)
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
     scores = trainer.logprobs(packed.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.stealing import Codec
+from siirl_dask.errors import DataError
 from siirl_dask.planner import columns
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
 from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
@@ -32,16 +33,18 @@ from siirl_dask.schema import (
     fields,
 )
 
+MAX_TOKENS = "max_tokens"
+"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
 SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
 
 
-@columns(reads=[PROMPT_IDS], writes=SAMPLED, expand="rollout.n")
+@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="rollout.n")
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p."""
     return _generate(ctx, table, [_sampling(rollout)] * rollout.n)
 
 
-@columns(reads=[PROMPT_IDS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
+@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """As ``generate``, and after each prompt's samples its most likely response, which ``greedy`` marks."""
     rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
@@ -49,7 +52,7 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
 
 
-@columns(reads=[PROMPT_IDS], writes=SAMPLED, new_rows=True)
+@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, new_rows=True)
 def generate_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """The most likely response to each prompt, for validation."""
     return _generate(ctx, table, [_greedy(rollout)])
@@ -77,7 +80,11 @@ def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Tab
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     prompts = rows[PROMPT_IDS].to_pylist()
     seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
-    requests = [GenerationRequest(prompts[at], seeds[at], ways[at % n]) for at in range(len(prompts))]
+    limits = _limits(rows) if MAX_TOKENS in rows.column_names else None
+    requests = [
+        GenerationRequest(prompts[at], seeds[at], _within(ways[at % n], limits[at] if limits else None))
+        for at in range(len(prompts))
+    ]
     sampled = _serve(ctx, engine, requests)
     samples = [one.generation for one in sampled]
     tokens = [len(prompt) + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
@@ -87,6 +94,21 @@ def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Tab
         rows = rows.append_column(name, pa.array(values, TYPES[name]))
     _log(ctx, samples, tokens)
     return rows
+
+
+def _limits(rows: pa.Table) -> list[int | None]:
+    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
+    tokens.
+    """
+    given: list[object] = rows[MAX_TOKENS].to_pylist()
+    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
+        if limit is not None and not (isinstance(limit, int) and limit >= 1):
+            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
+    return given  # type: ignore[return-value]  # as was just seen
+
+
+def _within(way: Sampling, limit: int | None) -> Sampling:
+    return way if limit is None else replace(way, max_tokens=min(limit, way.max_tokens))
 
 
 def _serve(ctx: Context, engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[Sampled]:

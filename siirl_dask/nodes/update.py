@@ -14,6 +14,7 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import TrainingError
 from siirl_dask.nodes.nulls import rows_with
 from siirl_dask.nodes.packing import advantages_of, pack_rows
+from siirl_dask.nodes.room import make_room
 from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -99,6 +100,7 @@ def update_policy(
     ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``. TrainingError
     for rows that weights sampled which are more than ``max_staleness`` steps behind.
     """
+    make_room(ctx)
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
@@ -118,6 +120,7 @@ def update_critic(
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
 ) -> pa.Table:
     """One optimiser step per mini-batch, in order, towards the returns. Rows without such are left out."""
+    make_room(ctx)
     critic: Critic = ctx.resource
     batches = [_value_batch(part) for part in _parts(table, RETURNS, minibatches)]
     _log(ctx, "critic", critic.update(batches, loss, aggregate))

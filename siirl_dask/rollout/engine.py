@@ -121,6 +121,10 @@ class RolloutEngine(Protocol):
         """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape."""
         ...
 
+    def sleep(self) -> None:
+        """Give back what memory can be while others compute on the device. ``serve`` and ``load_weights`` wake it."""
+        ...
+
     def close(self) -> None: ...
 
 

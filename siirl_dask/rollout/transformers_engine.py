@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ class TransformersEngine:
         """Generate until there is no more to take: a batch, and when all of it is done the next."""
         while taken := work.take(self._max_rows, wait=True):
             check_prompts([request.prompt for _, request in taken])
-            for sampling in dict.fromkeys(request.sampling for _, request in taken):
-                alike = [(ticket, request) for ticket, request in taken if request.sampling == sampling]
+            for way in dict.fromkeys(_way(request) for _, request in taken):
+                alike = [(ticket, request) for ticket, request in taken if _way(request) == way]
                 generations = self._generate_batch([request for _, request in alike])
                 for (ticket, _), generation in zip(alike, generations, strict=True):
                     work.give(ticket, generation)
@@ -63,43 +64,56 @@ class TransformersEngine:
                 parameters[name].copy_(tensor)
         self.version = version
 
+    def sleep(self) -> None:
+        """It keeps no cache between two calls: what torch keeps for the next is all there is to give."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Free the weights; nothing can be generated any more."""
         del self._model
 
     @torch.inference_mode()
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Of requests that are to be sampled alike."""
-        prompts, sampling = [request.prompt for request in requests], requests[0].sampling
+        """Of requests that are to be sampled alike, as long as the longest may be."""
+        prompts, limits = (
+            [request.prompt for request in requests],
+            [request.sampling.max_tokens for request in requests],
+        )
         width = max(len(prompt) for prompt in prompts)
         input_ids = torch.full((len(prompts), width), self._pad_token)
         mask = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        sampler = Sampler([request.seed for request in requests], sampling)
+        sampler = Sampler([request.seed for request in requests], requests[0].sampling)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
             logits_processor=LogitsProcessorList([sampler]),
             generation_config=GenerationConfig(
-                max_new_tokens=sampling.max_tokens,
+                max_new_tokens=max(limits),
                 do_sample=False,  # the sampler leaves one token to choose from
                 eos_token_id=sorted(self._end_tokens) or None,
                 pad_token_id=self._pad_token,
             ),
         )
         tokens, logprobs = sampler.result()
-        return [self._cut(*row) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        return [self._cut(*row) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
 
-    def _cut(self, tokens: list[int], logprobs: list[float]) -> Generation:
-        """The row up to its end token."""
-        end = next((at for at, token in enumerate(tokens) if token in self._end_tokens), None)
-        length = len(tokens) if end is None else end + 1
+    def _cut(self, tokens: list[int], logprobs: list[float], limit: int) -> Generation:
+        """The row up to its end token, or its limit."""
+        end = next((at for at, token in enumerate(tokens[:limit]) if token in self._end_tokens), None)
+        length = min(len(tokens), limit) if end is None else end + 1
         if not all(logprob > -torch.inf for logprob in logprobs[:length]):
             raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
         reason = FinishReason.LENGTH if end is None else FinishReason.STOP
         return Generation(tokens[:length], logprobs[:length], reason)
+
+
+def _way(request: GenerationRequest) -> Sampling:
+    """How tokens are drawn, however many."""
+    return replace(request.sampling, max_tokens=0)
 
 
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:

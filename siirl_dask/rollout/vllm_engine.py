@@ -45,6 +45,7 @@ from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice, request_
 
 _CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
 _LONGEST_THAT_FITS = -1
+_FORGETS = 2  # the sleep level at which weights are let go of
 
 
 class VllmEngine:
@@ -63,7 +64,8 @@ class VllmEngine:
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
-        self._broken = False
+        self._sleep_level = 0 if self._on_cpu else rollout.sleep_level
+        self._broken = self._asleep = False
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -74,6 +76,7 @@ class VllmEngine:
 
     def serve(self, work: Work) -> None:
         """Generate until there is no more to take. A row that is done makes room for the next at once."""
+        self._wake()
         engine, running = self._llm.llm_engine, dict[str, Any]()
         try:
             with self._eager():
@@ -92,6 +95,8 @@ class VllmEngine:
         if self._broken:
             raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
         weights = self._parameters.fit(tensors, version)
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
@@ -100,9 +105,19 @@ class VllmEngine:
                     self._llm.apply_model(_pack_tied_head)
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
-        self._broken = False
+        self._broken = self._asleep = False
         self.version = version
+
+    def sleep(self) -> None:
+        """Free the cache, and the weights to the host's memory or altogether, as ``rollout.sleep_level`` says. Nothing
+        on a CPU, where all memory is the host's.
+        """
+        if self._sleep_level and not self._asleep:
+            self._llm.sleep(self._sleep_level)
+            self._asleep = True
 
     def close(self) -> None:
         """Free the weights and the cache; nothing can be generated any more."""
@@ -126,6 +141,16 @@ class VllmEngine:
                 f"model.path={model.path!r}: vLLM cannot run it as rollout says: {_innermost(error)}; change the "
                 "rollout or take rollout.engine=transformers"
             ) from error
+
+    def _wake(self) -> None:
+        if self._asleep and self._sleep_level == _FORGETS:
+            raise RunError(
+                "vLLM let go of its weights (rollout.sleep_level=2) and none were loaded since: expected a node that "
+                "loads weights after each update, or rollout.sleep_level=1"
+            )
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def _eager(self) -> Any:
         """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
@@ -203,6 +228,7 @@ def _settings(model: ModelConfig, rollout: RolloutConfig, device: Device) -> dic
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "use_tqdm_on_load": False,
+        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
     }
     if device.index:
         ours["distributed_executor_backend"] = _executor_on(device.index)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from siirl_dask.rollout import FinishReason, Generation, RolloutEngine, Sampling
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
 from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
 from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
@@ -168,6 +168,31 @@ class EngineTests:
         self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
         engine.load_weights(model.named_parameters(), 8)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+
+    def test_an_engine_that_slept_generates_as_before_and_takes_new_weights_in_its_sleep(
+        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+    ) -> None:
+        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        before = engine.generate(prompts, list(range(6)), sampling)
+        engine.sleep()
+        engine.sleep()
+        self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+        engine.sleep()
+        engine.load_weights(other_model.named_parameters(), 1)
+        self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+        engine.load_weights(model.named_parameters(), 2)
+        self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+
+    def test_requests_that_are_sampled_in_ways_of_their_own_are_what_each_would_be_alone(
+        self, engine: RolloutEngine
+    ) -> None:
+        ways = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
+        requests = [GenerationRequest(prompt, 3, way) for prompt, way in zip(_prompts(6), ways, strict=True)]
+        work = OwnWork[Generation](requests)
+        engine.serve(work)
+        for request, given in zip(requests, work.results(), strict=True):
+            (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
+            self._assert_same([given], [alone])
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(

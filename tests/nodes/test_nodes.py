@@ -8,11 +8,19 @@ import torch
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.errors import PeerError
-from siirl_dask.nodes import draw_minibatches, encode_prompts, generate, load_weights, publish_weights
+from siirl_dask.errors import DataError, PeerError
+from siirl_dask.nodes import (
+    draw_minibatches,
+    encode_prompts,
+    generate,
+    load_weights,
+    policy_logprobs,
+    publish_weights,
+)
 from siirl_dask.nodes.packing import pack_rows
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
+from siirl_dask.training import TokenScores
 
 
 class Words:
@@ -152,3 +160,52 @@ def test_rows_are_packed_prompt_then_response_with_nothing_in_between():
     assert packed.rows.prompt_lengths.tolist() == [2, 1, 1]
     assert packed.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 3.0, 3.0]
     assert packed.per_token(torch.tensor([5.0, 6.0, 7.0]), TYPES["old_logprobs"]).to_pylist() == [[5.0], [], [6.0, 7.0]]
+
+
+def test_engines_beside_a_role_that_computes_make_room_for_it():
+    slept = []
+
+    class Sleeper:
+        def sleep(self):
+            slept.append(self)
+
+    class Scores:
+        def logprobs(self, rows):
+            assert slept, "the engine was still awake"
+            return TokenScores(torch.zeros(0), torch.zeros(0))
+
+    engine, trainer = Sleeper(), Scores()
+    ctx = context(trainer)
+    ctx.resources = {"rollout": engine, "policy": trainer}
+    kinds = {name: TYPES[name] for name in ("row_id", "group_id", "tokens", "prompt_ids", "response_ids")}
+    policy_logprobs(ctx, pa.schema(kinds).empty_table())
+    assert slept == [engine]
+
+
+def encoded(*words):
+    return encode_prompts(context(Echo()), rows(prompt=list(words)), max_prompt_length=9)
+
+
+@dataclass
+class Limits(Echo):
+    """An engine that fills whatever it is allowed."""
+
+    def serve(self, work):
+        while taken := work.take(2, wait=True):
+            for ticket, asked in taken:
+                tokens = [1] * asked.sampling.max_tokens
+                work.give(ticket, Generation(tokens, [0.0] * len(tokens), FinishReason.LENGTH))
+
+
+def test_a_row_of_the_dataset_may_limit_its_own_responses():
+    limits = pa.array([3, None, 99], pa.int32())
+    table = encoded("a", "b", "c").append_column("max_tokens", limits)
+    rows = generate(context(Limits()), table, rollout=RolloutConfig(n=2, max_response_length=8))
+    assert [len(ids) for ids in rows["response_ids"].to_pylist()] == [3, 3, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("limit", [0, -2, 1.5, "many"])
+def test_a_limit_that_is_no_number_of_tokens_is_refused_with_its_row(limit):
+    table = encoded("a").append_column("max_tokens", pa.array([limit]))
+    with pytest.raises(DataError, match=r"row 0 has max_tokens=.*at least 1"):
+        generate(context(Limits()), table, rollout=RolloutConfig(n=1))

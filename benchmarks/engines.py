@@ -1,0 +1,129 @@
+"""Tokens a second of the two engines, on one worker: vLLM admits a row as soon as another is done, transformers waits
+for the longest of a batch.
+
+    python benchmarks/engines.py [--rows 512] [--batch 64] [--rounds 3] [--threads 2] [--out docs/benchmarks/engines.md]
+
+A model of 32 million random parameters, built on the spot, generates rows whose lengths are log-normal: each row has a
+limit of its own and no token ends it. Both engines draw the same tokens, which is checked. Rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.rollout import Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling, build_engine
+from siirl_dask.testing.tiny import tiny_model
+
+_PROMPT, _MEDIAN, _SIGMA, _LONGEST = 32, 64, 1.0, 768
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=64, help="rows at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    requests = make_requests(given.rows)
+    with TemporaryDirectory() as folder:
+        model, parameters = make_model(folder)
+        engines = {kind: make_engine(kind, model, given.batch) for kind in (Engine.transformers, Engine.vllm)}
+        for engine in engines.values():
+            generate(engine, requests[: given.batch // 4])
+        rates, tokens = measure(engines, requests, given.rounds)
+    text = report(rates, tokens, parameters, given)
+    Console().print(text)
+    if given.out:
+        given.out.write_text(text)
+
+
+def make_requests(rows: int) -> list[GenerationRequest]:
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.lognormal(np.log(_MEDIAN), _SIGMA, rows), 1, _LONGEST).astype(int)
+    prompts = draw.integers(0, 256, (rows, _PROMPT))
+    ways = [Sampling(max_tokens=int(length)) for length in lengths]
+    rows_and_ways = enumerate(zip(prompts.tolist(), ways, strict=True))
+    return [GenerationRequest(prompt, row, way) for row, (prompt, way) in rows_and_ways]
+
+
+def make_model(folder: str) -> tuple[str, int]:
+    """A model that no token ends, and how many parameters it has."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+    )  # once siirl_dask has prepared for it
+
+    path = tiny_model(Path(folder, "model"), hidden=512, layers=10, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(path)
+    GenerationConfig().save_pretrained(path)
+    return str(path), sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters())
+
+
+def make_engine(kind: Engine, model: str, batch: int) -> RolloutEngine:
+    rollout = RolloutConfig(engine=kind, max_rows=batch, engine_kwargs={})
+    return build_engine(Device("0"), Rank(), model=ModelConfig(path=model), rollout=rollout)
+
+
+def generate(engine: RolloutEngine, requests: list[GenerationRequest]) -> list[Generation]:
+    work = OwnWork[Generation](requests)
+    engine.serve(work)
+    return work.results()
+
+
+def measure(
+    engines: dict[Engine, RolloutEngine], requests: list[GenerationRequest], rounds: int
+) -> tuple[dict[Engine, list[float]], int]:
+    """Tokens a second of each round, and the tokens of one."""
+    rates: dict[Engine, list[float]] = {kind: [] for kind in engines}
+    expected: list[list[int]] | None = None
+    for _ in range(rounds):
+        for kind, engine in engines.items():
+            began = time.perf_counter()
+            samples = generate(engine, requests)
+            seconds = time.perf_counter() - began
+            tokens = [sample.token_ids for sample in samples]
+            alike = expected is None or np.mean([one == other for one, other in zip(tokens, expected, strict=True)])
+            assert alike > 0.95, f"{kind} drew other tokens: {alike:.0%} of the rows are the same"
+            expected = tokens
+            rates[kind].append(sum(map(len, tokens)) / seconds)
+            print(f"{kind}: {rates[kind][-1]:.0f} tokens/s, {seconds:.1f} s, rows as before: {float(alike):.1%}")
+    return rates, sum(map(len, expected or []))
+
+
+def report(rates: dict[Engine, list[float]], tokens: int, parameters: int, given: argparse.Namespace) -> str:
+    middle = {kind: statistics.median(values) for kind, values in rates.items()}
+    lines = [
+        "# Engines: tokens a second",
+        "",
+        f"`python benchmarks/engines.py --rows {given.rows} --batch {given.batch} --threads {given.threads}` on "
+        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}: {parameters / 1e6:.1f} million "
+        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {_MEDIAN}, sigma {_SIGMA}, at "
+        f"most {_LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one process, one engine "
+        "after the other.",
+        "",
+        "| engine | tokens/s | of transformers' |",
+        "|---|---|---|",
+        *(f"| {kind} | {rate:.0f} | {rate / middle[Engine.transformers]:.2f} |" for kind, rate in middle.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
