@@ -54,13 +54,12 @@ def training(config: Config) -> DAG:
         correction=correction,
     )
     aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    staleness = config.rollout.max_staleness
     update = partial(
         update_policy,
         loss=loss,
         aggregate=aggregate,
         minibatches=algorithm.minibatches,
-        max_staleness=staleness,
+        max_staleness=config.rollout.max_staleness,
     )
     nodes = (
         Node("prompts", encode, "rollout"),
@@ -78,7 +77,7 @@ def training(config: Config) -> DAG:
         Node("minibatches", draw, "policy", ("advantage",)),
         Node("update", update, "policy", ("minibatches",), Rows.BALANCED),
         Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=staleness),
+        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=config.rollout.ahead or 0),
     )
     return DAG(roles(config), nodes)
 

@@ -56,13 +56,12 @@ def training(config: Config) -> DAG:
         correction=correction,
     )
     aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    staleness = config.rollout.max_staleness
     learn = partial(
         update_policy,
         loss=loss,
         aggregate=aggregate,
         minibatches=algorithm.minibatches,
-        max_staleness=staleness,
+        max_staleness=config.rollout.max_staleness,
     )
     nodes = (
         Node("prompts", encode, "rollout"),
@@ -88,7 +87,7 @@ def training(config: Config) -> DAG:
             Rows.BALANCED,
         ),
         Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=staleness),
+        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=config.rollout.ahead or 0),
     )
     return DAG(roles(config), nodes)
 

@@ -122,6 +122,10 @@ class Context:
     of the workers must call it alike. For nodes that declare ``draws=True``.
     """
     sum_over_workers: Callable[[Sequence[float]], list[float]] = list
+    settles: bool = False
+    """Something else than training comes next: what a node keeps for a later step has to be done in this one."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What the node keeps on this worker from one step to the next. Empty when a run begins or goes on."""
     share: Callable[[Sequence[Any], Any], Any] | None = None
     """Makes items of work, and a codec for them, what the workers of the node's role may take over from one another:
     see ``siirl_dask.coordinator.stealing``. None where there are no others. All of them must call it, items or not.

@@ -14,7 +14,7 @@ from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Plan, compile_chains, resolve
-from siirl_dask.schema import REFERENCE_LOGPROBS, Schema
+from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, Schema
 
 PREPARED = pa.schema({"prompt": pa.string(), "answer": pa.string()})
 """Columns that are assumed of a dataset which ``data.prepare`` has yet to make."""
@@ -87,12 +87,14 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
             "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
-    most, behind = config.rollout.max_staleness, {node.name: node.behind for node in dag.nodes if node.behind}
-    if set(behind.values()) != {most} - {0}:
+    ahead, behind = config.rollout.ahead, {node.name: node.behind for node in dag.nodes if node.behind}
+    if set(behind.values()) != {ahead} - {0}:
         raise ConfigError(
-            f"rollout.max_staleness={most}, and steps that nodes of the DAG are behind: {behind}; expected "
-            f"behind={most} of the node that loads weights, and 0 of the others"
+            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes are behind as "
+            f"many as {behind}: expected behind={ahead} of the node that loads weights, and 0 of the others"
         )
+    if config.rollout.partial and TOKEN_VERSIONS not in written:
+        raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
     validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
     if validated - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")

@@ -60,7 +60,7 @@ def run(config: Config, dag: DAG, validation: DAG | None = None) -> Summary:
                 threads=config.cluster.threads,
                 data=DataSettings.of(config),
             )
-            lookahead = config.run.lookahead + config.rollout.max_staleness
+            lookahead = config.run.lookahead + (config.rollout.ahead or 0)
             driver = Driver(client, spec, lookahead, config.cluster.stall_timeout)
             _drive(driver, config, dag, log, client.dashboard_link, list(phases))
     except KeyboardInterrupt:

@@ -40,7 +40,9 @@ temperature).
 FINISH_REASON = "finish_reason"
 """string. ``stop`` (the model ended it) or ``length`` (the limit did)."""
 WEIGHTS_VERSION = "weights_version"
-"""int64. Version of the weights that sampled this row: the number of steps trained before them."""
+"""int64. Version of the weights that sampled this row, the oldest if several did: how many steps trained them."""
+TOKEN_VERSIONS = "token_versions"
+"""list<int64>. Of a row that was generated over several steps: the version that sampled each response token."""
 WORKER = "worker"
 """string. Name of the worker that sampled this row."""
 REWARD = "reward"
@@ -91,6 +93,7 @@ TYPES: Mapping[str, pa.DataType] = {
     ROLLOUT_LOGPROBS: pa.list_(pa.float32()),
     FINISH_REASON: pa.string(),
     WEIGHTS_VERSION: pa.int64(),
+    TOKEN_VERSIONS: pa.list_(pa.int64()),
     WORKER: pa.string(),
     REWARD: pa.float32(),
     REWARD_PARTS: pa.map_(pa.string(), pa.float32()),

@@ -46,7 +46,7 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
-        if self.rollout.max_staleness and self.algorithm.correction is None:
+        if (self.rollout.max_staleness or self.rollout.partial) and self.algorithm.correction is None:
             self.algorithm.correction = "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(

@@ -51,6 +51,13 @@ class RolloutConfig:
     training goes on. Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` is
     truncated_is if none is given.
     """
+    partial: bool = False
+    """A response stops after ``max_tokens_per_step`` tokens and goes on in the next step, with the weights of then. Its
+    group is trained when all of it is there; ``max_staleness`` must allow for the steps that takes.
+    """
+    max_tokens_per_step: int | None = None
+    ahead: int | None = None
+    """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
     work_stealing: bool = True
     """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``."""
     gpu_memory_utilization: float = 0.9
@@ -79,6 +86,11 @@ class RolloutConfig:
         """Responses to each prompt where the most likely one is added to the samples."""
         return self.n + 1
 
+    @property
+    def steps_per_response(self) -> int:
+        """In which a response is generated, at most."""
+        return -(-self.max_response_length // self.max_tokens_per_step) if self.max_tokens_per_step else 1
+
     def __post_init__(self) -> None:
         at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
         at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
@@ -94,6 +106,7 @@ class RolloutConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (given := getattr(self, name)) is not None:
                 at_least("rollout", 1, **{name: given})
+        self._check_ahead()
         if self.sleep_level not in (0, 1, 2):
             raise ConfigError(f"rollout.sleep_level={self.sleep_level}: expected 0, 1 or 2")
         if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:
@@ -102,6 +115,23 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.engine_kwargs={self.engine_kwargs}: they are vLLM's, and rollout.engine is transformers; "
                 "leave them out or take rollout.engine=vllm"
+            )
+
+    def _check_ahead(self) -> None:
+        if self.partial != (self.max_tokens_per_step is not None):
+            raise ConfigError(
+                f"rollout.partial={self.partial} and rollout.max_tokens_per_step={self.max_tokens_per_step}: "
+                "expected both or neither, as in rollout.partial=true rollout.max_tokens_per_step=512"
+            )
+        if self.max_tokens_per_step is not None:
+            at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
+        left = self.max_staleness - (self.steps_per_response - 1)
+        self.ahead = left if self.ahead is None else self.ahead
+        if not 0 <= self.ahead <= left:
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
+                f"{max(self.ahead, 0)} (rollout.ahead), and {self.steps_per_response - 1} more for a response of "
+                f"{self.steps_per_response} steps (rollout.max_response_length, rollout.max_tokens_per_step)"
             )
 
 

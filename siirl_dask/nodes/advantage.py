@@ -139,10 +139,11 @@ def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
 @columns(reads=[GROUP_ID], writes=fields(MINIBATCH))
 def draw_minibatches(ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int) -> pa.Table:
     """Which mini-batch each row is in: the step's prompts are shuffled and cut into equal runs, samples go with their
-    prompt. A function of the step's seed alone, so every worker draws the same without asking.
+    prompt, and groups of an earlier step where one of this would be. A function of the step's seed alone, so every
+    worker draws the same without asking.
     """
     order = np.random.default_rng(ctx.seed(_DRAW)).permutation(batch_size)
-    drawn = order[table[GROUP_ID].to_numpy()] * minibatches // batch_size
+    drawn = order[table[GROUP_ID].to_numpy() % batch_size] * minibatches // batch_size
     return table.append_column(MINIBATCH, pa.array(drawn, TYPES[MINIBATCH]))
 
 

@@ -18,7 +18,8 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score
-from siirl_dask.nodes.rollout import SAMPLED, generate
+from siirl_dask.nodes.rollout import generate
+from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     ANSWER,

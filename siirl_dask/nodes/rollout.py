@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig
-from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.stealing import Codec
-from siirl_dask.errors import DataError
+from siirl_dask.context import Context
+from siirl_dask.nodes.parts import generate_in_parts
+from siirl_dask.nodes.sampling import MAX_TOKENS, SAMPLED, begin, serve, with_samples
 from siirl_dask.planner import columns
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
-from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
-from siirl_dask.schema import (
-    FINISH_REASON,
-    GREEDY,
-    PROMPT_IDS,
-    RESPONSE,
-    RESPONSE_IDS,
-    ROLLOUT_LOGPROBS,
-    ROW_ID,
-    TOKENS,
-    TYPES,
-    WEIGHTS_VERSION,
-    WORKER,
-    fields,
+from siirl_dask.rollout import Sampling
+from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TYPES, fields
+
+
+@columns(
+    reads=[PROMPT_IDS],
+    optional=[MAX_TOKENS],
+    writes=SAMPLED,
+    writes_if={"rollout.partial": fields(TOKEN_VERSIONS)},
+    expand="rollout.n",
 )
-
-MAX_TOKENS = "max_tokens"
-"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
-SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
-
-
-@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="rollout.n")
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p."""
-    return _generate(ctx, table, [_sampling(rollout)] * rollout.n)
+    """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p.
+
+    With ``rollout.partial``, samples of groups that are complete, of this step and of those before: see ``parts``.
+    """
+    ways = [_sampling(rollout)] * rollout.n
+    if rollout.max_tokens_per_step is not None:
+        return generate_in_parts(ctx, table, ways, rollout.max_tokens_per_step)
+    return _generate(ctx, table, ways)
 
 
 @columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
@@ -73,94 +63,5 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
 
 
 def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:
-    """A row for each prompt and way of sampling, prompt after prompt."""
-    engine: RolloutEngine = ctx.resource
-    n = len(ways)
-    rows = table.take(np.repeat(np.arange(table.num_rows), n))
-    row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
-    prompts = rows[PROMPT_IDS].to_pylist()
-    seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
-    limits = _limits(rows) if MAX_TOKENS in rows.column_names else None
-    requests = [
-        GenerationRequest(prompts[at], seeds[at], _within(ways[at % n], limits[at] if limits else None))
-        for at in range(len(prompts))
-    ]
-    sampled = _serve(ctx, engine, requests)
-    samples = [one.generation for one in sampled]
-    tokens = [len(prompt) + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
-    rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
-    rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))
-    for name, values in _sampled_columns(engine, sampled).items():
-        rows = rows.append_column(name, pa.array(values, TYPES[name]))
-    _log(ctx, samples, tokens)
-    return rows
-
-
-def _limits(rows: pa.Table) -> list[int | None]:
-    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
-    tokens.
-    """
-    given: list[object] = rows[MAX_TOKENS].to_pylist()
-    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
-        if limit is not None and not (isinstance(limit, int) and limit >= 1):
-            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
-    return given  # type: ignore[return-value]  # as was just seen
-
-
-def _within(way: Sampling, limit: int | None) -> Sampling:
-    return way if limit is None else replace(way, max_tokens=min(limit, way.max_tokens))
-
-
-def _serve(ctx: Context, engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[Sampled]:
-    """A sample for each request, by this worker's engine or, of those that it has not begun, by one that is idle.
-
-    The longest prompts are begun first: rows of like length are together, and the last to end is a short one.
-    """
-    order = sorted(range(len(requests)), key=lambda at: (requests[at].sampling.temperature, -len(requests[at].prompt)))
-    first_to_last, version = [requests[at] for at in order], engine.version
-    codec = Codec(
-        partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
-    )
-    work = OwnWork(first_to_last) if ctx.share is None else ctx.share(first_to_last, codec)
-    began = time.perf_counter()
-    engine.serve(_Signed(work, ctx.device.worker))
-    busy = time.perf_counter() - began
-    ctx.log("rollout/busy_seconds", busy)
-    ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
-    sampled = work.results()
-    ctx.log("rollout/taken_over", work.taken_over, Reduce.SUM)
-    return [one for _, one in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
-
-
-@dataclass(frozen=True, slots=True)
-class _Signed:
-    """Work whose results say who made them."""
-
-    work: Any
-    worker: str
-
-    def take(self, most: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        taken: Sequence[tuple[Any, GenerationRequest]] = self.work.take(most, wait=wait)
-        return taken
-
-    def give(self, ticket: Any, result: Generation) -> None:
-        self.work.give(ticket, Sampled(result, self.worker))
-
-
-def _sampled_columns(engine: RolloutEngine, sampled: Sequence[Sampled]) -> dict[str, list[object]]:
-    samples = [one.generation for one in sampled]
-    return {
-        RESPONSE_IDS: [sample.token_ids for sample in samples],
-        RESPONSE: [engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples],
-        ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
-        FINISH_REASON: [str(sample.finish_reason) for sample in samples],
-        WEIGHTS_VERSION: [engine.version] * len(samples),
-        WORKER: [one.worker for one in sampled],
-    }
-
-
-def _log(ctx: Context, samples: Sequence[Generation], tokens: Sequence[int]) -> None:
-    ctx.log("samples", len(samples), Reduce.SUM)
-    ctx.log("tokens", sum(tokens), Reduce.SUM)
-    ctx.log("response/length", [len(sample.token_ids) for sample in samples])
-    ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
+    rows, requests = begin(ctx, table, ways)
+    return with_samples(ctx, rows, serve(ctx, requests))

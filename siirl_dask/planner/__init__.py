@@ -2,7 +2,8 @@
 
 from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
 from siirl_dask.planner.compile import compile_chains
-from siirl_dask.planner.dag import DAG, Contract, Node, Role, Rows, columns
+from siirl_dask.planner.contract import Contract, columns
+from siirl_dask.planner.dag import DAG, Node, Role, Rows
 from siirl_dask.planner.describe import describe
 from siirl_dask.planner.draw import draw
 from siirl_dask.planner.estimate import Estimate, estimate

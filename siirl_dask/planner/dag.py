@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.canonical import canonical_text, function_name
-from siirl_dask.schema import IDENTITY, Schema, make_schema
+from siirl_dask.planner.contract import Contract, NodeFn, bare, contract_of, options_of
+from siirl_dask.schema import IDENTITY, Schema
 
-NodeFn = Callable[..., Any]
-"""``(Context, pa.Table, **options) -> pa.Table``; options are bound with functools.partial."""
 BuildFn = Callable[..., Any]
 """``(Device, Rank, **options) -> resource``."""
 
@@ -35,79 +33,6 @@ class Rows(StrEnum):
     """All rows on every worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """Which columns a node function reads and writes, and what it does to rows."""
-
-    reads: tuple[str, ...] = ()
-    writes: Schema = field(default_factory=lambda: make_schema({}))
-    optional: tuple[str, ...] = ()
-    """Read when somebody upstream writes them."""
-    new_rows: bool = False
-    """The rows that come out are other rows than those that went in."""
-    passes: bool = True
-    """The columns that come in travel on."""
-    one_of: tuple[str, ...] = ()
-    """Read when somebody upstream writes them, and somebody must write at least one."""
-    draws: bool = False
-    """It asks for more prompts than the step's own (``Context.more``). Such a node is the only one without parents."""
-    expand: str | None = None
-    """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
-
-    def taken(self, available: Collection[str]) -> tuple[str, ...]:
-        """The columns it reads of those that are there."""
-        maybe = (name for name in (*self.optional, *self.one_of) if name in available)
-        return (*self.reads, *maybe)
-
-
-_F = TypeVar("_F", bound=NodeFn)
-
-
-def columns(
-    *,
-    reads: Iterable[str] = (),
-    writes: Mapping[str, Any] | None = None,
-    optional: Iterable[str] = (),
-    one_of: Iterable[str] = (),
-    new_rows: bool = False,
-    passes: bool = True,
-    draws: bool = False,
-    expand: str | None = None,
-    more: str | None = None,
-    beside: str | None = None,
-    trial: Callable[..., None] | None = None,
-) -> Callable[[_F], _F]:
-    """Declare a node function's contract beside its code; see Contract for each argument.
-
-    ``more`` names an option of the function that lists further columns it reads; ``beside`` one that names a role that
-    must be on each of the node's workers, because it uses ``ctx.resources`` of that role. ``trial`` is called with the
-    node's options when it is planned, and raises if they cannot work: a loss should not fail after the rollout.
-    """
-    contract = Contract(
-        tuple(reads),
-        make_schema(writes or {}),
-        tuple(optional),
-        new_rows or expand is not None,
-        passes,
-        tuple(one_of),
-        draws,
-        expand,
-    )
-
-    def attach(fn: _F) -> _F:
-        fn.__columns__ = contract  # type: ignore[attr-defined]
-        fn.__more_columns__ = more  # type: ignore[attr-defined]
-        fn.__beside__ = beside  # type: ignore[attr-defined]
-        fn.__trial__ = trial  # type: ignore[attr-defined]
-        return fn
-
-    return attach
-
-
-def _bare(fn: Any) -> Any:
-    return fn.func if isinstance(fn, partial) else fn
-
-
 @dataclass(frozen=True, eq=False)
 class Role:
     """A model or an engine. ``build(device, rank, **options)`` makes it once on each of its workers."""
@@ -119,7 +44,7 @@ class Role:
 
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: role" if self.at else "role", self.name)
-        function_name(_bare(self.build))
+        function_name(bare(self.build))
 
     @property
     def key(self) -> str:
@@ -157,7 +82,7 @@ class Node:
         _check_name(f"{self.at}: node" if self.at else "node", self.name)
         if isinstance(self.after, str):
             raise PlanError(f"{self.label} has after={self.after!r}: expected a tuple, ({self.after!r},)")
-        function_name(_bare(self.fn))
+        function_name(bare(self.fn))
         if self.keep is not None:
             _check_name(f"keep of {self.label}:", self.keep)
         if not self.after and self.rows is not Rows.ANYWHERE:
@@ -176,27 +101,26 @@ class Node:
 
     @property
     def contract(self) -> Contract:
-        declared: Contract = getattr(_bare(self.fn), "__columns__", Contract())
-        more = self.options.get(getattr(_bare(self.fn), "__more_columns__", None) or "", ())
-        reads = (*declared.reads, *more) if self.reads is None else tuple(self.reads)
+        declared = contract_of(self.fn)
+        reads = declared.reads if self.reads is None else tuple(self.reads)
         return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return self.fn.keywords if isinstance(self.fn, partial) else {}
+        return options_of(self.fn)
 
     @property
     def beside(self) -> str | None:
         """A role that must be on each of its workers."""
-        option = getattr(_bare(self.fn), "__beside__", None)
+        option = getattr(bare(self.fn), "__beside__", None)
         if option is None:
             return None
-        default = signature(_bare(self.fn)).parameters[option].default
+        default = signature(bare(self.fn)).parameters[option].default
         return str(self.options.get(option, default))
 
     def try_out(self) -> None:
         """PlanError when the node's options fail the trial that its function declares."""
-        trial = getattr(_bare(self.fn), "__trial__", None)
+        trial = getattr(bare(self.fn), "__trial__", None)
         if trial is not None:
             try:
                 trial(**self.options)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from siirl_dask.planner.chain import Plan
+from siirl_dask.planner.contract import option_at
 from siirl_dask.planner.dag import Node, Rows
 from siirl_dask.planner.flow import DATA
 from siirl_dask.planner.widths import Sizes, width_of
@@ -69,14 +68,7 @@ def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
 def times_of(node: Node) -> int | None:
     """Rows that come out of a node for each that goes in, at most."""
     expand = node.contract.expand
-    return 1 if expand is None else _option(node, expand)
-
-
-def _option(node: Node, path: str) -> int | None:
-    """The number at a dotted path into a node's options, their dataclasses and mappings; None if there is none."""
-    fn = getattr(node.fn, "func", node.fn)
-    defaults = {p.name: p.default for p in inspect.signature(fn).parameters.values()}
-    found: Any = {**defaults, **node.options}
-    for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
-    return found if isinstance(found, int) else None
+    if expand is None:
+        return 1
+    times = option_at(node.fn, expand)
+    return times if isinstance(times, int) else None

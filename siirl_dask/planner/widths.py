@@ -19,6 +19,7 @@ from siirl_dask.schema import (
     RESPONSE_MASK,
     RETURNS,
     ROLLOUT_LOGPROBS,
+    TOKEN_VERSIONS,
     VALUES,
     WORKER,
     DataType,
@@ -37,6 +38,7 @@ _OF_RESPONSES = (
     ADVANTAGES,
     RETURNS,
     COVARIANT,
+    TOKEN_VERSIONS,
 )
 """Lists with a value for each token of the response."""
 

@@ -62,6 +62,8 @@ class GenerationRequest:
     prompt: Sequence[int]
     seed: int
     sampling: Sampling
+    begun: int = 0
+    """The last so many tokens of ``prompt`` are of the response, which goes on as if it had never been left."""
 
 
 class Work(Protocol):

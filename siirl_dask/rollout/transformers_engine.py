@@ -86,7 +86,8 @@ class TransformersEngine:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        sampler = Sampler([request.seed for request in requests], requests[0].sampling)
+        seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
+        sampler = Sampler(seeds, requests[0].sampling, begun)
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),

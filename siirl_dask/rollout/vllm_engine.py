@@ -162,7 +162,7 @@ class VllmEngine:
         for ticket, request in taken:
             self._check_room(request)
             name = str(next(self._numbers))
-            params = request_params(request.seed, request.sampling, self._end_tokens)
+            params = request_params(request.seed, request.sampling, self._end_tokens, request.begun)
             self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt)), params)
             running[name] = ticket
         return bool(running)

@@ -26,8 +26,8 @@ LOGPROBS_MODE = "processed_logits"
 _KEY = "siirl_dask"
 
 
-def request_params(seed: int, sampling: Sampling, end_tokens: list[int]) -> SamplingParams:
-    """What vLLM is told of one row."""
+def request_params(seed: int, sampling: Sampling, end_tokens: list[int], begun: int = 0) -> SamplingParams:
+    """What vLLM is told of one row, ``begun`` tokens of whose response are in its prompt."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens,
@@ -36,7 +36,7 @@ def request_params(seed: int, sampling: Sampling, end_tokens: list[int]) -> Samp
         logprobs=0,  # the chosen token's alone
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={_KEY: {"seed": as_seed(seed), "sampling": asdict(sampling)}},
+        extra_args={_KEY: {"seed": as_seed(seed), "sampling": asdict(sampling), "begun": begun}},
     )
 
 
@@ -44,6 +44,7 @@ def request_params(seed: int, sampling: Sampling, end_tokens: list[int]) -> Samp
 class _Row:
     seed: int
     sampling: Sampling
+    begun: int
     tokens: list[int]
     """Those generated so far: vLLM's own list, which grows."""
 
@@ -67,7 +68,7 @@ class TokenChoice(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's cla
             given: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
             self._rows.pop(index, None)
             if given is not None:  # vLLM's own warm-up has none
-                self._rows[index] = _Row(given["seed"], Sampling(**given["sampling"]), tokens)
+                self._rows[index] = _Row(given["seed"], Sampling(**given["sampling"]), given["begun"], tokens)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -85,8 +86,9 @@ class TokenChoice(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's cla
         return logits
 
     def _choose(self, logits: Tensor, sampling: Sampling, indices: list[int]) -> None:
-        seeds = np.array([self._rows[index].seed for index in indices], dtype=np.uint64)
-        positions = np.array([len(self._rows[index].tokens) for index in indices], dtype=np.uint64)
+        rows = [self._rows[index] for index in indices]
+        positions = np.array([row.begun + len(row.tokens) for row in rows], dtype=np.uint64)
+        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         at = torch.tensor(indices, device=logits.device)
         scores = logits if len(indices) == len(logits) else logits[at]  # one way of sampling for all: no copy
         tokens, logprobs = Draw(sampling)(scores, seeds, positions)

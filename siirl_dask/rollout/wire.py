@@ -24,16 +24,28 @@ class Sampled:
 def pack_request(request: GenerationRequest, version: int) -> dict[str, Any]:
     """``version`` is that of the weights which are to sample it."""
     prompt = np.asarray(request.prompt, "<i8").tobytes()
-    return {"prompt": prompt, "seed": request.seed, "sampling": asdict(request.sampling), "version": version}
+    return {
+        "prompt": prompt,
+        "seed": request.seed,
+        "sampling": asdict(request.sampling),
+        "begun": request.begun,
+        "version": version,
+    }
 
 
 def read_request(value: object, version: int) -> GenerationRequest:
     """PeerError for what is no request, or one for other weights than this worker has."""
     match value:
-        case {"prompt": bytes(prompt), "seed": int(seed), "sampling": dict(sampling), "version": int(wanted)}:
+        case {
+            "prompt": bytes(prompt),
+            "seed": int(seed),
+            "sampling": dict(sampling),
+            "begun": int(begun),
+            "version": int(wanted),
+        }:
             if wanted != version:
                 raise PeerError(f"was given a prompt for weights of version {wanted}: those here are {version}")
-            return GenerationRequest(_numbers(prompt, "<i8"), seed, _sampling(sampling))
+            return GenerationRequest(_numbers(prompt, "<i8"), seed, _sampling(sampling), begun)
     raise PeerError(f"received {str(value)[:80]!r}, which is no generation request")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,27 @@ class EngineTests:
         for request, given in zip(requests, work.results(), strict=True):
             (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
             self._assert_same([given], [alone])
+
+    @pytest.mark.parametrize("heat", [0.0, _SHARP, 1.0])
+    def test_a_response_that_is_left_and_gone_on_with_is_as_if_it_never_was(
+        self, engine: RolloutEngine, heat: float
+    ) -> None:
+        prompts, whole = _prompts(6), Sampling(max_tokens=9, temperature=heat)
+        expected = engine.generate(prompts, list(range(6)), whole)
+        started = engine.generate(prompts, list(range(6)), replace(whole, max_tokens=4))
+        rest = [
+            GenerationRequest([*prompt, *start.token_ids], seed, replace(whole, max_tokens=5), len(start.token_ids))
+            for seed, (prompt, start) in enumerate(zip(prompts, started, strict=True))
+            if start.finish_reason is FinishReason.LENGTH
+        ]
+        assert rest
+        work = OwnWork[Generation](rest)
+        engine.serve(work)
+        for request, given in zip(rest, work.results(), strict=True):
+            wanted = expected[request.seed]
+            assert [*started[request.seed].token_ids, *given.token_ids] == wanted.token_ids
+            assert given.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)
+            assert given.finish_reason is wanted.finish_reason
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(

@@ -49,6 +49,8 @@ class Bench:
     stop: StopFlag
     meter: Meter
     """Shows a node's time by its name wherever the process is watched."""
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What nodes keep from one turn to the next, by phase and name."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class Execution:
         bench = self.bench
         return Context(
             step=self.turn.step,
+            settles=self.turn.settles,
             run_seed=bench.run_seed,
             rank=bench.ranks.get(role, Rank()),
             device=bench.device,
@@ -115,6 +118,7 @@ class Execution:
 
     def _context_of(self, node: Node) -> Context:
         context, load = self._context(node.role), self._loaded
+        context.kept = self.bench.kept.setdefault(f"{self.turn.phase}/{node.name}", {})
         if self.bench.share is not None and context.rank.size > 1:
             context.share = partial(self.bench.share, self.turn, node)
         if node.contract.draws and load is not None:

@@ -86,3 +86,25 @@ def test_a_dag_or_a_placement_that_cannot_be_ahead_is_refused_before_anything_st
         train("apart", "rollout.max_staleness=2", "nodes.load_weights.behind=1", *ONE_EACH)
     with pytest.raises(Exception, match=r"on other workers than its own \(cluster.placement\)"):
         train("together", "rollout.max_staleness=1", "cluster.workers=2", "cluster.placement={}")
+
+
+def test_long_responses_go_on_in_the_next_step_the_same_in_any_placement_and_none_is_lost(train):
+    given = (
+        "run.steps=5",
+        "rollout.partial=true",
+        "rollout.max_tokens_per_step=3",
+        "rollout.max_staleness=3",
+        "data.batch_size=6",
+        "rollout.max_rows=2",
+    )
+    one, other = (train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items())
+    found = []
+    for step in range(1, 6):
+        rows, same = one.table("rollouts", step), other.table("rollouts", step)
+        assert rows.select(EXACT).equals(same.select(EXACT)), step
+        found += rows.to_pylist()
+    assert len(found) == 5 * 6 * 4
+    assert {len(set(row["token_versions"])) for row in found} >= {1, 2, 3}
+    for row in found:
+        assert row["old_logprobs"] is not None
+        assert len(row["token_versions"]) == len(row["rollout_logprobs"]) == len(row["response_ids"])
