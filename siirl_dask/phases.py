@@ -90,8 +90,8 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     ahead, behind = config.rollout.ahead, {node.name: node.behind for node in dag.nodes if node.behind}
     if set(behind.values()) != {ahead} - {0}:
         raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes are behind as "
-            f"many as {behind}: expected behind={ahead} of the node that loads weights, and 0 of the others"
+            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes are behind "
+            f"as many as {behind}: expected behind={ahead} of the node that loads weights, and 0 of the others"
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
         raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
