@@ -1,8 +1,10 @@
 """What a worker process needs of memory, at most, and PlanError for a run that does not have it.
 
     process     Python with torch, transformers, Arrow and Dask
-    roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; the
-                reference: 4; an engine or a reward model: 4, or 2 in bfloat16, and rollout.kv_cache_memory
+    roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, 20
+                with an average of the weights; the reference: 4; with trainer.backend=fsdp a worker's shard of that,
+                and whole, with gradients, the embeddings of both ends; an engine or a reward model: 4, or 2 in
+                bfloat16, and rollout.kv_cache_memory
     tables      at that node of the chain where there are most: see planner/memory.py
     moving      published and received, of as many steps as run at once; no more than data.memory_limit
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from siirl_dask.config import Config, Dtype, parse_bytes
+from siirl_dask.config import Backend, Config, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
 from siirl_dask.errors import PlanError
 from siirl_dask.parameters import Parameters, count_parameters
@@ -28,7 +30,8 @@ from siirl_dask.planner.text import readable_bytes, who
 from siirl_dask.schema import PARAMETER_DATA
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
-_LEARNS, _SCORES = 16, 4  # bytes a parameter
+_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes a parameter
+_GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and the gradients of both
 _PER_PARAMETER = {
     "siirl_dask.training:build_trainer": _LEARNS,
     "siirl_dask.training:build_critic": _LEARNS,
@@ -88,7 +91,7 @@ def memory_of(config: Config, phases: Phases) -> list[WorkerMemory]:
         if phase != "test"  # the validation's plan on other data
     }
     plan = phases["train"][0]
-    built = {role.name: _built(role, config, count) for role in plan.dag.roles}
+    built = {role.name: _built(role, len(plan.placement[role.name]), config, count) for role in plan.dag.roles}
     found = []
     for roles, workers in _by_roles(plan).items():
         each = [(phase, one[worker]) for phase, one in used.items() for worker in workers]
@@ -157,8 +160,8 @@ def sizes_of(
     )
 
 
-def _built(role: Role, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
-    """Bytes of what the role builds; None where that is not known."""
+def _built(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
+    """Bytes of what the role builds on each of its workers; None where that is not known."""
     options: Mapping[str, Any] = role.build.keywords if isinstance(role.build, partial) else {}
     name, model = function_name(getattr(role.build, "func", role.build)), options.get("model", config.model)
     if name == _SCORER:
@@ -167,5 +170,15 @@ def _built(role: Role, config: Config, count: Callable[[str], Parameters | None]
     parameters = count(model.path) if each is not None else None
     if each is None or parameters is None:
         return None
+    if name in _PER_PARAMETER:
+        return _trained(each, parameters, options.get("trainer", config.trainer), workers)
     cache = config.rollout.kv_cache_memory if name == _IN_DTYPE[0] else None
     return each * parameters.total + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)
+
+
+def _trained(each: int, parameters: Parameters, trainer: TrainerConfig, workers: int) -> int:
+    """``each`` bytes a parameter, of all of them or of a shard."""
+    each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
+    if trainer.backend == Backend.torch:
+        return each * parameters.total
+    return -(-each * parameters.total // (trainer.shard_size or workers)) + _GATHERED * parameters.largest

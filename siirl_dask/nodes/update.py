@@ -93,8 +93,11 @@ def update_policy(
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
     columns: tuple[str, ...] = (),
     max_staleness: int = 0,
+    epochs: int = 1,
+    critic_warmup_steps: int = 0,
 ) -> pa.Table:
-    """One optimiser step per mini-batch, in order. Every worker of the role takes each of them, rows or not.
+    """One optimiser step per mini-batch, in order, ``epochs`` times over; none in the first ``critic_warmup_steps``
+    steps of the run. Every worker of the role takes each of them, rows or not.
 
     Rows without an advantage are left out. ``columns``, a number a row or a response token each, reach the loss as
     ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``. TrainingError
@@ -106,7 +109,8 @@ def update_policy(
     batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
     for batch in batches:
         _log_mismatch(ctx, batch)
-    _log(ctx, "policy", trainer.update(batches, loss, aggregate))
+    if ctx.step > critic_warmup_steps:
+        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate))
     return table
 
 
@@ -118,12 +122,15 @@ def update_critic(
     minibatches: int,
     loss: Callable[[ValueInputs], TokenLoss] = value_clip,
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
+    epochs: int = 1,
 ) -> pa.Table:
-    """One optimiser step per mini-batch, in order, towards the returns. Rows without such are left out."""
+    """One optimiser step per mini-batch, in order, ``epochs`` times over, towards the returns. Rows without such are
+    left out.
+    """
     make_room(ctx)
     critic: Critic = ctx.resource
     batches = [_value_batch(part) for part in _parts(table, RETURNS, minibatches)]
-    _log(ctx, "critic", critic.update(batches, loss, aggregate))
+    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate))
     return table
 
 

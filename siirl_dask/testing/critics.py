@@ -22,6 +22,7 @@ from siirl_dask.algorithms import TokenLoss, ValueInputs, value_clip
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
+from siirl_dask.testing.checkpoints import load_state, save_state
 from siirl_dask.testing.forward import load_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, response_tokens, signs
@@ -103,6 +104,19 @@ class CriticTests:
         head = {name: tensor for name, tensor in weights.items() if name not in model}
         assert {name: weights[name].shape for name in model} == model
         assert sum(tensor.numel() for tensor in head.values()) == load_model(folder).config.hidden_size + 1
+
+    def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        steady, stopped, fresh = (self.build(folder) for _ in range(3))
+        for critic in (steady, stopped):
+            critic.update([_batch(critic, random_rows(LENGTHS))], _LOSS)
+        save_state(stopped, tmp_path / "state")
+        load_state(fresh, tmp_path / "state")
+        rows = random_rows(LENGTHS[:4])
+        seen = [critic.update([_batch(critic, rows)], _LOSS) for critic in (steady, fresh)]
+        assert seen[0] == seen[1]
+        assert_same_tensors(_copy(fresh), _copy(steady))
 
     def test_two_ranks_learn_what_one_does(self, folder: Path, tmp_path: Path) -> None:
         """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -25,6 +26,7 @@ from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip, sequence_mean
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
+from siirl_dask.testing.checkpoints import flat, load_state, save_state
 from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import (
@@ -38,6 +40,7 @@ from siirl_dask.testing.rows import (
 )
 from siirl_dask.testing.tiny import Family, tiny_model
 from siirl_dask.training import PackedRows, TokenScores, TrainBatch, Trainer
+from siirl_dask.training.shards import whole
 
 _TEMPERATURE = 0.7
 _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
@@ -195,6 +198,33 @@ class TrainerTests:
         trainer = self.build(folder)
         assert_same_tensors(_copy(trainer), {name: p.detach() for name, p in load_model(folder).named_parameters()})
 
+    def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        settings: dict[str, Any] = {"schedule": "cosine", "total_steps": 9, "warmup_steps": 1, "ema_decay": 0.5}
+        steady, stopped = self.build(folder, **settings), self.build(folder, **settings)
+        assert _steps(steady, 0, 2) == _steps(stopped, 0, 2)
+        save_state(stopped, tmp_path / "state")
+        fresh = self.build(folder, **settings)
+        load_state(fresh, tmp_path / "state")
+        assert_same_tensors(_copy(fresh), _copy(stopped))
+        assert _steps(steady, 2, 4) == _steps(fresh, 2, 4)
+        assert_same_tensors(_whole(fresh), _whole(steady))
+
+    def test_state_is_there_before_the_first_update_by_the_names_of_the_weights(self, folder: Path) -> None:
+        state = self.build(folder).state()
+        names = [name for name, _ in self.build(folder).weights()]
+        assert list(state["model"]) == list(state["optimizer"]) == names
+        for name, weight in state["model"].items():
+            assert weight.dtype == torch.float32
+            moments = {key: value.shape for key, value in state["optimizer"][name].items()}
+            assert moments == {"step": (), "exp_avg": weight.shape, "exp_avg_sq": weight.shape}
+
+    def test_the_state_of_another_model_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        other = self.build(tiny_model(tmp_path / "other", hidden=32)).state()
+        with pytest.raises(ValueError, match="expected"):
+            self.build(folder).load_state(other)
+
     def test_two_ranks_learn_what_one_does(self, folder: Path, two_ranks: list[dict[str, object]]) -> None:
         """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""
         alone = _learn(self.make_trainer, folder, Rank())
@@ -256,6 +286,15 @@ def _plain_scores(model: PreTrainedModel, rows: PackedRows) -> TokenScores:
         logprobs.append(response_logprobs(model, *given, _TEMPERATURE))
         entropy.append(-(scores.exp() * scores).sum(-1).detach())
     return TokenScores(torch.cat(logprobs), torch.cat(entropy))
+
+
+def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
+    """Metrics of updates that differ by their numbers."""
+    return [trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO) for at in range(first, last)]
+
+
+def _whole(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in flat(trainer.state()).items()}
 
 
 def _copy(trainer: Trainer) -> dict[str, Tensor]:

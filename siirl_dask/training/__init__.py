@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
+from typing import TYPE_CHECKING
+
+from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.training.trainer import (
     Batch,
@@ -14,6 +16,9 @@ from siirl_dask.training.trainer import (
     Trainer,
     ValueBatch,
 )
+
+if TYPE_CHECKING:
+    from siirl_dask.training.placement import Placement
 
 __all__ = [
     "Batch",
@@ -34,29 +39,39 @@ __all__ = [
 def build_trainer(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
-    """The policy that learns, one of ``rank.size`` equal ones. ConfigError when ``model.path`` cannot be loaded.
+    """The policy that learns, one of ``rank.size`` that do so together. ConfigError when ``model.path`` cannot be used.
 
     Its log-probabilities are of the distribution that was sampled: at the rollout's temperature.
     """
-    from siirl_dask.training.torch_trainer import TorchTrainer  # imports transformers
+    from siirl_dask.training.policy import Policy  # imports transformers
 
-    return TorchTrainer(model, trainer, temperature=rollout.temperature, device=device.torch_name, rank=rank)
+    return Policy(_placement(device, rank, model, trainer), model, trainer, rank, temperature=rollout.temperature)
 
 
 def build_reference(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
     """The policy as it was at the start: it scores and never learns, so it has no gradients and no optimiser."""
-    from siirl_dask.training.torch_trainer import TorchReference
+    from siirl_dask.training.policy import Reference
 
-    return TorchReference(model, trainer, temperature=rollout.temperature, device=device.torch_name)
+    return Reference(_placement(device, rank, model, trainer), model, temperature=rollout.temperature)
 
 
 def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
-    """A critic that begins as the model of ``model.path``, one of ``rank.size`` equal ones."""
-    from siirl_dask.training.torch_critic import TorchCritic
+    """A critic that begins as the model of ``model.path``, one of ``rank.size`` that learn together."""
+    from siirl_dask.training.critic import ValueCritic
 
-    return TorchCritic(model, trainer, device=device.torch_name, rank=rank)
+    return ValueCritic(_placement(device, rank, model, trainer), trainer, rank)
+
+
+def _placement(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Placement:
+    if trainer.backend == Backend.fsdp:
+        from siirl_dask.training.fsdp import ShardedModel
+
+        return ShardedModel(model, trainer, device=device.torch_name, rank=rank)
+    from siirl_dask.training.placement import WholeModel
+
+    return WholeModel(model, trainer, device=device.torch_name)
 
 
 def build_reward_model(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from siirl_dask.training.packing import Runs
+from siirl_dask.training.packing import Packing
 
 PACKED = "siirl_packed"
 """Name under which transformers finds it; without a mask function of that name, transformers makes no mask."""
@@ -24,12 +24,13 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    runs: Runs,
+    packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``runs`` comes as an argument of the model's forward."""
+    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``packing`` comes as an argument of the model's forward."""
+    runs = packing.runs
     if changed := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
     sizes = [count * length for count, length in runs]
@@ -62,3 +63,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+def leave_uncompiled() -> None:
+    """How rows are cut up is different in every pack. Not done from the start: it imports the compiler."""
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

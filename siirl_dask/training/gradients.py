@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from siirl_dask.training.shards import like, local
 
 _BUCKET = 16 * 2**20  # elements: 64 MiB of float32 a message, which bounds the copies a backend makes
 
@@ -20,13 +22,18 @@ def all_reduce(tensor: Tensor, group: Any) -> Tensor:
 
 
 class FlatGradients:
-    """``parameter.grad`` of each parameter is a view of it, so that nothing is copied in or out."""
+    """``parameter.grad`` of each parameter is a view of it, so that nothing is copied in or out.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-        for parameter, view in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = view.view_as(parameter)
+    Of a sharded parameter it holds this rank's shard, which FSDP adds to in place.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        held = [(parameter, local(parameter)) for parameter in parameters]
+        self.flat = torch.zeros(sum(part.numel() for _, part in held), device=held[0][1].device)
+        views = self.flat.split([part.numel() for _, part in held])
+        self.parts = [view.view_as(part) for (_, part), view in zip(held, views, strict=True)]
+        for (parameter, _), part in zip(held, self.parts, strict=True):
+            parameter.grad = like(parameter, part)
 
     def zero(self) -> None:
         self.flat.zero_()
@@ -35,10 +42,10 @@ class FlatGradients:
         for bucket in self.flat.split(_BUCKET):
             all_reduce(bucket, group)
 
-    def norm(self) -> float:
-        """In float64: float32 loses the fifth digit over a million elements."""
-        buckets = [torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in self.flat.split(_BUCKET)]
-        return float(torch.linalg.vector_norm(torch.stack(buckets)))
+    def squares(self) -> Tensor:
+        """[] float64: the sum of the squares. float32 loses the fifth digit over a million elements."""
+        norms = [torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in self.flat.split(_BUCKET)]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale to ``limit`` if ``norm``, that of all gradients together, is more."""

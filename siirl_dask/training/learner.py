@@ -1,11 +1,11 @@
-"""How parameters learn from token losses: AdamW in float32, on gradients summed over micro-batches and ranks."""
+"""How parameters learn from token losses: a step a mini-batch, on gradients summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from siirl_dask.algorithms import Aggregation, TokenLoss, Totals
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.training.gradients import FlatGradients, all_reduce
+from siirl_dask.training.gradients import all_reduce
+from siirl_dask.training.optimizer import Optimizer
 from siirl_dask.training.packing import MicroBatch, response_offsets
 from siirl_dask.training.trainer import Batch
 
@@ -38,6 +39,12 @@ class Kept:
         """[K of the whole batch] to those of the micro-batch that are kept, on its device."""
         return self.of_part(values[self.part].to(self.offsets.device))
 
+    def bound(self, result: TokenLoss, scores: Tensor) -> TokenLoss:
+        """The same loss, tied to the model's ``scores`` whatever the loss function made of them: where ranks share a
+        model, each must go back through it as often as the others.
+        """
+        return TokenLoss(loss=result.loss + scores[:0].sum(), metrics=result.metrics)
+
 
 def kept(batch: Batch, part: MicroBatch, device: torch.device) -> Kept:
     if batch.mask is None:
@@ -60,42 +67,75 @@ Losses = Callable[[B], Iterator[tuple[TokenLoss, Tensor]]]
 class Learner:
     """Ranks begin with equal parameters and stay equal to the last bit."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], config: TrainerConfig, rank: Rank) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainerConfig,
+        rank: Rank,
+        *,
+        device: torch.device,
+        shards: Any | None = None,
+    ) -> None:
+        """``shards``: the process group that a parameter is sharded over, of a model that sums its own gradients over
+        ``rank.group``; None where every rank holds the whole model.
+        """
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group = rank.group
+        self._group, self._shards = rank.group, shards
         self._config = config
-        self._device = parameters[0].device
-        self._gradients = FlatGradients(parameters)
-        self._optimizer = torch.optim.AdamW(
-            parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
-        self._steps = 0
+        self._device = device
+        self._optimizer = Optimizer(parameters, config)
+        self._gradients = self._optimizer.gradients
+        self._skipped = 0
 
     def update(self, batches: Sequence[B], losses: Losses[B], aggregate: Aggregation) -> dict[str, float]:
         """One step per mini-batch that has tokens to learn from anywhere.
 
         Metrics: ``loss`` and ``grad_norm`` before clipping, means over steps; the loss function's own, means over
-        tokens; ``lr`` of the last step; ``empty_minibatches`` that were skipped. Without a single token only the last
-        two.
+        tokens; ``lr`` of the last step; ``empty_minibatches`` and ``skipped_steps`` that were left out. Without a
+        single step only the last three.
         """
         counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
         totals = [Totals(*count) for count in all_reduce(counts.to(self._device), self._group).tolist()]
         sums: dict[str, float] = {}
         steps: list[tuple[float, float]] = []
+        tokens = learned = 0
         for at, (batch, total) in enumerate(zip(batches, totals, strict=True)):
             if total.tokens:
-                which = f"mini-batch {at + 1} of {len(batches)}"
+                learned += 1
                 step_sums, loss = self._backward(batch, total, losses, aggregate)
+                norm = self._norm()
+                if not self._may_step(f"mini-batch {at + 1} of {len(batches)}", loss, norm):
+                    continue
+                self._gradients.clip(norm, self._config.max_grad_norm)
+                self._optimizer.step()
                 sums = {name: value + sums.get(name, 0.0) for name, value in step_sums.items()}
-                steps.append((loss, self._apply(which, loss)))
-        tokens = sum(total.tokens for total in totals)
+                steps.append((loss, norm))
+                tokens += total.tokens
         metrics = {name: value / tokens for name, value in sums.items()}
         if steps:
             metrics[_LOSS], metrics["grad_norm"] = (sum(values) / len(steps) for values in zip(*steps, strict=True))
-        metrics["lr"] = self._optimizer.param_groups[0]["lr"]
-        metrics["empty_minibatches"] = float(len(batches) - len(steps))
+        metrics["lr"] = self._optimizer.lr
+        metrics["empty_minibatches"] = float(len(batches) - learned)
+        metrics["skipped_steps"] = float(learned - len(steps))
         return metrics
+
+    def state(self) -> dict[str, Any]:
+        """``optimizer``, the live tensors by parameter name, and ``progress``, numbers as tensors of their own."""
+        progress = {"steps": self._optimizer.steps, "skipped_steps": self._skipped}
+        return {
+            "optimizer": self._optimizer.state(),
+            "progress": {name: torch.tensor(value) for name, value in progress.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state()`` gave, once it holds other numbers. ValueError if it is not of such parameters."""
+        progress = {name: int(value) for name, value in state["progress"].items()}
+        self._optimizer.load_state(state["optimizer"], progress["steps"])
+        self._skipped = progress["skipped_steps"]
+
+    def ema(self) -> Iterator[tuple[str, Tensor]]:
+        return self._optimizer.ema()
 
     def _backward(
         self, batch: B, totals: Totals, losses: Losses[B], aggregate: Aggregation
@@ -114,23 +154,27 @@ class Learner:
             for name, value in {**result.metrics, _LOSS: weighted}.items():
                 sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
         reduced = all_reduce(torch.stack(list(sums.values())), self._group)
-        self._gradients.reduce(self._group)
         values = dict(zip(sums, reduced.tolist(), strict=True))
         loss = values.pop(_LOSS)
         return values, loss
 
-    def _apply(self, which: str, loss: float) -> float:
-        """Step along the summed gradients and return their norm; TrainingError, on every rank alike, if not finite."""
-        norm = self._gradients.norm()
-        if not (isfinite(norm) and isfinite(loss)):
-            raise TrainingError(f"{which}: loss {loss}, gradient norm {norm}; no step was taken on it")
-        self._gradients.clip(norm, self._config.max_grad_norm)
-        self._steps += 1
-        lr = self._config.lr * min(1.0, self._steps / max(1, self._config.warmup_steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        return norm
+    def _norm(self) -> float:
+        """Of the gradients, once they are summed over all ranks."""
+        if self._shards is None:
+            self._gradients.reduce(self._group)
+        squares = self._gradients.squares().to(self._device)
+        return float(all_reduce(squares, self._shards).sqrt())
+
+    def _may_step(self, which: str, loss: float, norm: float) -> bool:
+        """Whether the numbers are finite. TrainingError, on every rank alike, when too many in a row were not."""
+        if isfinite(norm) and isfinite(loss):
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        if self._skipped <= self._config.max_skipped_steps:
+            return False
+        before = f" (the last {self._skipped} were so)" if self._skipped > 1 else ""
+        raise TrainingError(f"{which}: loss {loss}, gradient norm {norm}{before}; no step was taken on it")
 
 
 def _count(batch: Batch) -> tuple[int, int]:

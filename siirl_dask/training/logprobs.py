@@ -68,8 +68,9 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for_hidden = torch.empty_like(hidden)
-        for_weight = torch.zeros_like(weight)
-        for_bias = None if bias is None else torch.zeros_like(bias)
+        wide = torch.promote_types(weight.dtype, torch.float32)  # many chunks are added up
+        for_weight = torch.zeros_like(weight, dtype=wide)
+        for_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for at in range(0, len(targets), ctx.chunk):
             part = slice(at, at + ctx.chunk)
             scores = _log_softmax(hidden[part], cast, cast_bias, ctx.temperature)
@@ -85,4 +86,5 @@ class _TokenLogprobs(torch.autograd.Function):
             for_weight += by_logits.T @ hidden[part]
             if for_bias is not None:
                 for_bias += by_logits.sum(0)
-        return for_hidden, for_weight, for_bias, None, None, None
+        for_bias = None if bias is None or for_bias is None else for_bias.to(bias.dtype)
+        return for_hidden, for_weight.to(weight.dtype), for_bias, None, None, None

@@ -1,60 +1,158 @@
-"""A causal model from a Hugging Face folder that scores packed rows."""
+"""Causal models from a Hugging Face folder as modules that score packed rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import load_pretrained
-from siirl_dask.training.attention import PACKED
+from siirl_dask.training.attention import PACKED, leave_uncompiled
 from siirl_dask.training.logprobs import token_logprobs
-from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.trainer import PackedRows, TokenScores
+from siirl_dask.training.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
+from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
+from siirl_dask.training.trainer import PackedRows
 
 
-class PackedNetwork:
-    """Parameters are float32 whatever ``model.dtype`` is: with bfloat16 only the arithmetic is (autocast), because an
-    update of 1e-6 is lost on a bfloat16 number. Dropout is off: the policy that is trained is the one that sampled.
+class Network(nn.Module):
+    """``model``, a causal one or its decoder; with ``autocast`` it computes in bfloat16. Dropout is off: the policy
+    that is trained is the one that sampled.
     """
 
-    def __init__(self, config: ModelConfig, *, temperature: float, device: str) -> None:
-        self.device = torch.device(device)
-        self.temperature = temperature
-        self.dtype: torch.dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
-        what = f"model.path={config.path!r}"
-        self.model = load_pretrained(AutoModelForCausalLM, config.path, torch.float32, what).to(self.device).eval()  # type: ignore[arg-type]  # a decorator hides its type
-        _use_packed_attention(self.model, config.path)
+    zeros: tuple[str, ...] = ()
+    """Parameters that no file has: they begin at 0."""
 
-    def scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of a micro-batch's response tokens. [K], [K]."""
-        if not len(batch.targets):
+    def __init__(self, model: PreTrainedModel, *, device: torch.device, autocast: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.device = device
+        self.autocast = autocast
+        self.eval()
+
+    def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
+        """Every parameter by the name that its file has for it; with ``tied``, by all of its names."""
+        return dict(self.named_parameters(remove_duplicate=not tied))
+
+    def reshard(self) -> None:
+        """Let go of parameters that were gathered for passes without a backward; FSDP puts its own method over this
+        one.
+        """
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder's. ConfigError when it has none by that name."""
+        layers = getattr(self.model.get_decoder(), "layers", None)
+        if not isinstance(layers, Iterable):
+            raise ConfigError(
+                f"{type(self.model).__name__} has no layers to shard, compute again or compile one by one; "
+                "take trainer.backend=torch without trainer.gradient_checkpointing"
+            )
+        return list(layers)
+
+    def predicting_states(self, batch: MicroBatch) -> Tensor:
+        """Last hidden state of the token before each response token. [K, D]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            hidden = _hidden(self.model, batch, self.device)
+        return hidden[batch.predicting.to(self.device)]
+
+    @torch.no_grad()
+    def packed_error(self) -> tuple[float, float]:
+        """From here on rows are packed. On two short ones: how far that is off a plain pass, and the largest number of
+        the plain pass.
+        """
+        lengths = torch.tensor([2, 3])
+        tokens = torch.arange(5) % self.model.config.get_text_config().vocab_size
+        plain = [self.model(row[None].to(self.device), use_cache=False) for row in tokens.split([2, 3])]
+        head = self.model.get_output_embeddings()
+        expected = torch.cat([(output[0] if head is None else output.logits)[0] for output in plain])
+        self.model.set_attn_implementation(PACKED)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        (batch,) = micro_batches(PackedRows(tokens, offsets, torch.ones_like(lengths)), budget=5)
+        hidden = _hidden(self.model, batch, self.device)
+        packed = hidden if head is None else head(hidden)
+        return (packed - expected).abs().max().item(), expected.abs().max().item()
+
+
+class PolicyNetwork(Network):
+    """Scores tokens. ``forward`` is by [K] response tokens: log-probability and entropy at ``temperature``."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, device: torch.device, autocast: bool = False, temperature: float
+    ) -> None:
+        super().__init__(model, device=device, autocast=autocast)
+        self.temperature = temperature
+
+    def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters(remove_duplicate=not tied))
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if not batch.input_ids.numel():
             return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
         head = self.model.get_output_embeddings()
+        hidden = self.predicting_states(batch)
         return token_logprobs(
-            self.predicting_states(batch).to(self.dtype),
+            hidden.bfloat16() if self.autocast else hidden,
             head.weight,
             head.bias,
             batch.targets.to(self.device),
             temperature=self.temperature,
         )
 
-    def predicting_states(self, batch: MicroBatch) -> Tensor:
-        """Last hidden state of the token before each response token. [K, D]."""
-        if not len(batch.targets):
-            return torch.zeros(0, self.model.get_output_embeddings().in_features, device=self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            hidden = _hidden(self.model, batch, self.device)
-        return hidden[batch.predicting.to(self.device)]
 
-    @torch.no_grad()
-    def score_all(self, rows: PackedRows, budget: int) -> TokenScores:
-        """Every response token, without gradient, ``budget`` tokens at a time."""
-        parts = [self.scores(batch) for batch in micro_batches(rows, budget)]
-        logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
-        return TokenScores(logprobs, entropy)
+class ValueNetwork(Network):
+    """The decoder of a causal model and one number a token in place of its logits, 0 at the beginning."""
+
+    zeros = ("value_head.weight", "value_head.bias")
+
+    def __init__(self, model: PreTrainedModel, *, device: torch.device, autocast: bool = False) -> None:
+        width = model.get_output_embeddings().in_features
+        super().__init__(model.get_decoder(), device=device, autocast=autocast)
+        embeddings = self.model.get_input_embeddings()
+        self.value_head = nn.Linear(width, 1, device=next(embeddings.parameters()).device)
+        for parameter in self.value_head.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """[K]: before each response token, the reward that is still to come."""
+        if not batch.input_ids.numel():
+            return torch.zeros(0, device=self.device)
+        hidden = self.predicting_states(batch).float()
+        values = linear(hidden, self.value_head.weight.float(), self.value_head.bias.float())
+        return values.squeeze(-1).clone()  # FSDP hooks on to what it returns, which must be no view
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """With torch.compile, but for attention; of all lengths alike."""
+    leave_uncompiled()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def recompute(layers: Iterable[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass (arXiv:1604.06174), which computes the rest again."""
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def use_packed_attention(network: Network, path: str) -> None:
+    """Switch to it, and see that the logits stay: a model may do more than we compute (a soft cap on its logits, a mask
+    of its own), and training on other numbers than were sampled would go unnoticed.
+    """
+    name = type(network.model).__name__
+    try:
+        off, largest = network.packed_error()
+    except (TypeError, NotImplementedError) as error:
+        raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {error}") from error
+    if not off <= 1e-3 * max(1.0, largest):
+        raise ConfigError(
+            f"model.path={path!r}: logits of {name} from packed rows and a linear head "
+            f"are off by {off:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
+        )
 
 
 def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
@@ -64,32 +162,7 @@ def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> 
         position_ids=batch.position_ids.to(device),
         attention_mask=None,
         use_cache=False,
-        runs=batch.runs,
+        packing=Packing(batch.runs),
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
-
-
-@torch.no_grad()
-def _use_packed_attention(model: PreTrainedModel, path: str) -> None:
-    """Switch to it, and see on two short rows that the logits stay: a model may do more than we compute (a soft cap on
-    its logits, a mask of its own), and training on other numbers than were sampled would go unnoticed.
-    """
-    device = model.device
-    lengths = torch.tensor([2, 3])
-    tokens = torch.arange(5) % model.config.get_text_config().vocab_size
-    expected = torch.cat([model(row[None].to(device), use_cache=False).logits[0] for row in tokens.split([2, 3])])
-    model.set_attn_implementation(PACKED)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    (batch,) = micro_batches(PackedRows(tokens, offsets, torch.ones_like(lengths)), budget=5)
-    head: nn.Module = model.get_output_embeddings()
-    try:
-        packed = head(_hidden(model, batch, device))
-    except (TypeError, NotImplementedError) as error:
-        raise ConfigError(f"model.path={path!r}: {type(model).__name__} takes no packed rows: {error}") from error
-    off = (packed - expected).abs().max().item()
-    if not off <= 1e-3 * max(1.0, expected.abs().max().item()):
-        raise ConfigError(
-            f"model.path={path!r}: logits of {type(model).__name__} from packed rows and a linear head "
-            f"are off by {off:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
-        )

@@ -16,6 +16,15 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What attention is told of a pack. An object and no tuple: torch.compile would compile a layer again for every
+    number of runs.
+    """
+
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """R neighbouring rows of a batch, shortest first inside so that attention takes equal lengths in one call."""
 
@@ -51,6 +60,21 @@ def micro_batches(rows: PackedRows, budget: int) -> list[MicroBatch]:
     """
     response = response_offsets(rows)
     return [_pack(rows, response, start, stop) for start, stop in _cut(rows.offsets.tolist(), budget)]
+
+
+def idle_batch(rows: PackedRows) -> MicroBatch:
+    """One token that predicts nothing, to be gone through after the micro-batches of ``rows``."""
+    responses = int(response_offsets(rows)[-1])
+    none, token = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=token,
+        position_ids=token,
+        runs=((1, 1),),
+        predicting=none,
+        targets=none,
+        offsets=torch.zeros(1, dtype=torch.int64),
+        tokens=slice(responses, responses),
+    )
 
 
 def _cut(offsets: Sequence[int], budget: int) -> list[tuple[int, int]]:

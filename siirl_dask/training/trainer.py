@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -92,6 +92,26 @@ class Trainer(Protocol):
         """Every parameter, whole, by the name a rollout engine knows it by; tied ones once."""
         ...
 
+    def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The moving averages of the weights, as ``weights()`` gives those; nothing where none are kept."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that training goes on from, as torch.distributed.checkpoint saves it and loads it in place: tensors, or
+        DTensors where they are sharded, in nested dicts, there in full also before the first update.
+
+        ``model``: ``{name: float32 weight}``, by the names of ``weights()``. ``optimizer``: ``{name: {"step",
+        "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept. ``progress``: counts, a tensor each. Weights and
+        moments are the live ones. A state fits any number of ranks and any backend.
+        """
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state()`` gave, once it was loaded into; on every rank. Training then goes on as if it had
+        not stopped, to the last bit on one rank. ValueError if it is the state of another model.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -110,6 +130,18 @@ class Critic(Protocol):
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every parameter, whole, by name."""
+        ...
+
+    def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """As a Trainer's."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """As a Trainer's."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As a Trainer's."""
         ...
 
     def close(self) -> None: ...

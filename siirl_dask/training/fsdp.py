@@ -1,0 +1,105 @@
+"""A model in shards over the ranks of a role: FSDP2 (arXiv:2304.11277, torch's ``fully_shard``).
+
+The model is built without memory, sharded, and each rank reads its shards from the folder: no rank ever holds it whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
+from siirl_dask.context import Rank
+from siirl_dask.errors import ConfigError
+from siirl_dask.pretrained import refused_by_name
+from siirl_dask.training.mesh import role_mesh
+from siirl_dask.training.network import compile_layers, recompute, use_packed_attention
+from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
+from siirl_dask.training.placement import Make, N
+from siirl_dask.training.trainer import PackedRows
+from siirl_dask.training.weight_files import fill
+
+
+class ShardedModel:
+    """A Placement. Parameters, their gradients and moments are float32; with ``model.dtype`` bfloat16 a layer is
+    gathered and computed in it, and gradients are summed in float32.
+    """
+
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
+        self.device = torch.device(device)
+        self._model, self._trainer, self._rank = model, trainer, rank
+        self._mesh = role_mesh(rank, trainer.shard_size, self.device)
+        self.shards = self._mesh.get_group(self._mesh.ndim - 1)
+
+    def network(self, make: Make[N]) -> N:
+        network = make(_without_memory(self._model.path), device=self.device, autocast=False)
+        if self._trainer.compile:
+            compile_layers(network.layers())
+        if self._trainer.gradient_checkpointing:
+            recompute(network.layers())
+        self._shard(network, network.layers())
+        network.to_empty(device="cpu" if self._trainer.offload else self.device)
+        _compute_buffers(network, self._model.path)
+        fill(network, self._model.path)
+        use_packed_attention(network, self._model.path)
+        network.reshard()
+        return network
+
+    def parts(self, rows: PackedRows) -> list[MicroBatch]:
+        """A pass through the model is one of all ranks: those with fewer micro-batches go through idle ones."""
+        parts = micro_batches(rows, self._trainer.max_tokens_per_micro_batch)
+        passes = torch.tensor(len(parts) if len(rows) else 0, device=self.device)
+        if self._rank.group is not None:
+            dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._rank.group)
+        parts = parts if len(rows) else []
+        return parts + [idle_batch(rows)] * (max(1, int(passes)) - len(parts))
+
+    def _shard(self, network: nn.Module, layers: list[nn.Module]) -> None:
+        bfloat16 = self._model.dtype is Dtype.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        for module in (*layers, network):
+            fully_shard(
+                module,
+                mesh=self._mesh,
+                mp_policy=policy if bfloat16 else MixedPrecisionPolicy(),
+                offload_policy=offload if self._trainer.offload else OffloadPolicy(),
+            )
+        for module in network.modules():
+            if isinstance(module, FSDPModule):  # sums: a loss is divided by what all ranks have of it
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(network, "packed_error")
+
+
+def _without_memory(path: str) -> PreTrainedModel:
+    with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def _compute_buffers(network: nn.Module, path: str) -> None:
+    """Buffers are in no file (those of rotary embeddings): each is that of a module of its kind that is built anew."""
+    for name, module in network.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
+            continue
+        config = getattr(module, "config", None)
+        fresh = dict(type(module)(config).named_buffers(recurse=False)) if config is not None else {}
+        if {key: value.shape for key, value in fresh.items()} != {key: value.shape for key, value in buffers.items()}:
+            raise ConfigError(
+                f"model.path={path!r}: the buffers {sorted(buffers)} of {name} ({type(module).__name__}) do not follow "
+                "from the model's config; take trainer.backend=torch"
+            )
+        for key, value in fresh.items():
+            module.register_buffer(key, value.to(network.device), persistent=False)

@@ -1,0 +1,73 @@
+"""The ranks of a role as a mesh: one row of them, or lots that hold the same and within each the shards of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stubs
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from siirl_dask.context import Rank
+from siirl_dask.errors import ConfigError
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
+    """[shards], or [lots, shards]. ConfigError when ``shard_size`` does not divide the role's ranks.
+
+    Groups that have to be made for it last as long as the process's default group.
+    """
+    size = shard_size or rank.size
+    if rank.size % size:
+        raise ConfigError(
+            f"trainer.shard_size={size}: expected a divisor of the role's {rank.size} workers, or none for all"
+        )
+    if rank.size > 1 and rank.group is None:
+        raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
+    if rank.group is None:
+        return DeviceMesh.from_group(_group_of_one(_BACKENDS[device.type]), device.type)
+    if size == rank.size:
+        return DeviceMesh.from_group(rank.group, device.type)
+    places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
+    lot, shard = divmod(rank.rank, size)
+    _even_out(rank.group, device)
+    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, shard], places[lot])]
+    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=("lots", "shards"))
+
+
+def _even_out(role: Any, device: torch.device) -> None:
+    """Make groups of one, until all ranks of the role are in as many groups. A group that only its own ranks make has a
+    name that depends on that number: where they were in different ones, they would wait for each other for ever.
+    """
+    count = torch.tensor(len(c10d._world.pg_names), device=device)
+    most = count.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=role)
+    for _ in range(int(most - count)):
+        _group(role, [dist.get_rank()])
+
+
+def _group(beside: Any, ranks: list[int]) -> Any:
+    """A group that only its own ranks make. gloo's listens where ``beside`` does."""
+    backend = dist.get_backend(beside)
+    options = None
+    if backend == "gloo":
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
+        options._devices = beside._get_backend(torch.device("cpu")).options._devices
+    return dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True)
+
+
+def _group_of_one(backend: str) -> Any:
+    """FSDP wants a group also for a rank that is alone."""
+    if dist.is_initialized():
+        return _group(dist.group.WORLD, [dist.get_rank()])
+    options = None
+    if backend == "gloo":
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, pg_options=options)
+    return dist.group.WORLD

@@ -1,0 +1,60 @@
+"""Weights from a folder's ``*.safetensors``, of each only what this rank holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.training.network import Network
+from siirl_dask.training.shards import local
+
+
+def fill(network: Network, path: str) -> None:
+    """Put the folder's weights into the network's parameters, and 0 where it has none by design.
+
+    ConfigError, by name, when a parameter has no weights there or they have another shape.
+    """
+    what = f"model.path={path!r}"
+    try:
+        opened: list[Any] = [safe_open(file, framework="pt") for file in sorted(Path(path).glob("*.safetensors"))]
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{what}: its weights cannot be read: {error}") from error
+    files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    names = _names(network)
+    missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
+    if missing := sorted(set(missing) - set(network.zeros)):
+        raise ConfigError(
+            f"{what}: its *.safetensors lack {missing}; trainer.backend=torch may know them by other names"
+        )
+    for name, parameter in network.by_name().items():
+        if name in network.zeros:
+            local(parameter).zero_()
+        else:
+            stored = next(other for other in (name, *names[name]) if other in files)
+            _copy(parameter, files[stored].get_slice(stored), f"{what}: {stored}")
+
+
+def _names(network: Network) -> dict[str, list[str]]:
+    """Of each parameter all others that are tied to it."""
+    once, everything = network.by_name(), network.by_name(tied=True)
+    return {name: [other for other, same in everything.items() if same is once[name]] for name in once}
+
+
+@torch.no_grad()
+def _copy(parameter: Tensor, stored: Any, what: str) -> None:
+    if list(parameter.shape) != stored.get_shape():
+        raise ConfigError(f"{what} has shape {stored.get_shape()}; expected {list(parameter.shape)}")
+    held = local(parameter)
+    if not held.numel():
+        return
+    begins: tuple[int, ...] = (0,) * held.ndim
+    if isinstance(parameter, DTensor):
+        _, begins = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    held.copy_(stored[tuple(slice(at, at + length) for at, length in zip(begins, held.shape, strict=True))])

@@ -1,0 +1,163 @@
+"""Learning rates, steps, averages and skipped steps, against numbers computed by hand."""
+
+from functools import partial
+from math import cos, pi
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import ppo_clip
+from siirl_dask.config import Config, ModelConfig, TrainerConfig
+from siirl_dask.configfile import load, shipped
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.errors import ConfigError, TrainingError
+from siirl_dask.nodes import update_policy
+from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, signs
+from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.training import TrainBatch
+from siirl_dask.training.optimizer import Optimizer
+from siirl_dask.training.schedule import learning_rate
+from siirl_dask.training.torch_trainer import TorchTrainer
+from tests.nodes.test_learning_nodes import rows as table_of
+
+PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("optimizer") / "model", seed=1)
+
+
+def build(folder, **settings):
+    config = TrainerConfig(**{"lr": 1e-3} | settings)
+    return TorchTrainer(ModelConfig(path=str(folder)), config, temperature=1.0, rank=Rank())
+
+
+def batch(trainer, factor=1.0):
+    rows = random_rows(LENGTHS)
+    logprobs = trainer.logprobs(rows).logprobs
+    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows) * factor)
+
+
+def copied(named):
+    return {name: tensor.clone() for name, tensor in named}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"schedule": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1, 1]),
+        ({"schedule": "linear", "total_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
+        ({"schedule": "linear", "total_steps": 6, "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"schedule": "linear", "total_steps": 4, "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"schedule": "cosine", "total_steps": 3}, [1, 0.75, 0.25, 0, 0]),
+        ({"schedule": "cosine", "total_steps": 4, "min_lr_ratio": 0.5}, [1, 0.75 + cos(pi / 4) / 4, 0.75]),
+    ],
+)
+def test_the_learning_rate_of_each_step_is_that_of_its_schedule(settings, rates):
+    config = TrainerConfig(lr=2.0, **settings)
+    given = [learning_rate(config, step) for step in range(1, len(rates) + 1)]
+    assert given == pytest.approx([2.0 * rate for rate in rates])
+
+
+def test_a_rate_that_falls_without_an_end_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.schedule=linear needs trainer\.total_steps"):
+        learning_rate(TrainerConfig(schedule="linear"), 1)
+
+
+def test_a_falling_rate_ends_with_the_run():
+    overrides = ["trainer.schedule=cosine", "critic.schedule=linear", "run.steps=10", "algorithm.minibatches=4"]
+    file = load(shipped("quickstart_ppo"), [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"])
+    assert (file.config.trainer.total_steps, file.config.critic.total_steps) == (7 * 8, 10 * 8)
+    assert file.roles["policy"]["with"]["trainer"]["total_steps"] == 7 * 8
+    given = load(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
+    assert given.config.trainer.total_steps == 500
+    assert Config().trainer.total_steps is None
+
+
+def test_two_steps_of_adamw_are_those_computed_by_hand():
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = Optimizer(
+        {"w": weight}, TrainerConfig(lr=0.1, betas=(0.5, 0.75), eps=0.5, weight_decay=0.2, ema_decay=0.75)
+    )
+    optimizer.gradients.flat.fill_(0.5)
+    optimizer.step()
+    first = 1.0 * (1 - 0.1 * 0.2) - 0.1 * 0.5 / (0.5 + 0.5)  # bias-corrected: mean 0.5, root of the square 0.5
+    assert weight.item() == pytest.approx(first)
+    optimizer.gradients.flat.fill_(1.0)
+    optimizer.step()
+    mean, square = (0.5 * 0.25 + 0.5 * 1.0) / (1 - 0.5**2), (0.75 * 0.0625 + 0.25 * 1.0) / (1 - 0.75**2)
+    assert optimizer.state()["w"]["exp_avg_sq"].item() == pytest.approx(0.75 * 0.0625 + 0.25)
+    second = first * (1 - 0.1 * 0.2) - 0.1 * mean / (square**0.5 + 0.5)
+    assert weight.item() == pytest.approx(second)
+    ((name, average),) = optimizer.ema()
+    assert (name, average.item()) == ("w", pytest.approx(0.75 * (0.75 * 1.0 + 0.25 * first) + 0.25 * second))
+
+
+def test_averaged_weights_go_by_the_names_of_the_weights(folder):
+    trainer = build(folder, ema_decay=0.9)
+    before = copied(trainer.weights())
+    trainer.update([batch(trainer)], PPO)
+    after = copied(trainer.weights())
+    average = copied(trainer.ema_weights())
+    assert list(average) == list(after)
+    for name, tensor in average.items():
+        assert_close(tensor, 0.9 * before[name] + 0.1 * after[name], atol=1e-6, rtol=0)
+    assert not list(build(folder).ema_weights())
+
+
+def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many_in_a_row(folder):
+    trainer = build(folder, max_skipped_steps=1, max_grad_norm=1e6)
+    good, bad = batch(trainer), batch(trainer, float("nan"))
+    before = copied(trainer.weights())
+    metrics = trainer.update([bad], PPO)
+    assert (metrics["skipped_steps"], "loss" in metrics) == (1, False)
+    assert_same_tensors(copied(trainer.weights()), before)
+    assert not any(state["exp_avg"].any() or state["step"] for state in trainer.state()["optimizer"].values())
+    alone = build(folder, max_grad_norm=1e6).update([good], PPO)
+    metrics = trainer.update([good, bad], PPO)
+    assert metrics == alone | {"skipped_steps": 1}
+    state = trainer.state()
+    assert {name: int(value) for name, value in state["progress"].items()} == {"steps": 1, "skipped_steps": 1}
+    with pytest.raises(TrainingError, match=r"mini-batch 1 of 1: .*the last 2 were so"):
+        trainer.update([bad], PPO)
+
+
+def test_epochs_are_passes_over_the_steps_minibatches_and_a_warming_critic_leaves_the_policy_alone(folder):
+    trainer = build(folder)
+    logprobs = [[-1.0, -2.0], [-1.0]]
+    table = table_of(
+        prompt_ids=[[1], [1, 2]], response_ids=[[4, 5], [6]], rollout_logprobs=logprobs, old_logprobs=logprobs,
+        advantage=[1.0, -1.0], minibatch=[0, 1],
+    )  # fmt: skip
+    before = copied(trainer.weights())
+    steps = {}
+    for step in (1, 2, 3):
+        context = Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=trainer)
+        update_policy(context, table, loss=PPO, minibatches=2, epochs=3, critic_warmup_steps=2)
+        steps[step] = int(trainer.state()["progress"]["steps"])
+        assert ("policy/loss" in context.metrics) == (step > 2)
+        if step == 2:
+            assert_same_tensors(copied(trainer.weights()), before)
+    assert steps == {1: 0, 2: 0, 3: 6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"eps": 0.0}, "trainer.eps=0.0: expected more than 0"),
+        ({"min_lr_ratio": 1.5}, "trainer.min_lr_ratio=1.5: expected 0 to 1"),
+        ({"ema_decay": 1.0}, "trainer.ema_decay=1.0: expected 0 to below 1"),
+        ({"max_skipped_steps": -1}, "trainer.max_skipped_steps=-1: expected at least 0"),
+        ({"warmup_steps": 5, "total_steps": 5}, "trainer.total_steps=5: expected more than trainer.warmup_steps=5"),
+        ({"shard_size": 2}, "trainer.shard_size=2"),
+        ({"offload": True}, "trainer.offload=True"),
+        ({"backend": "fsdp", "shard_size": 0}, "trainer.shard_size=0: expected at least 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(settings, said):
+    with pytest.raises(ConfigError) as error:
+        TrainerConfig(**settings)
+    assert said in str(error.value)
