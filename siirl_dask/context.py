@@ -38,6 +38,8 @@ class Rank:
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, compare=False)
+    beside: Any = field(default=None, compare=False)
+    """A gloo group of the same workers, for what goes on beside their work; None in a run with one worker."""
 
 
 class Reduce(StrEnum):

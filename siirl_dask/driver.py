@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from traceback import format_exception
@@ -15,11 +15,13 @@ from distributed import Client, Future
 
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.messages import Turn
-from siirl_dask.errors import Aborted, PeerError, RunError, SiirlError, WorkerLost
+from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
-from siirl_dask.worker.dag_worker import DAGWorker, RunSpec, finish_worker, run_chain, start_worker
+from siirl_dask.worker.dag_worker import DAGWorker, RunSpec, finish_worker, run_chain, save_worker, start_worker
 from siirl_dask.worker.supervisor import Supervisor
 
+CHECKPOINT = "checkpoint"
+"""Phase of a turn in which states are saved in place of a chain that is gone through."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still come in
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the cluster is closed over their heads
@@ -35,6 +37,16 @@ class Done:
     metrics: dict[str, Metric]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint of which every worker has written its part."""
+
+    turn: Turn
+    url: str
+    saved: list[Mapping[str, Any]]
+    """What each worker said of its part, in rank order."""
+
+
 @dataclass(slots=True)
 class _Pending:
     turn: Turn
@@ -42,14 +54,27 @@ class _Pending:
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Writing:
+    turn: Turn
+    url: str
+    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+
+
 class Driver:
     """Runs turns on the workers of one run."""
 
-    def __init__(self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float) -> None:
+    def __init__(
+        self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, claim: Callable[[int], str]
+    ) -> None:
+        """``claim(step)`` gives the URL of a new folder for the checkpoint of a step."""
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
+        self._claim = claim
+        self._writing: dict[int, _Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[_Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
@@ -69,24 +94,37 @@ class Driver:
         self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
-    def run(self, turns: Iterator[Turn]) -> Iterator[Done]:
-        """Yield each turn when all workers are through with it, while the next ones are under way already.
+    def run(self, turns: Iterator[Turn]) -> Iterator[Done | Written]:
+        """Yield each turn when all workers are through with it, while the next ones are under way already, and each
+        checkpoint when it is written, which may be some turns later.
 
-        The run's failure is raised here: WorkerLost names the worker and the step, anything else is what a node raised.
+        The run's failure is raised here: WorkerLost names the worker and the step, CheckpointError a folder that
+        cannot be written, anything else is what a node raised.
         """
         since = time.monotonic()
         while True:
             while len(self._pending) <= self._lookahead and (turn := next(turns, None)) is not None:
                 self._hand_out(turn)
-            if not self._pending:
+            while (written := self._next_written()) is not None:
+                yield written
+            if not self._pending and not self._writing:
                 return
-            head = self._pending[0]
-            while len(head.logged) < len(self._spec.members):
-                self._handle(self._next_event(self._stall_timeout))
-            self._pending.popleft()
+            if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
+                self._handle(self._next_event(self._stall_timeout, "checkpoint: no word from all workers"))
+                continue
+            head = self._pending.popleft()
             now = time.monotonic()
             yield Done(head.turn, now - since, merge([head.logged[worker] for worker in self._spec.members]))
             since = now
+
+    def _next_written(self) -> Written | None:
+        """One whose turn was yielded before."""
+        under_way = {pending.turn.sequence for pending in self._pending}
+        for sequence, writing in self._writing.items():
+            if sequence not in under_way and len(writing.written) == len(self._spec.members):
+                del self._writing[sequence]
+                return Written(writing.turn, writing.url, [writing.saved[worker] for worker in self._spec.members])
+        return None
 
     def traffic(self) -> int | None:
         """Bytes through the scheduler and the client since ``start``."""
@@ -115,10 +153,12 @@ class Driver:
     def _hand_out(self, turn: Turn) -> None:
         completed = self._pending[0].turn.sequence if self._pending else turn.sequence
         named = (turn.phase, turn.step, turn.sequence, turn.settles)
-        futures = self._submit(
-            f"{turn.sequence:06d}",
-            lambda worker: (run_chain, self._spec.plugin, named, completed, self._last[worker]),
-        )
+        task: tuple[Any, ...] = (run_chain, self._spec.plugin, named, completed)
+        if turn.phase == CHECKPOINT:
+            url = self._claim(turn.step)
+            self._writing[turn.sequence] = _Writing(turn, url)
+            task = (save_worker, self._spec.plugin, named, url, completed)
+        futures = self._submit(f"{turn.sequence:06d}", lambda worker: (*task, self._last[worker]))
         self._pending.append(_Pending(turn, futures))
         self._last = futures
 
@@ -166,7 +206,11 @@ class Driver:
             case "done":
                 pending = next(p for p in self._pending if p.turn.sequence == event["sequence"])
                 pending.logged[event["member"]] = unpack(event["metrics"])
-            case "error" | "lost" | "silent":
+                if "saved" in event:
+                    self._writing[event["sequence"]].saved[event["member"]] = event["saved"]
+            case "written":
+                self._writing[event["sequence"]].written.add(event["member"])
+            case "error" | "lost" | "silent" | "unsaved":
                 raise self._cause([event, *self._events_within(_GRACE)])
             case "finished":
                 pass
@@ -178,7 +222,7 @@ class Driver:
                 event = self._events.get(timeout=left)
             except queue.Empty:
                 return
-            if event["kind"] in ("error", "lost", "silent"):
+            if event["kind"] in ("error", "lost", "silent", "unsaved"):
                 yield event
             if event["kind"] == "lost":
                 return
@@ -199,6 +243,8 @@ class Driver:
             if event["kind"] == "silent":
                 step = str(self._pending[0].turn) if self._pending else "the start"
                 errors.append(PeerError(f"{step}: {event['what']}"))
+            if event["kind"] == "unsaved":
+                errors.append(CheckpointError(f"worker {event['member']!r}: {event['what']}"))
         errors.sort(key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
         cause = errors[0]
         if isinstance(cause, SiirlError):

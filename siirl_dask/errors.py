@@ -55,6 +55,10 @@ class PeerError(RunError):
     """A peer is dead, stalled, or sent something that is refused."""
 
 
+class CheckpointError(RunError):
+    """A checkpoint could not be written, or what is in it cannot be used."""
+
+
 class Aborted(RunError):
     """This worker was told to stop because another one failed or the run was cancelled."""
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from siirl_storage import join
 
 from siirl_dask.config import Config
-from siirl_dask.driver import Done
+from siirl_dask.driver import CHECKPOINT, Done
+from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.observe import (
     Accuracy,
     BytesPerStep,
@@ -20,64 +21,81 @@ from siirl_dask.observe import (
     Summary,
     TensorBoardLog,
     plot_run,
+    read_metrics,
     values,
     write_summary,
 )
+from siirl_dask.resume import WEIGHTS, Beginning
 
 
 @dataclass(slots=True)
 class RunLog:
-    """``begin``, then ``record`` each turn, then ``end``, whatever happened."""
+    """``begin``, then ``record`` each turn, then ``end``, whatever happened. Of a run that goes on it counts all."""
 
     config: Config
-    steps: int = 0
+    beginning: Beginning = field(default_factory=Beginning)
+    steps: int = field(init=False)
     samples: float = 0.0
     peer_bytes: float = 0.0
     scheduler_bytes: int | None = None
     accuracy: Accuracy = field(default_factory=Accuracy)
     progress: Progress = field(init=False)
     _started: float | None = None
+    _seconds_before: float = 0.0
+    _latest: dict[str, float] = field(default_factory=dict)
+    _of_step: dict[int, dict[str, float]] = field(default_factory=dict)
     _metrics: MetricsLog | None = None
     _tensorboard: TensorBoardLog | None = None
 
     def __post_init__(self) -> None:
+        self.steps = self.beginning.done
         self.progress = Progress(self.config.run.steps, enabled=self.config.observe.progress)
 
     def begin(self, dashboard: str) -> None:
-        self._metrics = MetricsLog(self.config.run.url)
-        self._tensorboard = TensorBoardLog(self.config.run.url) if self.config.observe.tensorboard else None
+        url, done = self.config.run.url, self.beginning.done
+        until, again_from = (done or -1, done + 1 if done else 0) if self.beginning.again else (None, None)
+        self._metrics = MetricsLog(url, until)
+        self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
+        for record in read_metrics(url) if done else ():
+            self._seconds_before += record["seconds"]
+            self._tally(record)
         self._started = time.monotonic()
-        self.progress.start(dashboard, self.config.run.url)
+        self.progress.start(dashboard, url, done)
 
     def record(self, done: Done) -> None:
+        if done.turn.phase == CHECKPOINT:
+            self._of_step[done.turn.step] = self._latest
+        if done.turn.phase in (CHECKPOINT, WEIGHTS):
+            return
         metrics = values(done.metrics)
         phase: Phase = done.turn.phase  # type: ignore[assignment]
         if phase == "train":
-            self._tally(metrics, done.seconds)
+            self.steps += 1
+            _add_speeds(metrics, done.seconds)
         record = Record(step=done.turn.step, phase=phase, seconds=done.seconds, metrics=metrics)
+        self._tally(record)
+        self._remember(record)
         assert self._metrics is not None
         self._metrics.write(record)
         if self._tensorboard:
             self._tensorboard.write(record)
         if phase == "train":
             self.progress.step(record)
-            return
-        accuracy = metrics.get("reward/mean")
-        if phase == "test":
-            self.accuracy = replace(self.accuracy, test=accuracy)
         else:
-            self.accuracy = replace(
-                self.accuracy, last=accuracy, **({"first": accuracy} if done.turn.step == 0 else {})
-            )
-        self.progress.validation(done.turn.step, metrics, phase)
+            self.progress.validation(done.turn.step, metrics, phase)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Of a step of which a checkpoint was made, as ``train/loss``, and of the validation after it. Once."""
+        return self._of_step.pop(step)
 
     def end(self, status: Status, error: str | None) -> Summary:
         """Close what is open and write the summary; nothing is written for a run that never began."""
         self.progress.close()
         if self._tensorboard:
             self._tensorboard.close()
-        seconds = time.monotonic() - self._started if self._started else 0.0
+        seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
         per_step = 1 / self.steps if self.steps else None
+        here = self.steps - self.beginning.done
         summary = Summary(
             run_id=self.config.run.name,
             status=status,
@@ -89,7 +107,7 @@ class RunLog:
             validation=self.accuracy,
             bytes_per_step=BytesPerStep(
                 peers=self.peer_bytes * per_step if per_step else None,
-                scheduler_and_client=self.scheduler_bytes * per_step if self.scheduler_bytes and per_step else None,
+                scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
             ),
         )
         if self._started:
@@ -98,10 +116,34 @@ class RunLog:
                 plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
         return summary
 
-    def _tally(self, metrics: dict[str, float | None], seconds: float) -> None:
-        self.steps += 1
-        self.samples += metrics.get("samples") or 0.0
-        self.peer_bytes += metrics.get("bytes/peers") or 0.0
-        for name in ("samples", "tokens"):
-            if (count := metrics.get(name)) is not None:
-                metrics[f"{name}_per_second"] = count / seconds
+    def _tally(self, record: Record) -> None:
+        step, metrics = record["step"], record["metrics"]
+        accuracy = metrics.get("reward/mean")
+        match record["phase"]:
+            case "train":
+                self.samples += metrics.get("samples") or 0.0
+                self.peer_bytes += metrics.get("bytes/peers") or 0.0
+            case "test":
+                self.accuracy = replace(self.accuracy, test=accuracy)
+            case "validation":
+                first = {"first": accuracy} if step == 0 else {}
+                self.accuracy = replace(self.accuracy, last=accuracy, **first)
+
+    def _remember(self, record: Record) -> None:
+        """For the checkpoint of this step. ConfigError when its phase has not the metric that is to choose the best."""
+        phase = record["phase"]
+        named = {f"{phase}/{name}": value for name, value in record["metrics"].items()}
+        best = self.config.checkpoint.keep_best or ""
+        if best.startswith(f"{phase}/") and best not in named:
+            near = did_you_mean(best, named)
+            raise ConfigError(
+                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {[*named]}){near}"
+            )
+        before = {} if phase == "train" else self._latest
+        self._latest = before | {name: value for name, value in named.items() if value is not None}
+
+
+def _add_speeds(metrics: dict[str, float | None], seconds: float) -> None:
+    for name in ("samples", "tokens"):
+        if (count := metrics.get(name)) is not None:
+            metrics[f"{name}_per_second"] = count / seconds

@@ -71,16 +71,18 @@ def cluster_address():
 
 @pytest.fixture
 def train(digits_task, cluster_address, tmp_path):
-    """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=of_config, change=of_dag)``."""
+    """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=of_config, change=of_dag)``,
+    and ``fresh=True`` or ``force=True`` where there is a run.
+    """
     from siirl_dask.cli import dags
     from siirl_dask.run import run
 
-    def start(name, *overrides, dag=None, config_file=None, change=lambda dag: dag):
+    def start(name, *overrides, dag=None, config_file=None, change=lambda dag: dag, **how):
         url = tmp_path / name
         given = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", *overrides]
         file = load(config_file or shipped("quickstart.yaml"), given)
         own, validation = dags(file)
-        return Finished(url, run(file.config, change(dag(file.config) if dag else own), validation))
+        return Finished(url, run(file.config, change(dag(file.config) if dag else own), validation, **how))
 
     return start
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from siirl_dask.config.checks import parse_bytes
 from siirl_dask.config.data import DataConfig, Way
 from siirl_dask.config.generation import Dtype, Engine, ModelConfig, RewardsConfig, RolloutConfig
-from siirl_dask.config.learning import AlgorithmConfig, TrainerConfig
-from siirl_dask.config.running import ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
+from siirl_dask.config.learning import AlgorithmConfig, Backend, Schedule, TrainerConfig
+from siirl_dask.config.running import CheckpointConfig, ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
 from siirl_dask.errors import ConfigError
 
 __all__ = [
     "AlgorithmConfig",
+    "Backend",
+    "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "DataConfig",
@@ -23,6 +25,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
+    "Schedule",
     "TrainerConfig",
     "ValidationConfig",
     "Way",
@@ -44,6 +47,7 @@ class Config:
     """How the critic learns, where the DAG has one."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         if (self.rollout.max_staleness or self.rollout.partial) and self.algorithm.correction is None:
@@ -53,3 +57,10 @@ class Config:
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
                 f"{self.data.batch_size}, one prompt each"
             )
+        self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
+        self._fill_total_steps(self.critic, self.run.steps)
+
+    def _fill_total_steps(self, trainer: TrainerConfig, steps: int) -> None:
+        """A learning rate that falls does so until the end of the run."""
+        if trainer.schedule != Schedule.constant and trainer.total_steps is None:
+            trainer.total_steps = max(1, steps) * self.algorithm.minibatches * self.algorithm.epochs

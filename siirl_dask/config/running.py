@@ -1,4 +1,4 @@
-"""Groups of a run: where it goes, on what it runs, when it is validated, what is shown of it."""
+"""Groups of a run: where it goes, on what it runs, when it is validated and saved, what is shown of it."""
 
 from __future__ import annotations
 
@@ -77,9 +77,55 @@ class ValidationConfig:
     """Steps between validations; one is run before the first step and one after the last as well."""
     test_url: str | None = None
     """A dataset that is touched once, after the last step."""
+    n: int = 1
+    """Samples per prompt."""
+    temperature: float = 0.0
+    """0 takes the most likely response; several samples need more."""
+    top_p: float = 1.0
+    k: list[int] = field(default_factory=list)
+    """Of pass@k, maj@k and best@k: numbers of samples, up to ``n``. None given: 1 and ``n``."""
+    source: str | None = None
+    """Column that says what a row comes from, for numbers of each source; a dot goes into a struct."""
+    extract: str | None = None
+    """``module:function`` of a response that gives the answer in it, which maj@k counts; none, the whole response."""
 
     def __post_init__(self) -> None:
-        at_least("validation", 1, every=self.every)
+        at_least("validation", 1, every=self.every, n=self.n)
+        at_least("validation", 0, temperature=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"validation.top_p={self.top_p}: expected more than 0 and at most 1")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"validation.n={self.n} with validation.temperature=0: samples that are all the most likely response "
+                "are all the same; expected a temperature above 0, or validation.n=1"
+            )
+        self.k = sorted({*self.k} or {1, self.n})
+        if outside := [k for k in self.k if not 1 <= k <= self.n]:
+            raise ConfigError(f"validation.k={self.k}: {outside[0]} of validation.n={self.n} samples; expected 1 to n")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int = 50
+    """Steps between checkpoints; one is written after the last step as well. 0 writes none: a run that stops then
+    starts anew, and its model is lost when it ends.
+    """
+    keep: int = 2
+    """So many of the newest stay; the older ones are removed."""
+    keep_best: str | None = None
+    """A metric, such as ``validation/reward/mean``: the checkpoint with its highest value stays besides."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of what is learned in the CPU's memory."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint", 0, every=self.every)
+        at_least("checkpoint", 1, keep=self.keep)
+        phase, slash, metric = (self.keep_best or "train/x").partition("/")
+        if phase not in ("train", "validation") or not slash or not metric:
+            raise ConfigError(
+                f"checkpoint.keep_best={self.keep_best!r}: expected train/ or validation/ and the name of a metric, "
+                "such as validation/reward/mean"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """Dataloader: each worker reads its own partitions, ahead of time, in an order all workers agree on.
 
 Its position is the step, so a run goes on at any step and on any number of workers; once a step has drawn more prompts
-than its own (``more``), it is the number of the next prompt, which every worker that loads counts alike.
+than its own (``more``), it is the number of the next prompt, which every worker that loads counts alike: ``position``,
+which a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
 class Dataloader:
     """One worker's reader of one dataset. DataError names the part that cannot be read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, position: int | None = None) -> None:
+        """``position``: where an earlier one was, whatever worker's that was."""
         self._source = source
         self._snapshot = open_source(source)
         self._schema = source_schema(self._snapshot.schema, source)
@@ -89,8 +91,13 @@ class Dataloader:
         self._cache: dict[tuple[int, tuple[str, ...]], pa.Table] = {}
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
         self._ahead: dict[tuple[range, tuple[str, ...], int, int], Future[pa.Table]] = {}
-        self._drawn = range(0)  # numbers of the last step's prompts
-        self._moved = False
+        self._drawn = range(position or 0, position or 0)  # numbers of the last step's prompts
+        self._moved = position is not None
+
+    @property
+    def position(self) -> int | None:
+        """The number of the next prompt, of all that were ever drawn; None while that follows from the step."""
+        return self._drawn.stop if self._moved else None
 
     def load(self, step: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
         """The rows of worker ``index`` of ``count`` in ``step``, by position; the next step's are then read ahead."""

@@ -102,11 +102,15 @@ class MetricsLog:
     answers mode ``ab`` by overwriting. A step is about 1 kB, so that costs 1 MB a step after 1,000 steps.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, until: int | None = None) -> None:
+        """``until``: a run goes on after this step; what is there of later ones is dropped, for they are done again."""
         self._fs, self._path = open_fs(join(url, FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
         whole = _whole_lines(written)
+        if until is not None:
+            records = [(line, _decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
+            whole = b"".join(line for line, record in records if record["step"] <= until)
         if whole != written or not written:  # the last run was killed while writing; or this one is new
             write_atomic(self._fs, self._path, whole)
         self._written = b"" if self._appends else whole

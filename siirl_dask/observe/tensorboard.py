@@ -15,7 +15,8 @@ class TensorBoardLog:
     ConfigError where the package ``tensorboard`` is missing.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, again_from: int | None = None) -> None:
+        """``again_from``: TensorBoard hides what was written of this step and later ones before."""
         try:
             from torch.utils.tensorboard import SummaryWriter  # here, because it costs a second and is optional
         except ImportError as error:
@@ -25,7 +26,7 @@ class TensorBoardLog:
             ) from error
         folder = join(url, "tensorboard")
         fs, path = open_fs(folder)
-        self._writer = SummaryWriter(path if isinstance(fs, LocalFileSystem) else folder)
+        self._writer = SummaryWriter(path if isinstance(fs, LocalFileSystem) else folder, purge_step=again_from)
 
     def write(self, record: Record) -> None:
         prefix = "" if record["phase"] == "train" else f"{record['phase']}/"

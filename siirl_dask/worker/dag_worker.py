@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from distributed.metrics import context_meter
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
 from siirl_dask.coordinator.stealing import Stealing
-from siirl_dask.errors import PeerError
+from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Plan
 from siirl_dask.worker import groups
@@ -27,6 +28,7 @@ from siirl_dask.worker.dataplane import DataPlane, DataSettings
 from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
+from siirl_dask.worker.keeping import Keeper, Restored, StateStore
 from siirl_dask.worker.parcel import unpack
 from siirl_dask.worker.sharing import Sharing
 from siirl_dask.worker.stop import StopFlag, wait_for
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers."""
+_SLICE = 0.1  # seconds: an abort is heard within one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,10 @@ class RunSpec:
     """Plan and dataset of each phase, ``train``, ``validation``, ``test``: see parcel.py."""
     threads: int
     data: DataSettings
+    store: StateStore | None = None
+    """Where roles' states are saved to and restored from; None, neither is asked for."""
+    restored: Restored | None = None
+    """The checkpoint that the run goes on from."""
 
     @property
     def plugin(self) -> str:
@@ -74,6 +81,8 @@ class DAGWorker(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         self.stop = StopFlag()
         self._bench: Bench | None = None
+        self._keeper: Keeper | None = None
+        self._written: Future[None] | None = None
         self._loaders: dict[str, Dataloader] = {}
         self.worker_name = str(worker.name)
         self._worker = worker
@@ -105,6 +114,10 @@ class DAGWorker(WorkerPlugin):
         ranks = self._join_groups(device, plan)
         roles = {role.name: role for role in plan.dag.roles}
         resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
+        if self.spec.store is not None:
+            self._keeper = Keeper(self.spec.store, resources, {role: rank.beside for role, rank in ranks.items()})
+            if self.spec.restored is not None:
+                self._keeper.restore(self.spec.restored)
         self._bench = Bench(
             device=device,
             run_url=self.spec.url,
@@ -125,19 +138,47 @@ class DAGWorker(WorkerPlugin):
         """Go through the turn's chain and report what was logged. All turns before ``completed`` are done
         everywhere.
         """
+        bench = self._enter(turn, completed)
+        plan, source = self._phases[turn.phase]
+        if turn.phase not in self._loaders:
+            before = self.spec.restored.positions if self.spec.restored else {}
+            self._loaders[turn.phase] = Dataloader(source, before.get(turn.phase))
+        execution = Execution(bench, turn, self._loaders[turn.phase], self._history)
+        metrics = execution.run(plan.chains[self.worker_name])
+        self._report({"kind": "done", "sequence": turn.sequence, "metrics": pack(metrics)})
+
+    def save(self, turn: Turn, url: str, completed: int) -> None:
+        """Begin to write this worker's part of a checkpoint at ``url``, when that of the one before is written."""
+        self._enter(turn, completed)
+        assert self._keeper is not None
+        while self._written is not None and not self._written.done():
+            self.stop.check()
+            wait([self._written], timeout=_SLICE)
+        saved = self._keeper.save(url)
+        positions = {phase: loader.position for phase, loader in self._loaders.items() if loader.position is not None}
+        self._written = asyncio.run_coroutine_threadsafe(self._report_written(turn, saved.writes), self._loop)
+        saved_data = {**saved.as_data(), "positions": positions}
+        self._report({"kind": "done", "sequence": turn.sequence, "metrics": {}, "saved": saved_data})
+
+    async def _report_written(self, turn: Turn, writes: Sequence[Future[None]]) -> None:
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, writes))
+        except CheckpointError as error:
+            self._report({"kind": "unsaved", "what": f"{turn}: {error}"})
+        else:
+            self._report({"kind": "written", "sequence": turn.sequence})
+
+    def _enter(self, turn: Turn, completed: int) -> Bench:
         if self._bench is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
-        plan, source = self._phases[turn.phase]
         self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
         needed = self._history.enter(turn, completed)
         self._loop.call_soon_threadsafe(self._plane.databuffer.forget, needed)
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
-        if turn.phase not in self._loaders:
-            self._loaders[turn.phase] = Dataloader(source)
-        execution = Execution(self._bench, turn, self._loaders[turn.phase], self._history)
-        metrics = execution.run(plan.chains[self.worker_name])
-        event = {"kind": "done", "member": self.worker_name, "sequence": turn.sequence, "metrics": pack(metrics)}
-        self._worker.log_event(self.spec.topic, event)
+        return self._bench
+
+    def _report(self, event: dict[str, Any]) -> None:
+        self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
     def finish(self) -> None:
         """Let go of what ``start`` built; runs as a task after the last chain."""
@@ -146,7 +187,7 @@ class DAGWorker(WorkerPlugin):
         for resource in self._bench.resources.values() if self._bench else ():
             if close := getattr(resource, "close", None):
                 close()
-        self._bench = None
+        self._bench = self._keeper = None
         groups.leave()
 
     def _join_groups(self, device: Any, plan: Plan) -> dict[str, Any]:
@@ -172,7 +213,7 @@ class DAGWorker(WorkerPlugin):
 
     def _report_silence(self, what: str) -> None:
         if not self.stop.is_set():
-            self._worker.log_event(self.spec.topic, {"kind": "silent", "member": self.worker_name, "what": what})
+            self._report({"kind": "silent", "what": what})
 
     async def _ask_store_port(self, first: str) -> int:
         reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))
@@ -218,6 +259,11 @@ def start_worker(plugin: str) -> None:
 def run_chain(plugin: str, turn: tuple[str, int, int, bool], completed: int, after: None) -> None:
     """Dask task: one passage through the chain. ``after`` is the result of this worker's task before it."""
     _plugin(plugin).run_chain(Turn(*turn), completed)
+
+
+def save_worker(plugin: str, turn: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
+    """Dask task: this worker's part of a checkpoint."""
+    _plugin(plugin).save(Turn(*turn), url, completed)
 
 
 def finish_worker(plugin: str, after: None) -> None:

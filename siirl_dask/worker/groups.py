@@ -64,12 +64,12 @@ def join(
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
-        group = None
+        group, places = None, [workers.index(member) for member in members]
         if len(members) > 1:
-            places = [workers.index(member) for member in members]
             group = dist.new_group(places, timeout=limit, backend=backend, pg_options=options)
+        beside = dist.new_group(places, timeout=limit, backend="gloo", pg_options=_gloo_options(host, timeout))
         if worker in members:
-            ranks[role] = Rank(members.index(worker), len(members), group)
+            ranks[role] = Rank(members.index(worker), len(members), group, beside)
     return ranks
 
 

@@ -1,0 +1,155 @@
+"""A run that stops and goes on gives what it would have given without a stop."""
+
+import shutil
+
+import pytest
+import yaml
+from siirl_storage import complete_parts
+
+from siirl_dask.checkpoints import checkpoint_url, committed, read_state
+from siirl_dask.configfile import shipped
+from siirl_dask.errors import CheckpointError, ConfigError
+from siirl_dask.training.checkpoint import read_model
+
+EXACT = ["row_id", "group_id", "prompt", "response_ids", "reward", "weights_version"]
+LOSSES = ["policy/loss", "policy/grad_norm", "critic/loss", "policy/lr", "data/drawn_prompts"]
+ONE = ["cluster.workers=1", "cluster.placement={}"]
+STEPS = 4
+HALF = ["run.steps=2", "checkpoint.every=2"]
+WHOLE = [f"run.steps={STEPS}", "checkpoint.every=2"]
+
+
+def weights(run, role="policy"):
+    return read_model(f"{checkpoint_url(str(run.url), committed(str(run.url))[-1])}/{role}")
+
+
+def check_same(straight, resumed, roles=("policy",), tolerance=0.0):
+    """Rows exactly; losses and weights within ``tolerance``, 0 for the same bits."""
+    for step in range(1, STEPS + 1):
+        expected, got = straight.table("rollouts", step), resumed.table("rollouts", step)
+        assert got.select(EXACT).equals(expected.select(EXACT)), step
+    records = [run.records() for run in (straight, resumed)]
+    assert [record["step"] for record in records[1]] == list(range(1, STEPS + 1))
+    for expected, got in zip(*records, strict=True):
+        for name in set(LOSSES) & set(expected["metrics"]):
+            assert got["metrics"][name] == pytest.approx(expected["metrics"][name], abs=tolerance, rel=0), name
+    for role in roles:
+        expected, got = weights(straight, role), weights(resumed, role)
+        assert expected.keys() == got.keys()
+        for name, tensor in expected.items():
+            assert (got[name] - tensor).abs().max() <= tolerance, (role, name)
+
+
+@pytest.fixture
+def with_kl(tmp_path):
+    """The quickstart with a KL to a reference in the reward, whose coefficient follows a target quickly."""
+    reference = {
+        "build": "siirl_dask.training:build_reference",
+        "with": {"model": "${model}", "trainer": "${trainer}", "rollout": "${rollout}"},
+    }
+    controller = {
+        "build": "siirl_dask.algorithms:build_kl_controller",
+        "with": {"coefficient": 0.1, "target": 0.01, "horizon": 64.0},
+    }
+    node = {"run": "siirl_dask.nodes:reference_logprobs", "role": "reference", "after": "rollout", "rows": "balanced"}
+    kl = {"run": "siirl_dask.nodes:penalise_kl", "role": "kl", "after": ["old_logprobs", "reference_logprobs"]}
+    nodes = {"reference_logprobs": node, "kl": kl, "advantage": {"after": ["reward", "kl"]}}
+    file = tmp_path / "kl.yaml"
+    roles = {"reference": reference, "kl": controller}
+    file.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), "roles": roles, "nodes": nodes}))
+    return file
+
+
+def check_resumes_exactly(train, config_file, roles):
+    straight = train("straight", *ONE, *WHOLE, config_file=config_file)
+    train("resumed", *ONE, *HALF, config_file=config_file)
+    between = read_state(str(straight.url), 2)
+    assert between.roles == sorted(roles)
+    assert read_state(str(straight.url.parent / "resumed"), 2).positions == between.positions
+    resumed = train("resumed", *ONE, *WHOLE, config_file=config_file)
+    check_same(straight, resumed, roles)
+    assert resumed.summary.steps == STEPS
+    assert read_state(str(straight.url), STEPS).states == read_state(str(resumed.url), STEPS).states
+    return between
+
+
+def test_with_a_critic_every_bit_is_the_same_on_one_worker(train):
+    check_resumes_exactly(train, shipped("quickstart_ppo"), ["policy", "critic"])
+
+
+def test_after_prompts_were_drawn_anew_it_goes_on_with_the_next(train):
+    between = check_resumes_exactly(train, shipped("quickstart_dapo"), ["policy"])
+    assert between.positions["train"] > 2 * 8
+
+
+def test_the_coefficient_of_a_kl_controller_goes_on_and_the_reference_is_not_saved(train, with_kl):
+    between = check_resumes_exactly(train, with_kl, ["policy"])
+    assert between.states["kl"]["coefficient"] != 0.1
+
+
+def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(train, tmp_path):
+    """What four workers wrote of the steps after the checkpoint is done again, in two parts in place of four."""
+    straight = train("straight", *WHOLE)
+    shutil.copytree(straight.url, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step={STEPS:06d}")
+    (tmp_path / "resumed" / "summary.json").unlink()
+    few = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
+    resumed = train("resumed", *few, *WHOLE)
+    check_same(straight, resumed, tolerance=1e-6)
+    parts = [complete_parts(f"{resumed.url}/rollouts/step={step:06d}") for step in (1, 2, 3, 4)]
+    assert [len(names) for names in parts] == [2, 2, 1, 1]
+
+
+def test_what_decides_the_results_may_not_change_unless_forced_and_fresh_begins_anew(train, capsys):
+    first = train("run", *ONE, "run.steps=1")
+    note = first.url / "notes.txt"
+    note.write_text("mine")
+    with pytest.raises(ConfigError, match=r"differs.*: rollout\.temperature: 1\.0 -> 0\.9; .*--force"):
+        train("run", *ONE, "run.steps=2", "rollout.temperature=0.9")
+    with pytest.raises(ConfigError, match=r"finished after 1 steps: raise run\.steps=1"):
+        train("run", "run.steps=1")
+    forced = train("run", *ONE, "run.steps=2", "rollout.temperature=0.9", "observe.progress=true", force=True)
+    assert "going on after step 1" in capsys.readouterr().out
+    assert committed(str(first.url)) == [1, 2]
+    assert (forced.summary.steps, len(forced.records())) == (2, 2)
+    anew = train("run", *ONE, "run.steps=1", fresh=True)
+    assert (anew.summary.steps, len(anew.records()), committed(str(anew.url))) == (1, 1, [1])
+    assert not (anew.url / "rollouts" / "step=000002").exists()
+    assert note.read_text() == "mine"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_does_its_steps_anew(train, digits_task):
+    validated = [f"validation.url={digits_task.validation}", "validation.every=1"]
+    killed = train("run", "cluster.workers=4", "run.steps=2", *validated)
+    shutil.rmtree(killed.url / "checkpoints")
+    (killed.url / "summary.json").unlink()
+    anew = train("run", *ONE, "run.steps=1", *validated)
+    parts = {path.relative_to(anew.url).as_posix() for path in anew.url.rglob("part-*")}
+    part = "part-00000-of-00001.parquet"
+    assert parts == {f"rollouts/step=000001/{part}", *(f"validation/step=00000{step}/{part}" for step in (0, 1))}
+    steps = [[record["step"] for record in anew.records(phase)] for phase in ("train", "validation")]
+    assert steps == [[1], [0, 1]]
+    more = train("run", *ONE, "run.steps=2", *validated)
+    assert [record["step"] for record in more.records("validation")] == [0, 1, 2]
+    assert more.summary.validation.first == anew.summary.validation.first
+
+
+def test_the_best_by_validation_is_kept_and_a_metric_that_is_none_is_refused(train, digits_task):
+    best = "checkpoint.keep_best=validation/reward/mean"
+    with pytest.raises(ConfigError, match="there is no validation"):
+        train("none", best)
+    validated = [*ONE, f"validation.url={digits_task.validation}", "validation.every=2", "checkpoint.every=1"]
+    with pytest.raises(ConfigError, match="did you mean 'validation/reward/mean'"):
+        train("typo", *validated, f"{best}s")
+    run = train("best", *validated, best, "checkpoint.keep=1", "run.steps=5", "trainer.lr=5e-2")
+    means = {record["step"]: record["metrics"]["reward/mean"] for record in run.records("validation")}
+    chosen = max((step for step in means if step), key=lambda step: (means[step], -step))
+    assert committed(str(run.url)) == sorted({chosen, 5})
+
+
+def test_a_folder_that_cannot_be_written_fails_the_run_by_name(train, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step=000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step=000001" / "policy").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoint step 1: .*step=000001/policy could not be written"):
+        train("run", "run.steps=3", "checkpoint.every=1")
+    assert committed(str(tmp_path / "run")) == []

@@ -1,0 +1,215 @@
+"""Where a run begins, and what of an earlier start counts or is removed."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from uuid import uuid4
+
+import pyarrow as pa
+import pytest
+from siirl_storage import open_fs, write_atomic, write_part
+
+from siirl_dask.checkpoints import Checkpoints, State
+from siirl_dask.cli import dags, main, run_pipeline
+from siirl_dask.config import CheckpointConfig
+from siirl_dask.configfile import load, shipped
+from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
+from siirl_dask.planner import DAG, columns
+from siirl_dask.resume import find_beginning, weights_dag
+from siirl_dask.run import turns
+from siirl_dask.runfolder import Description, describe, remove_run, remove_steps, tables_of
+from siirl_dask.schema import PARAMETER_DATA, fields
+
+CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.yaml"))
+
+
+def config_and_dag(url, *overrides, name="quickstart"):
+    file = load(shipped(name), [f"run.url={url}", *overrides])
+    return file.config, dags(file)[0]
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request, tmp_path):
+    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid4().hex}/run"
+
+
+def commit(url, step, config, dag):
+    kept = Checkpoints(url, "a", 9)
+    kept.commit(kept.claim(step), State(step=step, roles=["policy"], digest=Description.of(config, dag).digest()))
+
+
+def begin(url, *overrides, fresh=False, force=False):
+    return find_beginning(*config_and_dag(url, *overrides), fresh=fresh, force=force)
+
+
+def ended(status, steps):
+    return Summary(run_id="run", status=status, steps=steps, workers=1, seconds=1.0, samples_per_second=None)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_unless_it_is_finished(url):
+    config, dag = config_and_dag(url, "run.steps=20")
+    assert begin(url).again is False
+    describe(config, dag, again=False)
+    assert (begin(url).done, begin(url).again) == (0, True)
+    fs, path = open_fs(url)
+    fs.rm_file(f"{path}/dag.json")  # killed before it was there
+    assert begin(url).again
+    describe(config, dag, again=True)
+    for step in (5, 10):
+        commit(url, step, config, dag)
+    write_summary(url, ended(Status.FAILED, 12))
+    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").restored.roles) == (10, ("policy",))
+    with pytest.raises(ConfigError, match=r"of 10 steps: raise run\.steps=8"):
+        begin(url, "run.steps=8")
+    commit(url, 20, config, dag)
+    write_summary(url, ended(Status.COMPLETE, 20))
+    with pytest.raises(ConfigError, match="finished after 20 steps"):
+        begin(url, "run.steps=20")
+    assert begin(url, "run.steps=21").done == 20
+    assert begin(url, "run.steps=20", fresh=True).done == 0
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_gone_on_with(url):
+    describe(*config_and_dag(url, "run.steps=2"), again=False)
+    write_summary(url, ended(Status.COMPLETE, 2))
+    with pytest.raises(ConfigError, match="without a checkpoint"):
+        begin(url, "run.steps=3")
+
+
+def test_checkpoints_without_a_config_belong_to_nobody(url):
+    commit(url, 5, *config_and_dag(url))
+    with pytest.raises(ConfigError, match=r"checkpoints of a run whose config\.yaml is gone"):
+        begin(url)
+
+
+OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
+            "observe.tensorboard=true", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
+            "data.transport=dask", "data.memory_limit=1GiB", "data.spill_directory=/tmp"]  # fmt: skip
+DECIDES = [
+    ("trainer.lr=1", ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"]),
+    ("rollout.n=2", ["rollout.n: 8 -> 2", "DAG: nodes.rollout.with.rollout.n: 8 -> 2"]),
+    ("data.batch_size=16", ["data.batch_size: 32 -> 16"]),
+    ("model.path=other", ["model.path: "]),
+    ("nodes.advantage.rows=anywhere", ['DAG: nodes.advantage.rows: "grouped" -> "anywhere"']),
+    ("nodes.minibatches=null", ['DAG: nodes.minibatches.name: "minibatches" -> nothing']),
+]
+
+
+def test_what_observes_or_extends_a_run_may_change(url):
+    describe(*config_and_dag(url), again=False)
+    assert begin(url, *OBSERVES).again
+
+
+@pytest.mark.parametrize(("override", "said"), DECIDES)
+def test_what_decides_its_results_may_not_and_every_difference_is_told(tmp_path, override, said):
+    url = str(tmp_path)
+    describe(*config_and_dag(url), again=False)
+    more = ["nodes.update.after=advantage"] if "minibatches" in override else []
+    with pytest.raises(ConfigError) as refused:
+        begin(url, override, *more)
+    for part in said:
+        assert part in str(refused.value)
+    assert begin(url, override, *more, force=True).again
+
+
+def test_a_config_that_no_version_knows_is_named_by_its_place(url):
+    write_atomic(*open_fs(f"{url}/config.yaml"), b"rollout: {unknown: 1}")
+    with pytest.raises(ConfigError, match=r"run/config\.yaml: unknown key 'rollout\.unknown'"):
+        begin(url)
+    assert begin(url, fresh=True).fresh
+
+
+def test_only_what_a_run_wrote_is_removed(url):
+    config, dag = config_and_dag(url)
+    describe(config, dag, again=False)
+    commit(url, 5, config, dag)
+    MetricsLog(url)
+    write_summary(url, ended(Status.FAILED, 5))
+    for table in ("rollouts", "test"):
+        write_part(f"{url}/{table}/step=000005", 0, 1, pa.table({"x": [1]}))
+    theirs = ["notes.txt", "rollouts/notes.txt", "checkpoints/best.txt", "tensorboard/notes.txt", "mine/step=000001/x"]
+    for name in theirs:
+        write_atomic(*open_fs(f"{url}/{name}"), b"mine")
+    remove_run(url, tables_of([dag, None]))
+    fs, path = open_fs(url)
+    assert {str(file)[len(path) + 1 :] for file in fs.find(path)} == set(theirs)
+
+
+def test_steps_after_the_checkpoint_are_removed_whole_and_those_before_stay(url):
+    for step in (0, 1, 2, 3):
+        for table, parts in {"rollouts": 4, "validation": 2, "test": 1}.items():
+            write_part(f"{url}/{table}/step={step:06d}", 0, parts, pa.table({"x": [1]}))
+    fs, path = open_fs(url)
+    remove_steps(url, ["rollouts", "validation", "test"], 2)
+    left = sorted(str(file)[len(path) + 1 :].rpartition("/")[0] for file in fs.find(path))
+    assert left == [f"{table}/step=00000{step}" for table in ("rollouts", "validation") for step in (0, 1, 2)]
+    remove_steps(url, ["rollouts", "validation", "test"], 0)
+    assert fs.find(path) == []
+
+
+def test_records_of_steps_that_are_done_again_are_dropped(url):
+    log = MetricsLog(url)
+    for step, phase in [(0, "validation"), (1, "train"), (2, "train"), (2, "validation"), (3, "train")]:
+        log.write({"step": step, "phase": phase, "seconds": 1.0, "metrics": {"before": 1.0}})
+    again = MetricsLog(url, until=2)
+    again.write({"step": 3, "phase": "train", "seconds": 1.0, "metrics": {"after": 1.0}})
+    found = [(record["phase"], record["step"], *record["metrics"]) for record in read_metrics(url)]
+    assert found == [
+        ("validation", 0, "before"),
+        ("train", 1, "before"),
+        ("train", 2, "before"),
+        ("validation", 2, "before"),
+        ("train", 3, "after"),
+    ]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_weights_of_every_shipped_dag_can_be_brought_to_its_engines(path):
+    file = load(path, ["data.url=x", "model.path=y"])
+    brings = weights_dag(dags(file)[0])
+    assert [node.name for node in brings.nodes] == ["weights", "load_weights"]
+    assert not any(node.behind or node.keep for node in brings.nodes)
+
+
+@columns(reads=["reward"], writes=fields(PARAMETER_DATA), new_rows=True)
+def publish_by_reward(ctx, table):
+    raise NotImplementedError
+
+
+def test_weights_that_are_published_with_rows_cannot_be_brought_before_a_step():
+    _, dag = config_and_dag("x")
+    nodes = [replace(node, fn=publish_by_reward) if node.name == "weights" else node for node in dag.nodes]
+    with pytest.raises(PlanError, match=r"'weights' publishes or loads weights and needs \['reward'\]"):
+        weights_dag(DAG(dag.roles, tuple(nodes)))
+    assert weights_dag(DAG(dag.roles, tuple(node for node in dag.nodes if "weights" not in node.name))) is None
+
+
+@pytest.mark.parametrize("done", [0, 3, 4, 10])
+def test_the_turns_that_are_left_are_those_of_a_run_without_a_stop(done):
+    config, _ = config_and_dag("x", "run.steps=10", "validation.every=3", "checkpoint.every=4")
+    every = [(turn.phase, turn.step) for turn in turns(config, ["train", "validation", "test"])]
+    left = list(turns(config, ["train", "validation", "test", *(["weights"] if done else [])], done))
+    assert [(turn.phase, turn.step) for turn in left if turn.phase != "weights"] == [
+        (phase, step) for phase, step in every if step > done or phase == "test" or not done
+    ]
+    assert all(first.sequence < second.sequence for first, second in pairwise(left))
+    assert ("checkpoint", 10) in every
+    assert ("weights", done) == (left[0].phase, left[0].step) or not done
+    config.checkpoint.every = 0
+    assert "checkpoint" not in {turn.phase for turn in turns(config, ["train"])}
+
+
+@pytest.mark.parametrize("best", ["reward/mean", "validation", "validation/", "test/reward/mean"])
+def test_a_metric_without_its_phase_cannot_choose_the_best(best):
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=.*expected train/ or validation/"):
+        CheckpointConfig(keep_best=best)
+
+
+@pytest.mark.parametrize("flag", ["--fresh", "--force"])
+@pytest.mark.parametrize("start", [lambda given: main(["run", *given]), lambda given: run_pipeline(None, None, given)])
+def test_the_command_line_takes_the_flags_anywhere(capsys, start, flag):
+    with pytest.raises(SystemExit) as ended:
+        start([str(shipped("quickstart")), "run.steps=3", flag, "run.stps=3"])
+    assert ended.value.code == 2
+    assert "did you mean 'steps'?" in capsys.readouterr().err

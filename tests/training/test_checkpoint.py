@@ -1,0 +1,148 @@
+"""States out to a store and back: exact, from a copy, on another number of ranks; and nothing in them is trusted."""
+
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from siirl_storage import open_fs
+
+from siirl_dask.errors import CheckpointError
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.training.checkpoint import DistributedCheckpoint, read_model
+
+ROWS = 7  # of the sharded matrix: more than one rank's share, and no multiple of it
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request, tmp_path):
+    return str(tmp_path / "policy") if request.param == "local" else f"memory://{uuid4().hex}/policy"
+
+
+def state(weight, lr=1e-3):
+    return {
+        "model": {"layers.0.weight": torch.full((3, 2), weight), "norm": torch.full((2,), weight).double()},
+        "optimizer": {"norm": {"step": torch.tensor(weight), "exp_avg": torch.zeros(0)}, "groups": [{"lr": lr}]},
+        "progress": {"steps": torch.tensor(int(weight))},
+    }
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_state_comes_back_as_it_was_when_it_was_saved(url, asynchronous):
+    store, live = DistributedCheckpoint(asynchronous), state(3.0)
+    saved = store.save(url, live, None)
+    live["model"]["layers.0.weight"].zero_()  # training goes on
+    saved.result()
+    back = state(0.0, lr=0.0)
+    store.load(url, back, None)
+    expected = state(3.0)
+    assert back["model"]["layers.0.weight"].equal(expected["model"]["layers.0.weight"])
+    assert back["optimizer"]["norm"]["step"] == 3.0
+    assert back["optimizer"]["groups"] == [{"lr": 1e-3}]
+    assert back["progress"]["steps"] == 3
+    model = read_model(url)
+    assert {name: tensor.dtype for name, tensor in model.items()} == dict.fromkeys(expected["model"], torch.float32)
+    assert model["norm"].tolist() == [3.0, 3.0]
+
+
+def _sharded(rank, value):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (rank.size,))
+    whole = value * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
+    return {"model": {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "same": torch.full((3,), value)}}
+
+
+def _save_on(url, rank):
+    import torch.distributed as dist
+
+    live = _sharded(rank, 2.0)
+    saved = DistributedCheckpoint().save(url, live, dist.new_group(backend="gloo"))
+    live["model"]["sharded"].zero_()
+    dist.all_reduce(torch.ones(1), group=rank.group)  # training goes on, on the group of its own
+    saved.result()
+    back = _sharded(rank, 0.0)
+    DistributedCheckpoint().load(url, back, rank.group)
+    return back["model"]["sharded"].full_tensor()
+
+
+def test_what_ranks_hold_in_part_comes_back_on_them_and_whole_in_one_process(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    expected = 2.0 * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
+    for back in run_ranks(2, partial(_save_on, str(tmp_path / "saved")), tmp_path / "ranks"):
+        assert back.equal(expected)
+    model = read_model(str(tmp_path / "saved"))
+    assert model["sharded"].equal(expected)
+    assert model["same"].tolist() == [2.0] * 3
+
+
+def test_a_state_of_other_names_or_shapes_is_refused_by_name(tmp_path):
+    store, url = DistributedCheckpoint(asynchronous=False), str(tmp_path / "policy")
+    store.save(url, state(1.0), None).result()
+    with pytest.raises(CheckpointError, match=r"policy could not be read.*model\.unknown"):
+        store.load(url, {"model": {"unknown": torch.zeros(1)}}, None)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight"):
+        store.load(url, {"model": {"layers.0.weight": torch.zeros(4, 2)}}, None)
+
+
+def test_nothing_is_written_over_a_checkpoint(tmp_path):
+    store, url = DistributedCheckpoint(), str(tmp_path / "policy")
+    store.save(url, state(1.0), None).result()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        store.save(url, state(2.0), None).result()
+    assert read_model(url)["norm"].tolist() == [1.0, 1.0]
+
+
+class Attack:
+    """What it leaves behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_metadata_that_would_run_code_is_refused_and_runs_none(tmp_path):
+    url, mark = tmp_path / "policy", tmp_path / "mark"
+    DistributedCheckpoint().save(str(url), state(1.0), None).result()
+    (url / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
+    with pytest.raises(CheckpointError, match=r"not a checkpoint's metadata.*mkdir"):
+        read_model(str(url))
+    with pytest.raises(CheckpointError, match="mkdir"):
+        DistributedCheckpoint().load(str(url), state(0.0), None)
+    assert not mark.exists()
+
+
+def test_a_value_that_would_run_code_is_refused_and_runs_none(tmp_path):
+    url, mark = str(tmp_path / "policy"), tmp_path / "mark"
+    DistributedCheckpoint(asynchronous=False).save(url, {"progress": {"steps": Attack(mark)}}, None).result()
+    assert not mark.exists()
+    with pytest.raises(CheckpointError, match="could not be read"):
+        DistributedCheckpoint().load(url, {"progress": {"steps": 0}}, None)
+    assert not mark.exists()
+
+
+def test_metadata_that_names_files_elsewhere_is_refused(tmp_path):
+    url = tmp_path / "policy"
+    DistributedCheckpoint().save(str(url), state(1.0), None).result()
+    text = (url / ".metadata").read_bytes()
+    (url / ".metadata").write_bytes(text.replace(b"__0_0.distcp", b"../secret.pt"))
+    with pytest.raises(CheckpointError, match="not beside it"):
+        read_model(str(url))
+
+
+def test_what_is_no_checkpoint_is_said_so(url):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        read_model(url)
+    DistributedCheckpoint().save(url, {"progress": {"steps": 1}}, None).result()
+    with pytest.raises(CheckpointError, match="holds no model"):
+        read_model(url)
+    fs, path = open_fs(f"{url}/.metadata")
+    fs.pipe_file(path, fs.cat_file(path)[:40])
+    with pytest.raises(CheckpointError, match="not a checkpoint's metadata"):
+        read_model(url)
