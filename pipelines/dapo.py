@@ -11,11 +11,13 @@ from siirl_dask.algorithms import policy_loss
 from siirl_dask.cli import run_pipeline
 from siirl_dask.config import Config
 from siirl_dask.nodes import (
+    ColumnPath,
     draw_minibatches,
     encode_prompts,
     estimate_advantage,
-    generate_greedy,
+    generate_answers,
     load_weights,
+    measure_answers,
     penalise_overlong,
     policy_logprobs,
     publish_weights,
@@ -65,6 +67,8 @@ def training(config: Config) -> DAG:
         loss=loss,
         aggregate=aggregate,
         minibatches=algorithm.minibatches,
+        epochs=algorithm.epochs,
+        critic_warmup_steps=algorithm.critic_warmup_steps,
         max_staleness=config.rollout.max_staleness,
     )
     nodes = (
@@ -88,11 +92,21 @@ def training(config: Config) -> DAG:
 
 
 def validation(config: Config) -> DAG:
+    given = config.validation
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    sample = partial(generate_answers, rollout=config.rollout, validation=given)
+    measure = partial(
+        measure_answers,
+        n=given.n,
+        k=tuple(given.k),
+        source=ColumnPath(given.source),
+        extract=resolve(given.extract) if given.extract else None,
+    )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", partial(generate_greedy, rollout=config.rollout), "rollout", ("prompts",)),
+        Node("rollout", sample, "rollout", ("prompts",)),
         Node("reward", score, "reward", ("rollout",), keep="validation"),
+        Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
     )
     return DAG(roles(config), nodes)
 

@@ -15,7 +15,7 @@ from siirl_storage import join, open_table
 from siirl_dask.cli import dags
 from siirl_dask.configfile import load
 from siirl_dask.observe import Report, Sample, render_report
-from siirl_dask.run import CONFIG_FILE, run
+from siirl_dask.run import run
 
 _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
@@ -28,9 +28,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         "GRPO on one machine: a small model learns to sort digits. "
         f"{len(config.cluster.placement['rollout'])} workers generate, {len(config.cluster.placement['policy'])} learn."
     )
-    if Path(config.run.url, CONFIG_FILE).is_file():
-        shutil.rmtree(config.run.url)
-    summary = run(config, *dags(file))
+    summary = run(config, *dags(file), fresh=True)
     url, steps = config.run.url, config.run.steps
     files = {
         "every sample": join(url, "rollouts"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.config import RolloutConfig
+from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.parts import generate_in_parts
 from siirl_dask.nodes.sampling import MAX_TOKENS, SAMPLED, begin, serve, with_samples
@@ -44,8 +44,17 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
 
 @columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, new_rows=True)
 def generate_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """The most likely response to each prompt, for validation."""
+    """The most likely response to each prompt."""
     return _generate(ctx, table, [_greedy(rollout)])
+
+
+@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="validation.n")
+def generate_answers(
+    ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
+) -> pa.Table:
+    """``validation.n`` samples of each prompt, drawn as ``validation`` says, numbered as those of ``generate``."""
+    way = Sampling(max_tokens=rollout.max_response_length, temperature=validation.temperature, top_p=validation.top_p)
+    return _generate(ctx, table, [way] * validation.n)
 
 
 def _sampling(rollout: RolloutConfig) -> Sampling:

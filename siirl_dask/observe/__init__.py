@@ -17,6 +17,7 @@ from siirl_dask.observe.metrics import (
 from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.report import Report, Sample, render_report
+from siirl_dask.observe.standing import Standing, render_standing, show_standing, write_standing
 from siirl_dask.observe.summary import Accuracy, BytesPerStep, Status, Summary, read_summary, write_summary
 from siirl_dask.observe.tensorboard import TensorBoardLog
 
@@ -30,6 +31,7 @@ __all__ = [
     "Record",
     "Report",
     "Sample",
+    "Standing",
     "Status",
     "Summary",
     "TensorBoardLog",
@@ -39,7 +41,10 @@ __all__ = [
     "read_metrics",
     "read_summary",
     "render_report",
+    "render_standing",
+    "show_standing",
     "unpack",
     "values",
+    "write_standing",
     "write_summary",
 ]

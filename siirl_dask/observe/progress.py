@@ -75,15 +75,17 @@ class Progress:
             self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
 
     def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = "validation") -> None:
-        """One line: the accuracy after ``step`` steps."""
+        """One line: the accuracy after ``step`` steps, and what several samples a prompt say, as pass@8."""
         accuracy, samples = metrics.get("reward/mean"), metrics.get("samples")
         parts = [
             f"{phase:<10}",
             f"step {step}",
             "no accuracy logged" if accuracy is None else f"accuracy {accuracy:.4f}",
         ]
+        several = {name: value for name, value in metrics.items() if _is_of_several(name) and value is not None}
+        parts += [f"{name} {value:.4f}" for name, value in several.items()]
         if samples is not None:
-            parts.append(f"({samples:.0f} prompts)")
+            parts.append(f"({samples:.0f} {'samples' if several else 'prompts'})")
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
@@ -130,6 +132,12 @@ def headline(metrics: Mapping[str, float | None]) -> str:
     reward, speed = metrics.get("reward/mean"), metrics.get("tokens_per_second")
     parts = [] if reward is None else [f"reward {reward:.3f}"]
     return "  ".join(parts if speed is None else [*parts, f"{speed:,.0f} tokens/s"])
+
+
+def _is_of_several(name: str) -> bool:
+    """``pass@8`` and ``maj@8`` are; not ``pass@1`` and ``mean@8``, which the accuracy says, nor those of one source."""
+    kind, _, k = name.partition("@")
+    return kind != "mean" and k.isdecimal() and int(k) > 1
 
 
 def time_left(seconds: float | None) -> str:

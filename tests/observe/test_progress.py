@@ -83,6 +83,13 @@ def test_a_dag_that_logs_neither_reward_nor_samples_is_no_error():
     assert "validation  step 1  no accuracy logged" in text_of(progress)
 
 
+def test_a_validation_of_several_samples_shows_what_they_say_and_counts_samples():
+    progress = Progress(1, console(terminal=False))
+    metrics = {"maj@4": 0.6, "mean@4": 0.5, "pass@1": 0.5, "pass@4": 0.75, "pass@4/gsm8k": 0.7, "reward/mean": 0.5}
+    progress.validation(1, metrics | {"samples": 64.0})
+    assert text_of(progress) == "validation  step 1  accuracy 0.5000  maj@4 0.6000  pass@4 0.7500  (64 samples)\n"
+
+
 def test_square_brackets_in_a_note_are_text_not_markup():
     progress = Progress(1, console(terminal=False))
     progress.note("[red]reward[/nonsense]")

@@ -1,0 +1,172 @@
+"""``siirl-dask eval``: sample from a model over a dataset, score, and say how good it is.
+
+A pass over the data is a phase like a validation: the same workers, plan and nodes, and no trainer. Samples are drawn
+by seeds of (run seed, step of the checkpoint, row id), so that it says what the run's own validation said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+from siirl_storage import join, open_table
+
+from siirl_dask.config import Config
+from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.errors import ConfigError
+from siirl_dask.export import refuse_used, write_folder
+from siirl_dask.nodes import ColumnPath, encode_prompts, generate_answers, list_samples, measure_answers, score
+from siirl_dask.nodes.listing import SOURCE, listed
+from siirl_dask.observe import Standing, write_standing
+from siirl_dask.onepass import one_pass
+from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
+from siirl_dask.planner.canonical import function_name
+from siirl_dask.recorded import Scoring, is_run, loaded, recorded_config, recorded_scoring, recorded_step
+from siirl_dask.rewards import build_scorer
+from siirl_dask.rollout import build_engine
+from siirl_dask.schema import ANSWER, GROUP_ID, PROMPT, Schema
+
+TABLE = "generations"
+_REWARD = "rewards.function="
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What to evaluate, on what, and how."""
+
+    model: str
+    """A run's folder or URL, or a Hugging Face folder."""
+    data: str
+    step: int | None = None
+    """Of a run's checkpoint; none, the newest."""
+    out: str | None = None
+    """Where to write; none, below the run, or below ``evaluations`` here."""
+    overrides: Sequence[str] = ()
+    """``key=value`` of a configuration: over that of the run, or of a model over the defaults."""
+
+
+def evaluate(asked: Evaluation) -> tuple[Standing, str]:
+    """Write every sample and ``metrics.json``; gives the numbers, and where they are. UserError before anything
+    starts.
+    """
+    run = _is_run(asked)
+    step = recorded_step(asked.model, asked.step) if run else None
+    out = asked.out or _place(asked, step)
+    refuse_used(out, "--out")
+    with TemporaryDirectory() as folder:
+        settings = {**_settings(asked.data, out), "model.path": folder if run else asked.model}
+        overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *asked.overrides]
+        config = recorded_config(asked.model, overrides) if run else loaded(b"{}", "the defaults", overrides)
+        own = not run or any(text.startswith(_REWARD) for text in asked.overrides)
+        scoring = Scoring(resolve(config.rewards.function)) if own else recorded_scoring(asked.model)
+        dag, source = _planned(config, scoring)
+        if step is not None:
+            write_folder(Path(folder), asked.model, recorded_config(asked.model), step, role="policy")
+        found = one_pass(config, dag, source, step or 0)
+    standing = _standing(asked, config, scoring, step, found)
+    write_standing(out, standing)
+    return standing, out
+
+
+def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
+    """Prompts, responses, rewards; then the numbers, and the table of samples. ``data``: what the dataloader gives."""
+    given, source = config.validation, ColumnPath(config.validation.source)
+    roles = (
+        Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),
+        Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward)),
+    )
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    sample = partial(generate_answers, rollout=config.rollout, validation=given)
+    extract = resolve(given.extract) if given.extract else None
+    measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
+    keep = partial(list_samples, n=given.n, source=source)
+    columns = listed(data.field(PROMPT).type, data.field(ANSWER).type)
+    nodes = (
+        Node("prompts", encode, "rollout"),
+        Node("rollout", sample, "rollout", ("prompts",)),
+        Node("reward", partial(score, columns=scoring.columns), "reward", ("rollout",)),
+        Node("samples", keep, "reward", ("reward",), keep=TABLE, writes=columns),
+        Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
+    )
+    return DAG(roles, nodes)
+
+
+def _is_run(asked: Evaluation) -> bool:
+    if is_run(asked.model):
+        return True
+    if not Path(asked.model, "config.json").is_file():
+        raise ConfigError(
+            f"{asked.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, with a config.json"
+        )
+    if asked.step is not None:
+        raise ConfigError(f"{asked.model!r} is a Hugging Face folder, and has no step {asked.step}: leave out --step")
+    return False
+
+
+def _place(asked: Evaluation, step: int | None) -> str:
+    """``RUN/evaluations/test-step000010``, ``evaluations/MODEL-test``."""
+    data = PurePosixPath(asked.data).stem
+    if step is not None:
+        return join(asked.model, "evaluations", f"{data}-step{step:06d}")
+    return join("evaluations", f"{Path(asked.model).resolve().name}-{data}")
+
+
+def _settings(data: str, out: str) -> Mapping[str, object]:
+    """What of a run's configuration is not for an evaluation of it."""
+    return {
+        "run.url": out,
+        "data.url": data,
+        "data.prepare": None,
+        "cluster.placement": {},
+        "validation.url": None,
+        "validation.test_url": None,
+        "validation.k": [],
+    }
+
+
+def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
+    """DataError or PlanError for data, a source or columns that cannot be used."""
+    source = Source(url=config.data.url, prompt=config.data.prompt, answer=config.data.answer)
+    schema = open_source(source).schema
+    if config.validation.source is not None:  # a field of a struct: the plan looks at columns alone
+        source_schema(schema, replace(source, answer=config.validation.source))
+    given = source_schema(schema, source)
+    dag = evaluation_dag(config, scoring, given)
+    compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], given, config.cluster.placement)
+    return dag, source
+
+
+def _standing(
+    asked: Evaluation, config: Config, scoring: Scoring, step: int | None, found: Mapping[str, float | None]
+) -> Standing:
+    metrics = {name: value for name, value in found.items() if value is not None}
+    given = config.validation
+    return Standing(
+        model=asked.model,
+        step=step,
+        data=asked.data,
+        reward=function_name(getattr(scoring.reward, "func", scoring.reward)),
+        prompts=_prompts(join(config.run.url, TABLE, f"step={step or 0:06d}")),
+        samples=round(metrics["samples"]),
+        n=given.n,
+        k=given.k,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        max_tokens=config.rollout.max_response_length,
+        seed=config.run.seed,
+        failures=round(metrics["reward/failures"]),
+        dropped_prompts=round(metrics["data/dropped_prompts"]),
+        truncated=metrics.get("response/truncated", 0.0),
+        metrics={name: value for name, value in metrics.items() if "@" in name},
+    )
+
+
+def _prompts(url: str) -> dict[str | None, int]:
+    """How many prompts there are of each source."""
+    table = open_table(url).to_table([GROUP_ID, SOURCE]).group_by([GROUP_ID, SOURCE]).aggregate([])
+    counts = table.group_by(SOURCE).aggregate([([], "count_all")]).sort_by(SOURCE)
+    return dict(zip(counts[SOURCE].to_pylist(), counts["count_all"].to_pylist(), strict=True))

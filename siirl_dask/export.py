@@ -1,0 +1,68 @@
+"""``siirl-dask export``: a run's checkpoint as a Hugging Face folder, on any fsspec URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from siirl_storage import StorageError, join, open_fs
+
+from siirl_dask.checkpoints import checkpoint_url, read_state
+from siirl_dask.config import Config, Dtype
+from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.recorded import recorded_config, recorded_step
+
+_LAST = "config.json"  # without it, nothing loads the folder: so a copy that was cut short is never taken for whole
+
+
+def export(
+    run: str, to: str, *, step: int | None = None, role: str = "policy", ema: bool = False, dtype: Dtype | None = None
+) -> int:
+    """Write what ``role`` had learned by ``step`` (the newest checkpoint's) to ``to``, and give the step.
+
+    ``ema`` takes the moving average of the weights; ``dtype`` is the run's own if none is given. ConfigError when there
+    is no such run, checkpoint or role, or when there is something at ``to``.
+    """
+    config = recorded_config(run)
+    chosen = recorded_step(run, step)
+    refuse_used(to, "DEST")
+    with TemporaryDirectory() as folder:
+        write_folder(Path(folder), run, config, chosen, role=role, ema=ema, dtype=dtype)
+        _put(Path(folder), to)
+    return chosen
+
+
+def write_folder(
+    folder: Path, run: str, config: Config, step: int, *, role: str, ema: bool = False, dtype: Dtype | None = None
+) -> None:
+    """As ``export``, into a local folder that is there."""
+    from siirl_dask.training.checkpoint import read_model  # torch and transformers: seconds that --help need not wait
+    from siirl_dask.training.hugging_face import write_hugging_face
+
+    roles = read_state(run, step).roles
+    if role not in roles:
+        raise ConfigError(
+            f"the checkpoint of step {step} of run {run!r} has no role {role!r} (there are: {sorted(roles)})"
+            f"{did_you_mean(role, roles)}"
+        )
+    if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
+        raise ConfigError(f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out --ema")
+    weights = read_model(join(checkpoint_url(run, step), role), ema=ema)
+    write_hugging_face(folder, weights, config.model.path, dtype or config.model.dtype)
+
+
+def refuse_used(url: str, option: str) -> None:
+    """ConfigError unless there is nothing at ``url``, which ``option`` gives, or an empty folder."""
+    try:
+        fs, path = open_fs(url)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    if fs.isfile(path) or (fs.exists(path) and fs.ls(path, detail=False)):
+        raise ConfigError(f"there is something at {url!r} already: choose another {option}, or remove it")
+
+
+def _put(folder: Path, url: str) -> None:
+    fs, path = open_fs(url)
+    fs.makedirs(path, exist_ok=True)
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == _LAST):
+        fs.put_file(str(file), f"{path}/{file.name}")

@@ -1,0 +1,170 @@
+"""Numbers of a validation or an evaluation whose prompts have several samples, or come from several sources.
+
+    mean@n      mean reward of all samples
+    pass@k      chance that one of k samples at least is right, which a reward of at least 1 says
+    best@k      mean of the highest reward of k samples; only where rewards are others than 0 and 1
+    maj@k       mean reward of the answer that most of k samples give
+    pass@4/gsm8k, ...    the same over the prompts of one source
+
+A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples whose reward
+function failed are none, and a prompt that has fewer than k left has no number for that k. Sums over workers are of
+fractions, rounded once: the same bits on any number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from siirl_dask.context import Context
+from siirl_dask.errors import DataError
+from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k
+from siirl_dask.nodes.gather import gather
+from siirl_dask.planner import columns
+from siirl_dask.schema import GROUP_ID, RESPONSE, REWARD
+
+_RIGHT = 1.0  # rewards of at least this: all tests passed, the answer and the format right
+_MOST_SOURCES = 256  # a column with more values than this is no source
+_BEST = "best@"
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPath:
+    """A column of the dataset; a dot goes into a struct. As an iterable: the columns that it takes, for a contract."""
+
+    path: str | None = None
+    """None is no column."""
+
+    def __iter__(self) -> Iterator[str]:
+        if self.path is not None:
+            yield self.path.split(".")[0]
+
+    def texts(self, table: pa.Table) -> list[str | None]:
+        """Of each row, as text; None where there is none. DataError for a path that the struct has not."""
+        if self.path is None:
+            return [None] * table.num_rows
+        first, *rest = self.path.split(".")
+        try:
+            found = pc.struct_field(table[first], rest) if rest else table[first]
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(f"there is no {self.path!r} in column {first!r} of type {table[first].type}") from error
+        return [None if value is None else str(value) for value in found.to_pylist()]
+
+
+NO_COLUMN = ColumnPath()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Of each number, the sum over prompts and how many they are."""
+
+    sums: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
+    binary: bool = True
+    """Whether all rewards so far are 0 or 1."""
+
+    def add(self, name: str, value: Fraction, count: int = 1) -> None:
+        total, counted = self.sums.get(name, (Fraction(0), 0))
+        self.sums[name] = (total + value, counted + count)
+
+    def merge(self, packed: bytes) -> None:
+        sums, binary = json.loads(packed)
+        self.binary &= binary
+        for name, (total, count) in sums.items():
+            self.add(name, Fraction(total), count)
+
+    def pack(self) -> bytes:
+        sums = {name: [str(total), count] for name, (total, count) in self.sums.items()}
+        return json.dumps([sums, self.binary]).encode()
+
+    def check(self, source: ColumnPath) -> None:
+        """DataError when there are too many sources to be any."""
+        found = {name.partition("/")[2] for name in self.sums} - {""}
+        if len(found) > _MOST_SOURCES:
+            raise DataError(
+                f"column {source.path!r} has {len(found)} values or more: expected at most {_MOST_SOURCES} sources"
+            )
+
+    def values(self) -> dict[str, float]:
+        left_out = (_BEST,) if self.binary else ()
+        return {
+            name: float(total / count) for name, (total, count) in self.sums.items() if not name.startswith(left_out)
+        }
+
+
+def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | None = None, **others: object) -> None:
+    if outside := [one for one in k if not 1 <= one <= n]:
+        raise ValueError(f"k={list(k)}: {outside[0]} of n={n} samples")
+    if extract is not None and not isinstance(found := extract(""), str | None):
+        raise ValueError(f"extract gave {found!r}: expected a text or None")
+
+
+@columns(reads=[GROUP_ID, REWARD, RESPONSE], more="source", trial=_try)
+def measure_answers(
+    ctx: Context,
+    table: pa.Table,
+    *,
+    n: int,
+    k: tuple[int, ...],
+    source: ColumnPath = NO_COLUMN,
+    extract: Callable[[str], str | None] | None = None,
+    alone: bool = False,
+) -> pa.Table:
+    """Log what ``n`` samples a prompt say of the model. The node asks for rows=GROUPED, so that prompts are whole.
+
+    maj@k counts ``extract(response)``, and where that gives None or is not given, the response without the white space
+    around it. With one sample and no source nothing is logged unless ``alone``: ``reward/mean`` says it.
+    """
+    if n == 1 and source.path is None and not alone:
+        return table
+    mine = _tally(table, n, k, source, extract)
+    mine.check(source)  # before a column of prompts goes to everybody
+    tally = _Tally()
+    for packed in gather(ctx, mine.pack()):
+        tally.merge(packed)
+    tally.check(source)
+    if ctx.rank.rank == 0:  # all workers know the same
+        for name, value in tally.values().items():
+            ctx.log(name, value)
+    return table
+
+
+def _tally(
+    table: pa.Table, n: int, k: Sequence[int], source: ColumnPath, extract: Callable[[str], str | None] | None
+) -> _Tally:
+    rows = zip(
+        table[GROUP_ID].to_pylist(),
+        table[REWARD].to_pylist(),
+        table[RESPONSE].to_pylist(),
+        source.texts(table),
+        strict=True,
+    )
+    groups: dict[int, tuple[str | None, list[str], list[float]]] = {}
+    tally = _Tally()
+    for group, reward, response, name in rows:
+        if name is not None and not (name and name.isprintable()):
+            raise DataError(f"source {name!r} ({source.path}) of prompt {group}: expected text that can be printed")
+        _, answers, rewards = groups.setdefault(group, (name, [], []))
+        if reward is not None:
+            answers.append((extract(response) if extract else None) or response.strip())
+            rewards.append(reward)
+            tally.binary &= reward in (0.0, 1.0)
+    for name, answers, rewards in groups.values():
+        for metric, value in _numbers(answers, rewards, n, k).items():
+            for full in (metric,) if name is None else (metric, f"{metric}/{name}"):
+                tally.add(full, Fraction(value))
+    return tally
+
+
+def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequence[int]) -> Mapping[str, float]:
+    """Of one prompt, what its samples are enough for."""
+    count, right = len(rewards), sum(reward >= _RIGHT for reward in rewards)
+    numbers = {f"mean@{n}": mean(rewards)} if rewards else {}
+    numbers |= {f"pass@{one}": pass_at_k(count, right, one) for one in k if one <= count}
+    more = [one for one in k if 1 < one <= count]
+    numbers |= {f"{_BEST}{one}": best_at_k(rewards, one) for one in more}
+    return numbers | {f"maj@{one}": majority_at_k(answers, rewards, one) for one in more}

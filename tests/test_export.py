@@ -1,0 +1,122 @@
+"""A checkpoint as a Hugging Face folder: the same model as the trainer's, for whoever loads it."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from siirl_dask.checkpoints import Checkpoints, State
+from siirl_dask.cli import dags, main
+from siirl_dask.configfile import load, shipped
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError
+from siirl_dask.export import export
+from siirl_dask.runfolder import describe
+from siirl_dask.testing.forward import load_model, response_logprobs
+from siirl_dask.testing.rows import LENGTHS, random_rows, split_rows
+from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.training import build_trainer
+from siirl_dask.training.checkpoint import DistributedCheckpoint
+from tests.conftest import digits_overrides
+
+ROWS = random_rows(LENGTHS)
+
+
+@pytest.fixture
+def run(request, digits_task, tmp_path):
+    """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step 2."""
+    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=getattr(request, "param", True))
+    more = [f"model.path={base}", "trainer.ema_decay=0.9"]
+    file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
+    config = file.config
+    describe(config, dags(file)[0], again=False)
+    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    checkpoints = Checkpoints(url, "a", keep=9)
+    for step in (1, 2):
+        for number, (_, weight) in enumerate(trainer.weights()):
+            weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+        folder = checkpoints.claim(step)
+        DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+        checkpoints.commit(folder, State(step=step, roles=["policy"]))
+    return url, base, trainer
+
+
+@pytest.mark.parametrize("run", [True, False], ids=["tied", "untied"], indirect=True)
+def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path):
+    url, base, trainer = run
+    assert export(url, str(tmp_path / "out")) == 2
+    model = load_model(tmp_path / "out")
+    with torch.no_grad():
+        given = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(ROWS)]
+    assert (torch.cat(given) - trainer.logprobs(ROWS).logprobs).abs().max() < 1e-6
+    for name, weight in trainer.weights():
+        assert torch.equal(model.get_parameter(name), weight), name
+    assert GenerationConfig.from_pretrained(tmp_path / "out") == GenerationConfig.from_pretrained(base)
+    text = "Sort: 3 1 2 = \n"
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "out")]
+    assert tokenizers[0](text) == tokenizers[1](text)
+    assert tokenizers[0].eos_token_id == tokenizers[1].eos_token_id
+
+
+def test_step_average_and_dtype_are_what_is_asked_for(run, tmp_path):
+    url, base, trainer = run
+    export(url, str(tmp_path / "first"), step=1)
+    first = load_model(tmp_path / "first")
+    assert not any(torch.equal(first.get_parameter(name), weight) for name, weight in trainer.weights())
+    export(url, str(tmp_path / "ema"), ema=True)
+    average, began = load_model(tmp_path / "ema"), load_model(base)  # no optimiser step has moved it
+    assert all(torch.equal(average.get_parameter(name), weight) for name, weight in began.named_parameters())
+    main(["export", url, str(tmp_path / "short"), "--dtype", "bfloat16"])
+    stored = load_file(tmp_path / "short" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    short = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    assert all(torch.equal(short.get_parameter(name), weight.bfloat16()) for name, weight in trainer.weights())
+
+
+def test_it_goes_to_any_store_and_never_over_something(run, tmp_path):
+    url, *_ = run
+    export(url, str(tmp_path / "here"))
+    fs = fsspec.filesystem("memory")
+    to = f"memory://export-{tmp_path.name}"
+    export(url, to)
+    copied = {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.ls(to, detail=False)}
+    assert copied == {file.name: file.read_bytes() for file in (tmp_path / "here").iterdir()}
+    for taken in (to, str(tmp_path / "here"), str(tmp_path / "here" / "config.json")):
+        with pytest.raises(ConfigError, match="already: choose another DEST"):
+            export(url, taken)
+    (tmp_path / "empty").mkdir()
+    export(url, str(tmp_path / "empty"))
+
+
+def test_what_is_not_there_is_refused_by_name_and_nothing_is_written(run, tmp_path, capsys):
+    url, base, _ = run
+    to = tmp_path / "out"
+    wrong = {
+        "no run: expected a folder with a config.yaml": [str(base), str(to)],
+        "no checkpoint of step 3 (there are: [1, 2])": [url, str(to), "--step", "3"],
+        "no role 'polcy' (there are: ['policy']); did you mean 'policy'?": [url, str(to), "--role", "polcy"],
+    }
+    for said, arguments in wrong.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", *arguments])
+        assert said in capsys.readouterr().err
+    tiny_model(base, hidden=32)
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight has shape \[264, 64\] in the checkpoint and \[264, 32\]"
+    ):
+        export(url, str(to))
+    tiny_model(base, layers=3)
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks \['model.layers.2.*another model by now"):
+        export(url, str(to))
+    assert not to.exists()
+
+
+def test_a_run_that_kept_no_average_has_none_to_export(run, tmp_path):
+    url, *_ = run
+    file = Path(url, "config.yaml")
+    file.write_text(file.read_text().replace("ema_decay: 0.9", "ema_decay: 0.0"))
+    with pytest.raises(ConfigError, match=r"kept no moving average of the weights \(trainer.ema_decay\)"):
+        export(url, str(tmp_path / "out"), ema=True)
