@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.rollout import Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling, build_engine
-from siirl_dask.testing.tiny import tiny_model
 
-_PROMPT, _MEDIAN, _SIGMA, _LONGEST = 32, 64, 1.0, 768
+_PROMPT = 32  # tokens
+_SIZES = {"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     requests = make_requests(given.rows)
     with TemporaryDirectory() as folder:
-        model, parameters = make_model(folder)
+        model, parameters = endless_model(Path(folder, "model"), **_SIZES)
         engines = {kind: make_engine(kind, model, given.batch) for kind in (Engine.transformers, Engine.vllm)}
         for engine in engines.values():
             generate(engine, requests[: given.batch // 4])
@@ -51,32 +52,13 @@ def main() -> None:
 
 
 def make_requests(rows: int) -> list[GenerationRequest]:
-    draw = np.random.default_rng(0)
-    lengths = np.clip(draw.lognormal(np.log(_MEDIAN), _SIGMA, rows), 1, _LONGEST).astype(int)
-    prompts = draw.integers(0, 256, (rows, _PROMPT))
-    ways = [Sampling(max_tokens=int(length)) for length in lengths]
-    rows_and_ways = enumerate(zip(prompts.tolist(), ways, strict=True))
-    return [GenerationRequest(prompt, row, way) for row, (prompt, way) in rows_and_ways]
-
-
-def make_model(folder: str) -> tuple[str, int]:
-    """A model that no token ends, and how many parameters it has."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-    )  # once siirl_dask has prepared for it
-
-    path = tiny_model(Path(folder, "model"), hidden=512, layers=10, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(path)
-    GenerationConfig().save_pretrained(path)
-    return str(path), sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters())
+    prompts = np.random.default_rng(1).integers(0, 256, (rows, _PROMPT)).tolist()
+    ways = [Sampling(max_tokens=length) for length in long_tailed(rows)]
+    return [GenerationRequest(prompt, row, way) for row, (prompt, way) in enumerate(zip(prompts, ways, strict=True))]
 
 
 def make_engine(kind: Engine, model: str, batch: int) -> RolloutEngine:
-    rollout = RolloutConfig(engine=kind, max_rows=batch, engine_kwargs={})
+    rollout = RolloutConfig(engine=kind, max_rows=batch)
     return build_engine(Device("0"), Rank(), model=ModelConfig(path=model), rollout=rollout)
 
 
@@ -113,8 +95,8 @@ def report(rates: dict[Engine, list[float]], tokens: int, parameters: int, given
         "",
         f"`python benchmarks/engines.py --rows {given.rows} --batch {given.batch} --threads {given.threads}` on "
         f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}: {parameters / 1e6:.1f} million "
-        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {_MEDIAN}, sigma {_SIGMA}, at "
-        f"most {_LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one process, one engine "
+        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at "
+        f"most {LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one process, one engine "
         "after the other.",
         "",
         "| engine | tokens/s | of transformers' |",

@@ -1,0 +1,33 @@
+"""What the benchmarks of generation share: a random model that no token ends, and lengths with a long tail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from siirl_dask.testing.tiny import tiny_model
+
+MEDIAN, SIGMA, LONGEST = 64, 1.0, 768
+"""Of lengths: log-normal, cut off."""
+
+
+def long_tailed(rows: int, seed: int = 0) -> list[int]:
+    lengths = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, rows)
+    return [int(length) for length in np.clip(lengths, 1, LONGEST)]
+
+
+def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
+    """A model of ``sizes`` (see ``tiny_model``) whose responses end at their limit, and how many parameters it has."""
+    from transformers import (  # once siirl_dask has prepared for it
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+    )
+
+    path = tiny_model(folder, **sizes)  # type: ignore[arg-type]  # sizes are whole numbers
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(path)
+    GenerationConfig().save_pretrained(path)
+    return str(path), sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters())

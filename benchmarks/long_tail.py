@@ -1,0 +1,154 @@
+"""Idle time of workers that generate rows with a long tail of lengths, with and without taking over from one another.
+
+    python benchmarks/long_tail.py [--engine transformers vllm] [--steps 6] [--out docs/benchmarks/long_tail.md]
+
+A run of its own for each case: two workers, prompts dealt evenly, each with a limit of its own from a log-normal
+distribution. Idle is what a worker, on average, waits for the one that is busy longest. The samples are held against
+each other: they must not depend on who made them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from siirl_storage import open_table
+
+from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
+from siirl_dask.config import Config
+from siirl_dask.configfile import load, shipped
+from siirl_dask.nodes import encode_prompts, generate
+from siirl_dask.observe import read_metrics
+from siirl_dask.planner import DAG, Node, Role
+from siirl_dask.rollout import build_engine
+from siirl_dask.run import run
+
+_PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
+_SIZES = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 768}
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    taking: bool
+    idle: float
+    """Share of the busiest worker's time, mean over steps."""
+    seconds: float
+    """Of generation in a step, mean."""
+    taken_over: float
+    """Rows a step."""
+    samples: list[list[int]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", default=["transformers"])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        model, parameters = endless_model(Path(folder, "model"), **_SIZES)
+        data = make_data(Path(folder, "data.parquet"), given.steps + 1)
+        cases = [
+            measure(folder, model, data, engine, taking=taking, steps=given.steps)
+            for engine in given.engine
+            for taking in (False, True)
+        ]
+    check(cases)
+    text = report(cases, parameters, given.steps)
+    Console().print(text)
+    if given.out:
+        given.out.write_text(text)
+
+
+def make_data(path: Path, steps: int) -> str:
+    rows = _PROMPTS * steps
+    prompts = [f"prompt {row}" for row in range(rows)]
+    limits = pa.array(long_tailed(rows), pa.int32())
+    pq.write_table(pa.table({"prompt": prompts, "answer": prompts, "max_tokens": limits}), path, row_group_size=64)
+    return str(path)
+
+
+def measure(folder: str, model: str, data: str, engine: str, *, taking: bool, steps: int) -> Case:
+    url = str(Path(folder, f"{engine}-{taking}"))
+    overrides = [
+        f"run.url={url}",
+        f"run.steps={steps + 1}",
+        f"data.url={data}",
+        "data.prepare=null",
+        f"data.batch_size={_PROMPTS}",
+        f"model.path={model}",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        f"rollout.engine={engine}",
+        f"rollout.n={_SAMPLES}",
+        f"rollout.max_rows={_BATCH}",
+        f"rollout.max_response_length={LONGEST}",
+        f"rollout.work_stealing={taking}",
+        "checkpoint.every=0",
+        "validation.url=null",
+        "validation.test_url=null",
+        "observe.progress=false",
+    ]
+    config = load(shipped("quickstart.yaml"), overrides).config
+    run(config, generation(config))
+    records = read_metrics(url)[1:]  # the first step warms up
+    busy = [record["metrics"]["rollout/busy_seconds"] or 0.0 for record in records]
+    longest = [record["metrics"]["rollout/longest_busy_seconds"] or 1.0 for record in records]
+    idle = mean(1 - some / most for some, most in zip(busy, longest, strict=True))
+    taken = mean(record["metrics"]["rollout/taken_over"] or 0.0 for record in records)
+    rows = open_table(f"{url}/rollouts/step={steps + 1:06d}").to_table(["response_ids"])
+    return Case(engine, taking, idle, mean(longest), taken, rows["response_ids"].to_pylist())
+
+
+def generation(config: Config) -> DAG:
+    nodes = (
+        Node("prompts", partial(encode_prompts, max_prompt_length=config.data.max_prompt_length), "rollout"),
+        Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",), keep="rollouts"),
+    )
+    return DAG((Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),), nodes)
+
+
+def check(cases: Sequence[Case]) -> None:
+    for engine in {case.engine for case in cases}:
+        one, other = (case.samples for case in cases if case.engine == engine)
+        alike = mean(a == b for a, b in zip(one, other, strict=True))
+        assert alike > 0.98, f"{engine}: {alike:.0%} of the rows are the same whoever samples them"
+
+
+def report(cases: Sequence[Case], parameters: int, steps: int) -> str:
+    lines = [
+        "# Long tails: idle time of workers that generate",
+        "",
+        f"`python benchmarks/long_tail.py` on {platform.machine()}: two workers of one thread, {_PROMPTS} prompts a "
+        f"step, {_SAMPLES} samples each, {_BATCH} rows at once, {steps} steps after one that warms up; a model of "
+        f"{parameters / 1e6:.1f} million parameters; limits log-normal (median {MEDIAN}, sigma {SIGMA}, at most "
+        f"{LONGEST}).",
+        "",
+        "| engine | `rollout.work_stealing` | idle | longest worker, s a step | rows taken over a step |",
+        "|---|---|---|---|---|",
+        *map(_line, cases),
+        "",
+        "Idle is the share of the busiest worker's time for which a worker has nothing to do, on average over workers "
+        "and steps. The samples are the same in both.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(case: Case) -> str:
+    taking = str(case.taking).lower()
+    return f"| {case.engine} | {taking} | {case.idle:.1%} | {case.seconds:.2f} | {case.taken_over:.1f} |"
+
+
+if __name__ == "__main__":
+    main()
