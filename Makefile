@@ -25,5 +25,8 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Two at a time, and one torch thread each; what holds times runs alone, afterwards.
+test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/pytest -m alone

@@ -13,6 +13,7 @@ from rich.console import Console
 from siirl_storage import join, open_table
 
 from siirl_dask.cli import dags
+from siirl_dask.config import Config
 from siirl_dask.configfile import load
 from siirl_dask.observe import Report, Sample, render_report
 from siirl_dask.run import run
@@ -26,7 +27,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     config, console = file.config, Console()
     console.print(
         "GRPO on one machine: a small model learns to sort digits. "
-        f"{len(config.cluster.placement['rollout'])} workers generate, {len(config.cluster.placement['policy'])} learn."
+        f"{_workers(config, 'rollout')} workers generate, {_workers(config, 'policy')} learn."
     )
     summary = run(config, *dags(file), fresh=True)
     url, steps = config.run.url, config.run.steps
@@ -47,6 +48,10 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     console.print(
         render_report(Report(summary=summary, files=files, before=before, after=after, next_lines=next_lines))
     )
+
+
+def _workers(config: Config, role: str) -> int:
+    return len(config.cluster.placement.get(role, range(config.cluster.workers)))
 
 
 def _validation_rows(url: str, step: int) -> list[Sample]:

@@ -46,6 +46,7 @@ def digits_overrides(task, url):
         "data.prepare=null",
         f"model.path={task.model}",
         "rewards.function=siirl_dask.testing.sorting:digit_fraction",
+        "rollout.engine=transformers",
         "rollout.max_response_length=8",
         "data.batch_size=8",
         "rollout.n=4",

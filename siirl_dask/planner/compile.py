@@ -14,6 +14,7 @@ from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Lin
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.flow import DATA, Stage, trace
 from siirl_dask.planner.order import check_order
+from siirl_dask.planner.text import steps_behind
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
 
@@ -141,11 +142,11 @@ def _check_behind(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) ->
     arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
     if staying := [item.table for item in inputs if item.table not in arriving]:
         raise PlanError(
-            f"{node.label} is {node.behind} steps behind and {staying[0]!r} does not leave its workers: expected its "
+            f"{node.label} is {steps_behind(node.behind)} and {staying[0]!r} does not leave its workers: expected its "
             "parents on other workers than its own (cluster.placement), or behind=0 (rollout.max_staleness)"
         )
     if node.keep:
-        raise PlanError(f"{node.label} is {node.behind} steps behind and keeps {node.keep!r}: keep a node's before it")
+        raise PlanError(f"{node.label} is {steps_behind(node.behind)} and keeps {node.keep!r}: keep a node's before it")
 
 
 def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout]) -> str:

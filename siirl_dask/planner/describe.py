@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send
 from siirl_dask.planner.estimate import Estimate, estimate
 from siirl_dask.planner.flow import Stage
-from siirl_dask.planner.text import LEAST, PACKAGE, readable_bytes, short_name, table, who
+from siirl_dask.planner.text import LEAST, PACKAGE, readable_bytes, short_name, steps_behind, table, who
 from siirl_dask.planner.widths import Sizes
 from siirl_dask.schema import IDENTITY
 
@@ -70,7 +70,7 @@ def _chain(chain: Chain) -> str:
                 received.append(edge.source)
             case Run(node):
                 finish()
-                steps.append(f"{node.name}, {node.behind} steps behind" if node.behind else node.name)
+                steps.append(f"{node.name}, {steps_behind(node.behind)}" if node.behind else node.name)
                 notes = {"from": received, "to": [], "statistics to": [], "keeps": []}
                 received = []
             case Send(edge):

@@ -67,3 +67,7 @@ def _shrunk(widths: list[int], room: int) -> list[int]:
     while sum(widths) > room:
         widths[widths.index(max(widths))] -= 1
     return widths
+
+
+def steps_behind(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'} behind"

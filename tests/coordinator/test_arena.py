@@ -137,6 +137,7 @@ def test_what_is_no_handle_is_refused(value):
         unpack_handle(value)
 
 
+@pytest.mark.alone
 @needs_memfd
 def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
     before, names = shared_memory(), set(Path("/dev/shm").iterdir())

@@ -6,7 +6,7 @@ from siirl_dask.configfile import shipped
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], critic: [0, 1, 2, 3]}"
 LOTS = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1, 2, 3], critic: [2, 3]}"
-"""Workers are in different numbers of roles, and so of process groups: those of some may not wait for those of others."""
+"""Workers are in different numbers of roles, and so of process groups: none may wait for a group of others."""
 
 
 def test_policy_and_critic_in_shards_learn_as_whole_ones_do(train):

@@ -7,6 +7,8 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = "run.steps=100000"
 
 

@@ -160,6 +160,7 @@ def test_failures_are_counted_over_all_workers(scored):
     assert "failed for 3 rows of step 1 elsewhere" in str(errors[0])
 
 
+@pytest.mark.alone
 def test_an_async_function_runs_many_rows_at_once_and_is_timed_without_a_pool(scored):
     began = time.monotonic()
     given, _ = scored(slow_and_async, table(["quick", *["slow"] * 20]), timeout=0.3, max_failures=20)

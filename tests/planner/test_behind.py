@@ -45,7 +45,7 @@ def test_what_a_late_node_takes_and_does_is_one_link_of_its_workers_and_all_else
 
 def test_a_late_node_on_the_workers_of_its_parents_is_refused_with_what_to_change(grpo, source):
     for placement in ({}, {"rollout": [0, 1], "policy": [1, 2]}):
-        with pytest.raises(PlanError, match=r"'load' is 1 steps behind .*cluster\.placement"):
+        with pytest.raises(PlanError, match=r"'load' is 1 step behind .*cluster\.placement"):
             compile_chains(late(grpo, behind=1), WORKERS, source, placement)
 
 

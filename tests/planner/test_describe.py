@@ -99,6 +99,7 @@ def test_text_in_full():
         assert line in " ".join(flat), f"{line}\n\n{text}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("workers", [2, 4, 1024])
 def test_it_is_narrow_and_quick_at_any_size(grpo, source, workers):
     names = [f"tcp-worker-{i}" for i in range(workers)]

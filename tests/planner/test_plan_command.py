@@ -60,6 +60,7 @@ def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):
         main(["rollouts", "run", "SELECT 1", "key=value"])
 
 
+@pytest.mark.alone
 def test_a_thousand_workers_are_planned_within_two_seconds(capsys, digits):
     half = list(range(512))
     rest = {"policy": list(range(512, 768)), "reference": list(range(768, 1024))}

@@ -1,7 +1,7 @@
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from siirl_dask.config import Config, DataConfig, Engine, ModelConfig, RolloutConfig, RunConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import RunError
 from siirl_dask.rollout import Sampling, build_engine
@@ -82,7 +82,9 @@ def test_the_warm_start_gets_as_good_as_asked_and_says_how_far_it_is(task, seen)
 
 
 def test_its_accuracy_is_that_of_greedy_decoding(task, seen):
-    engine = build_engine(Device("w0"), Rank(), model=ModelConfig(path=str(task.model)), rollout=RolloutConfig())
+    engine = build_engine(
+        Device("w0"), Rank(), model=ModelConfig(path=str(task.model)), rollout=RolloutConfig(engine=Engine.transformers)
+    )
     examples = rows(task.train)[:512]
     prompts = [engine.tokenizer.encode(row["prompt"]) for row in examples]
     samples = engine.generate(prompts, [0] * len(prompts), Sampling(max_tokens=12, temperature=0.0))

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling, build_engine
@@ -73,7 +73,9 @@ def test_a_reference_scores_and_does_not_learn(folder):
 def test_log_probabilities_are_of_the_distribution_that_was_sampled(folder):
     trainer = build(folder, temperature=0.5)
     model = ModelConfig(path=str(folder))
-    engine = build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(temperature=0.5))
+    engine = build_engine(
+        Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine=Engine.transformers, temperature=0.5)
+    )
     sample = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=9, temperature=0.5))[0]
     tokens = torch.tensor([1, 2, 3, *sample.token_ids])
     scores = trainer.logprobs(PackedRows(tokens, torch.tensor([0, len(tokens)]), torch.tensor([3])))
@@ -83,7 +85,9 @@ def test_log_probabilities_are_of_the_distribution_that_was_sampled(folder):
 def test_trained_weights_load_into_an_engine(folder):
     trainer = build(folder)
     trainer.update([batch(trainer)], PPO)
-    engine = build_engine(Device("w0"), Rank(), model=ModelConfig(path=str(folder)), rollout=RolloutConfig())
+    engine = build_engine(
+        Device("w0"), Rank(), model=ModelConfig(path=str(folder)), rollout=RolloutConfig(engine=Engine.transformers)
+    )
     engine.load_weights(trainer.weights(), 1)
     sample = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=9))[0]
     tokens = torch.tensor([1, 2, 3, *sample.token_ids])

@@ -21,6 +21,8 @@ from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.worker.dataplane import DataPlane, DataSettings
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 SCHEMA = pa.schema(
     {
