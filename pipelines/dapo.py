@@ -51,7 +51,13 @@ def training(config: Config) -> DAG:
     )
     overlong = partial(penalise_overlong, max_length=rollout.max_response_length, buffer=2, factor=0.5)
     advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
-    draw = partial(draw_minibatches, minibatches=algorithm.minibatches, batch_size=data.batch_size)
+    draw = partial(
+        draw_minibatches,
+        minibatches=algorithm.minibatches,
+        batch_size=data.batch_size,
+        n=config.rollout.n,
+        split_groups=algorithm.split_groups,
+    )
     correction = algorithm.correction and partial(resolve(algorithm.correction), **algorithm.correction_options)
     loss = partial(
         policy_loss,

@@ -45,7 +45,13 @@ def training(config: Config) -> DAG:
     algorithm, batch_size = config.algorithm, config.data.batch_size
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
     advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
-    draw = partial(draw_minibatches, minibatches=algorithm.minibatches, batch_size=batch_size)
+    draw = partial(
+        draw_minibatches,
+        minibatches=algorithm.minibatches,
+        batch_size=batch_size,
+        n=config.rollout.n,
+        split_groups=algorithm.split_groups,
+    )
     correction = algorithm.correction and partial(resolve(algorithm.correction), **algorithm.correction_options)
     loss = partial(
         policy_loss,

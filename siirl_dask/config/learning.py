@@ -36,6 +36,8 @@ class AlgorithmConfig:
     correction_options: dict[str, Any] = field(default_factory=dict)
     minibatches: int = 1
     """Optimiser steps per step; prompts are drawn into mini-batches globally, with all their samples."""
+    split_groups: bool = False
+    """Samples are drawn into mini-batches one by one, wherever the others of their prompt go."""
     epochs: int = 1
     """Passes over a step's mini-batches; old log-probs stay those before the first."""
     critic_warmup_steps: int = 0

@@ -31,6 +31,7 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     RESPONSE_MASK,
     RETURNS,
+    ROW_ID,
     REWARD,
     TYPES,
     VALUES,
@@ -137,13 +138,16 @@ def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 @columns(reads=[GROUP_ID], writes=fields(MINIBATCH))
-def draw_minibatches(ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int) -> pa.Table:
+def draw_minibatches(
+    ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int, n: int = 1, split_groups: bool = False
+) -> pa.Table:
     """Which mini-batch each row is in: the step's prompts are shuffled and cut into equal runs, samples go with their
-    prompt, and groups of an earlier step where one of this would be. A function of the step's seed alone, so every
-    worker draws the same without asking.
+    prompt, and groups of an earlier step where one of this would be. With ``split_groups`` each of a prompt's ``n``
+    samples is drawn by itself. A function of the step's seed alone, so every worker draws the same without asking.
     """
-    order = np.random.default_rng(ctx.seed(_DRAW)).permutation(batch_size)
-    drawn = order[table[GROUP_ID].to_numpy() % batch_size] * minibatches // batch_size
+    ids, count = (table[ROW_ID], batch_size * n) if split_groups else (table[GROUP_ID], batch_size)
+    order = np.random.default_rng(ctx.seed(_DRAW)).permutation(count)
+    drawn = order[ids.to_numpy() % count] * minibatches // count
     return table.append_column(MINIBATCH, pa.array(drawn, TYPES[MINIBATCH]))
 
 

@@ -33,7 +33,9 @@ def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: Trainer
     try:
         from peft import inject_adapter_in_model  # an extra, and a second to import
     except ImportError as error:
-        raise ConfigError(f"trainer.lora_rank={trainer.lora_rank} needs peft: pip install 'siirl_dask[lora]'") from error
+        raise ConfigError(
+            f"trainer.lora_rank={trainer.lora_rank} needs peft: pip install 'siirl_dask[lora]'"
+        ) from error
     linear = {
         name.rpartition(".")[2]
         for layer in layers

@@ -117,6 +117,19 @@ def test_minibatches_are_equal_runs_of_prompts_with_all_their_samples_drawn_alik
     assert part["minibatch"].to_pylist() == drawn[4:]
 
 
+@pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])
+def test_samples_may_be_drawn_into_minibatches_one_by_one_alike_everywhere(minibatches, batch_size):
+    ids = pa.array(range(2 * batch_size), pa.int64())
+    table = pa.table({"row_id": ids, "group_id": pa.array([row // 2 for row in ids.to_pylist()], pa.int64())})
+    options = {"minibatches": minibatches, "batch_size": batch_size, "n": 2, "split_groups": True}
+    drawn = draw_minibatches(context(), table, **options)["minibatch"].to_pylist()
+    counts = [drawn.count(minibatch) for minibatch in range(minibatches)]
+    assert max(counts) - min(counts) <= 1
+    assert minibatches == 1 or drawn[::2] != drawn[1::2]
+    part = draw_minibatches(context(rank=1, size=2), table.slice(4), **options)
+    assert part["minibatch"].to_pylist() == drawn[4:]
+
+
 def test_every_parameter_is_published_by_one_worker_and_loads_back_to_the_bit():
     parameters = {
         "a": torch.randn(3, 4),
