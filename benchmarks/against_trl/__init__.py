@@ -1,0 +1,1 @@
+"""TRL's GRPO trainer beside ours. Not called ``trl``: beside a script, that would hide the real package."""

@@ -1,0 +1,154 @@
+"""The comparison as a page of documentation: text, plot and the numbers themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any, TypedDict
+
+import psutil
+
+from .plot import plot_curves
+from .runs import OURS, SIDES, TRL
+from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
+
+_PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
+_LAST = 10  # steps that stand for the end of a run
+_QUIET = 1.5  # load beyond which times are not to be trusted
+
+
+class Measured(TypedDict):
+    """A part, and under what circumstances it was measured."""
+
+    found: dict[str, Any]
+    command: str
+    machine: str
+    versions: str
+    day: str
+    load: float
+    """Of the machine when it was done, over a minute."""
+
+
+def measured_now(command: str, found: dict[str, Any]) -> Measured:
+    return Measured(
+        found=found,
+        command=command,
+        machine=_machine(),
+        versions=f"Python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in _PACKAGES)}",
+        day=f"{date.today():%d %B %Y}",
+        load=os.getloadavg()[0],
+    )
+
+
+def write_page(out: Path, parts: Mapping[str, Measured]) -> None:
+    """``out`` and, beside it, ``.png`` and ``.json``. Parts that were never measured are left out."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(parts, indent=1) + "\n")
+    blocks = [INTRODUCTION, "\n".join(f"* {line}" for line in summary(parts))]
+    if "losses" in parts:
+        found = parts["losses"]["found"]
+        blocks += [
+            "## One update",
+            LOSSES.format(**found),
+            _loss_table(found),
+            _advantages(found),
+            _how(parts["losses"]),
+        ]
+    if "curves" in parts:
+        picture = out.with_suffix(".png")
+        plot_curves(picture, parts["curves"]["found"])
+        blocks += ["## Whole runs", CURVES, f"![Rewards and entropy of both]({picture.name})"]
+        blocks += [_curve_table(parts["curves"]["found"]), ALIKE, NOT_ALIKE, _how(parts["curves"])]
+    if "speed" in parts:
+        blocks += ["## Samples per second", SPEED, _speed_table(parts["speed"]["found"]), _how(parts["speed"])]
+    out.write_text("\n\n".join(block.strip("\n") for block in blocks) + "\n")
+
+
+def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
+    """A line a part."""
+    if "losses" in parts:
+        cases = parts["losses"]["found"]["cases"]
+        same = [case for case in cases if not case["differs"]]
+        loss, gradient = (max(case[f"{what}_apart"] for case in same) for what in ("loss", "gradient"))
+        yield (
+            f"{sum(case['equal'] for case in same)} of {len(same)} loss configurations that both have are equal "
+            f"(loss within {loss:.0e}, gradient within {gradient:.0e}, relatively); "
+            f"{len(cases) - len(same)} are defined otherwise"
+        )
+    if "curves" in parts:
+        found = parts["curves"]["found"]
+        ends = (f"{side} {mean(run['accuracy'][-1] for run in found[side]):.3f}" for side in SIDES)
+        before = mean(run["accuracy"][0] for run in found[OURS])
+        yield f"validation accuracy, from {before:.3f}: {', '.join(ends)}, means of {len(found[OURS])} seeds"
+    if "speed" in parts:
+        found = parts["speed"]["found"]
+        ours, trl = (found["medians"][side] for side in SIDES)
+        loud = max(found["loads"])
+        trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > _QUIET else ""
+        yield f"samples per second: ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}{trust}"
+
+
+def _loss_table(found: Mapping[str, Any]) -> str:
+    rows = [["TRL's", "ours", "loss, ours", "loss, TRL's", "loss apart", "gradient apart", "equal"]]
+    for case in found["cases"]:
+        numbers = [f"{case['loss']:+.8f}", f"{case['loss_trl']:+.8f}"]
+        apart = [f"{case['loss_apart']:.1e}", f"{case['gradient_apart']:.1e}"]
+        verdict = "yes" if case["equal"] else f"no: {case['differs'] or 'and it should be'}"
+        rows.append([case["case"], case["ours"], *numbers, *apart, verdict])
+    return _markdown(rows)
+
+
+def _advantages(found: Mapping[str, Any]) -> str:
+    apart = found["advantages"]
+    return (
+        "Advantages of the same rewards, how far apart relatively: without the standard deviation (`dr_grpo`, TRL's "
+        f"`scale_rewards=none`) {apart['dr_grpo']:.0e}; with it (`grpo`, TRL's `group`) {apart['grpo']:.0e}, because "
+        "TRL adds 1e-4 to it and this package 1e-6; "
+        f"with 1e-4 here as well {apart['grpo_with_trls_epsilon']:.0e}."
+    )
+
+
+def _curve_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    rows = [["run", "accuracy before", "after", f"reward, last {_LAST}", f"entropy, first {_LAST}", f"last {_LAST}"]]
+    for kind, runs in found.items():
+        for at, run in enumerate(runs, start=1):
+            numbers = [*run["accuracy"], mean(run["rewards"][-_LAST:])]
+            numbers += [mean(run["entropy"][:_LAST]), mean(run["entropy"][-_LAST:])]
+            rows.append([f"{kind}: run {at}", *(f"{number:.3f}" for number in numbers)])
+    return _markdown(rows)
+
+
+def _speed_table(found: Mapping[str, Any]) -> str:
+    rounds = found["samples_per_second"]
+    rows = [["round", *SIDES, "ratio", "load before"]]
+    for at, (ours, trl, load) in enumerate(zip(rounds[OURS], rounds[TRL], found["loads"], strict=True), start=1):
+        rows.append([str(at), f"{ours:.0f}", f"{trl:.0f}", f"{ours / trl:.2f}", f"{load:.1f}"])
+    medians = (f"**{found['medians'][side]:.0f}**" for side in SIDES)
+    return _markdown([*rows, ["**median**", *medians, f"**{found['ratio']:.2f}**", ""]])
+
+
+def _how(part: Measured) -> str:
+    circumstances = (
+        f"Measured on {part['day']} on {part['machine']}, load {part['load']:.1f} at the end; {part['versions']}."
+    )
+    return f"{circumstances} To repeat it:\n\n    {part['command']}"
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    heading, *rows = lines
+    rule = ["---", *("---:" for _ in heading[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *rows))
+
+
+def _machine() -> str:
+    memory = psutil.virtual_memory().total / 2**30
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line] or [platform.machine()]
+    return f"{psutil.cpu_count()} cores ({names[0]}), {memory:.0f} GiB of memory, {platform.system()}"

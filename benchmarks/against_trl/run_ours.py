@@ -1,0 +1,83 @@
+"""A run of this package on one worker: transformers generates, plain torch learns.
+
+python -m against_trl.run_ours SETTING CURVES.json    # SETTING: JSON
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from math import nan
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from siirl_dask.cli import dags
+from siirl_dask.configfile import load
+from siirl_dask.observe import Record, read_metrics
+from siirl_dask.run import run
+
+from .setting import Curves, Setting, answer_to
+
+_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+def run_ours(setting: Setting, url: str) -> Curves:
+    """Everything that the run writes is left below ``url``."""
+    file = load(_CONFIG, _overrides(setting, url))
+    run(file.config, *dags(file), fresh=True)
+    records = read_metrics(url)
+    train = [record for record in records if record["phase"] == "train"]
+    validation = [record for record in records if record["phase"] == "validation"]
+    return Curves(
+        rewards=_values(train, "reward/mean"),
+        entropy=_values(train, "policy/entropy"),
+        ends=list(accumulate(record["seconds"] for record in train)),
+        accuracy=_values(validation, "reward/mean"),
+    )
+
+
+def _values(records: Sequence[Record], name: str) -> list[float]:
+    values = [record["metrics"][name] for record in records]
+    return [nan if value is None else value for value in values]
+
+
+def _overrides(setting: Setting, url: str) -> list[str]:
+    task = setting.task
+    values = {
+        "run.url": url,
+        "run.steps": setting.steps,
+        "run.seed": setting.seed,
+        "cluster.workers": 1,
+        "cluster.threads": setting.threads,
+        "cluster.placement": "{rollout: [0], reward: [0], policy: [0]}",
+        "data.url": task.train,
+        "data.prepare": "null",
+        "data.batch_size": setting.prompts,
+        "data.max_prompt_length": setting.max_prompt,
+        "model.path": task.model,
+        "rollout.engine": "transformers",
+        "rollout.n": setting.samples,
+        "rollout.temperature": setting.temperature,
+        "rollout.max_response_length": setting.max_response,
+        "rollout.max_rows": setting.rows,
+        "algorithm.minibatches": setting.minibatches,
+        **({"nodes.minibatches.run": f"{__package__}.draw:draw_rows"} if setting.mixed else {}),
+        "algorithm.loss_options": f"{{clip_low: {setting.clip}, clip_high: {setting.clip}}}",
+        "algorithm.aggregation": "siirl_dask.algorithms:sequence_mean_token_mean",
+        "trainer.lr": setting.lr,
+        "trainer.warmup_steps": setting.warmup,
+        "trainer.max_grad_norm": setting.max_grad_norm,
+        "validation.every": setting.steps,
+        "validation.url": task.validation if setting.validate else "null",
+        "validation.test_url": "null",
+        "checkpoint.every": 0,
+        "observe.progress": "false",
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        answer_to(sys.argv[1:], partial(run_ours, url=folder))

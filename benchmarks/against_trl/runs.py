@@ -1,0 +1,90 @@
+"""Both sides in processes of their own, one at a time, on as many cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .setting import Curves, Setting
+
+OURS, TRL = "ours", "trl"
+SIDES = (OURS, TRL)
+WHOLE = "ours, prompts whole"
+"""Ours with mini-batches of prompts with all their samples."""
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_WARM_UP = 2  # steps of a round that are not timed
+
+
+def losses(setting: Setting) -> dict[str, Any]:
+    """Loss and gradient of one update in every case."""
+    found: dict[str, Any] = _child("equality", [str(setting.task.model)], setting.threads)
+    return found
+
+
+def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """Of each side a run a seed, and of ours as it draws mini-batches unless it is told otherwise."""
+    kinds = {OURS: (OURS, setting), TRL: (TRL, setting), WHOLE: (OURS, replace(setting, mixed=False))}
+    return {
+        kind: [asdict(_run(side, replace(given, seed=seed))) for seed in seeds] for kind, (side, given) in kinds.items()
+    }
+
+
+def speed(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
+    """Samples per second of each side in ``rounds`` runs of ``steps`` timed steps, which alternate; on one core a torch
+    thread, everything that a side starts included.
+    """
+    short = replace(setting, steps=steps + _WARM_UP, validate=False)
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    loads = []
+    for at in range(rounds):
+        loads.append(os.getloadavg()[0])
+        for side in SIDES if at % 2 == 0 else reversed(SIDES):
+            run = _run(side, replace(short, seed=at), pinned=True)
+            found[side].append(run.samples_per_second(setting.rows, _WARM_UP))
+    medians = {side: median(values) for side, values in found.items()}
+    ratio = medians[OURS] / medians[TRL]
+    return {"samples_per_second": found, "medians": medians, "ratio": ratio, "steps": steps, "loads": loads}
+
+
+def _run(side: str, setting: Setting, *, pinned: bool = False) -> Curves:
+    return Curves(**_child(f"run_{side}", [json.dumps(asdict(setting))], setting.threads, pinned=pinned))
+
+
+def _child(module: str, arguments: Sequence[str], threads: int, *, pinned: bool = False) -> Any:
+    """What a module of this package writes to the file it is given. RuntimeError with the end of what it said."""
+    command = [*(_pin(threads) if pinned else []), sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    with TemporaryDirectory() as folder:
+        log, out = Path(folder, "log"), Path(folder, "out.json")
+        with log.open("w") as said:
+            environment = {**os.environ, **_environment(threads)}
+            done = subprocess.run([*command, str(out)], cwd=_BENCHMARKS, env=environment, stdout=said, stderr=said)
+        if done.returncode:
+            raise RuntimeError(f"{module} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        return json.loads(out.read_text())
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",  # bars for reading weights
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_BENCHMARKS), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def _pin(cores: int) -> list[str]:
+    """A command's beginning that keeps it, and all that it starts, on so many cores; nothing where none can."""
+    if not shutil.which("taskset"):
+        return []
+    mine = sorted(os.sched_getaffinity(0))[:cores]
+    return ["taskset", "-c", ",".join(map(str, mine))]

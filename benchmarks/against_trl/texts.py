@@ -1,0 +1,45 @@
+"""What the page says whatever was measured."""
+
+INTRODUCTION = """\
+# Next to TRL
+
+The same GRPO by this package and by TRL's `GRPOTrainer`: one update's loss and gradient, whole runs, samples a second.
+Model and task are those of the quickstart: 0.3M parameters that sort five digits, about half of the time before RL.
+[benchmarks/README.md](../../benchmarks/README.md) says how to install and run it.
+"""
+LOSSES = """\
+TRL samples and scores completions; both sides get {rows} of them ({tokens} response tokens, cut at random lengths), the
+same advantages, old log-probs and reference log-probs (the model's, with noise of 0.3, so that ratios are clipped), and
+compute the gradient in float32 before any clipping of its norm: TRL by `GRPOTrainer.compute_loss`, this package by
+`Trainer.update`, whose first Adam moment is the gradient when `betas[0]` is 0. *loss apart* is |difference| / |loss|,
+*gradient apart* the norm of the difference over the norm; *equal* means at most 1e-6 and 1e-5.
+"""
+CURVES = """\
+Thin lines are seeds, thick ones their mean. The two draw their samples by other random numbers, so lines of one seed
+need not run together; the blue and the orange bundle should. The gray one is this package as it draws mini-batches
+unless it is told otherwise.
+"""
+ALIKE = """\
+**Alike**: the model folder; prompts in the same order; 32 prompts a step with 8 samples each, at temperature 1 and at
+most 12 tokens, by transformers' `generate`; advantages of groups; 4 optimiser steps a step in float32; loss `grpo`
+(a mean over rows of means over tokens) with clip 0.2 and no KL; AdamW without weight decay, learning rate 1e-4 after a
+rise over 5 optimiser steps (TRL is given this schedule: its own begins at 0), gradients clipped at norm 1; one torch
+thread. Here: one worker for all roles, engine `transformers`, backend `torch`. TRL: one process, without gradient
+checkpointing and bfloat16, which are its defaults. Accuracy is that of greedy answers to 256 other prompts, by the same
+engine.
+"""
+NOT_ALIKE = """\
+**Mini-batches**: TRL shuffles a step's rows and cuts them into mini-batches; so does the node `draw_rows` of
+`benchmarks/against_trl/draw.py`, which stands in for `draw_minibatches` in the blue runs. The package's own keeps a
+prompt's samples together: a mini-batch then has a quarter of the step's prompts instead of nearly all, and on this task
+the policy sharpens somewhat more slowly.
+
+**Not alike**: TRL adds 1e-4 to the standard deviation of a group's rewards, this package 1e-6; TRL pads, this package
+packs.
+"""
+SPEED = """\
+The two take turns, a fresh process each, in reversed order every other round; on one core a torch thread, to which
+everything that a side starts is pinned: here the scheduler, the nanny and the client as well. A step is all of it:
+prompts, generation, rewards, old log-probs, four updates, new weights, and here also every sample written to disk. The
+start and the first two steps are not counted. Settings are those of the runs above, the blue ones.
+"""
