@@ -82,6 +82,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--role", default="policy", metavar="ROLE", help="default: policy")
     command.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
     command.add_argument("--dtype", choices=[*Dtype], type=Dtype, help="default: as the run's model.dtype")
+    command.add_argument("--adapter", action="store_true", help="the adapters alone, for peft (trainer.lora_rank)")
 
 
 def run_pipeline(training: DagOf, validation: DagOf | None = None, arguments: Sequence[str] | None = None) -> None:
@@ -125,7 +126,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "export":
             from siirl_dask.export import export
 
-            step = export(chosen.run, chosen.to, step=chosen.step, role=chosen.role, ema=chosen.ema, dtype=chosen.dtype)
+            how = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter")}
+            step = export(chosen.run, chosen.to, **how)
             print(f"{chosen.role} of step {step} is in {chosen.to}")
 
 

@@ -2,7 +2,8 @@
 
     process     Python with torch, transformers, Arrow and Dask
     roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, 20
-                with an average of the weights; the reference: 4; with trainer.backend=fsdp a worker's shard of that,
+                with an average of the weights; the reference: 4; with trainer.lora_rank 4 a parameter, and what
+                learns is the adapters; with trainer.backend=fsdp a worker's shard of that,
                 and whole, with gradients, the embeddings of both ends; an engine or a reward model: 4, or 2 in
                 bfloat16, and rollout.kv_cache_memory
     tables      at that node of the chain where there are most: see planner/memory.py
@@ -19,13 +20,15 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from siirl_dask.adapters import PUBLISHES, count_adapters, refuse_wrong_adapters, trainer_of
 from siirl_dask.config import Backend, Config, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
 from siirl_dask.errors import PlanError
 from siirl_dask.parameters import Parameters, count_parameters
 from siirl_dask.phases import Phases, exists
-from siirl_dask.planner import Plan, Role, Sizes, Usage, usage
+from siirl_dask.planner import Node, Plan, Role, Sizes, Usage, usage
 from siirl_dask.planner.canonical import function_name
+from siirl_dask.planner.contract import bare
 from siirl_dask.planner.text import readable_bytes, who
 from siirl_dask.schema import PARAMETER_DATA
 
@@ -126,7 +129,10 @@ def _largest(
 
 
 def refuse_what_cannot_fit(config: Config, phases: Phases) -> None:
-    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need."""
+    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need; ConfigError for adapters
+    that cannot be, of which nobody knows what they need.
+    """
+    refuse_wrong_adapters(config, phases["train"][0].dag)
     if config.cluster.memory_limit is None:
         return
     limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)
@@ -145,19 +151,34 @@ def sizes_of(
     config: Config, plan: Plan, source: Source, count: Callable[[str], Parameters | None] = count_parameters
 ) -> Sizes:
     """What the estimates of a phase start from. A dataset that is read whole and is not there yet counts as a batch."""
-    weights = [node.name for node in plan.dag.nodes if PARAMETER_DATA in node.contract.writes.names]
-    parameters = count(config.model.path) if weights else None
-    each = _BYTES[config.model.dtype]
+    published = {node.name: _published(node, config, plan, count) for node in plan.dag.nodes}
+    weights = {name: found for name, found in published.items() if found is not None}
     rows = source.batch_size or (open_source(source).num_rows if exists(source.url) else config.data.batch_size)
     return Sizes(
         prompts=rows,
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.rollout.max_response_length,
-        totals=dict.fromkeys(weights, parameters.total * each + parameters.tensors * _ROW) if parameters else {},
-        pieces=dict.fromkeys(weights, (parameters.tensors, parameters.largest * each + _ROW)) if parameters else {},
+        totals={name: found.total * each + found.tensors * _ROW for name, (found, each) in weights.items()},
+        pieces={name: (found.tensors, found.largest * each + _ROW) for name, (found, each) in weights.items()},
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )
+
+
+def _published(
+    node: Node, config: Config, plan: Plan, count: Callable[[str], Parameters | None]
+) -> tuple[Parameters, int] | None:
+    """What a node publishes of the model, and bytes of each number; None for other nodes, and of a model that is not
+    there.
+    """
+    if PARAMETER_DATA not in node.contract.writes.names:
+        return None
+    role = next(role for role in plan.dag.roles if role.name == node.role)
+    if function_name(bare(node.fn)) == PUBLISHES and (learns := trainer_of(role, config)) is not None:
+        found, each = count_adapters(config.model.path, learns), _BYTES[Dtype.float32]
+    else:
+        found, each = count(config.model.path), _BYTES[config.model.dtype]
+    return None if found is None else (found, each)
 
 
 def _built(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
@@ -171,14 +192,19 @@ def _built(role: Role, workers: int, config: Config, count: Callable[[str], Para
     if each is None or parameters is None:
         return None
     if name in _PER_PARAMETER:
-        return _trained(each, parameters, options.get("trainer", config.trainer), workers)
+        learns = trainer_of(role, config)
+        adapters = count_adapters(model.path, learns) if learns is not None and learns.lora_rank else None
+        return _trained(each, parameters, adapters, options.get("trainer", config.trainer), workers)
     cache = config.rollout.kv_cache_memory if name == _IN_DTYPE[0] else None
     return each * parameters.total + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)
 
 
-def _trained(each: int, parameters: Parameters, trainer: TrainerConfig, workers: int) -> int:
-    """``each`` bytes a parameter, of all of them or of a shard."""
+def _trained(
+    each: int, parameters: Parameters, adapters: Parameters | None, trainer: TrainerConfig, workers: int
+) -> int:
+    """``each`` bytes a parameter, or a parameter of the adapters, of all of them or of a shard."""
     each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
+    size = each * parameters.total if adapters is None else _SCORES * parameters.total + each * adapters.total
     if trainer.backend == Backend.torch:
-        return each * parameters.total
-    return -(-each * parameters.total // (trainer.shard_size or workers)) + _GATHERED * parameters.largest
+        return size
+    return -(-size // (trainer.shard_size or workers)) + _GATHERED * parameters.largest

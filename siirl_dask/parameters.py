@@ -26,12 +26,17 @@ class Parameters:
 
 def count_parameters(path: str) -> Parameters | None:
     """Of the ``*.safetensors`` in a folder, on any fsspec URL; None when there are none. ConfigError for damage."""
-    fs, folder = open_fs(path)
-    sizes = [size for name in fs.glob(f"{folder}/*.safetensors") for size in _in_file(fs, name)]
+    sizes = [prod(shape) for shape in weight_shapes(path).values()]
     return Parameters(sum(sizes), len(sizes), max(sizes)) if sizes else None
 
 
-def _in_file(fs: Any, name: str) -> Iterator[int]:
+def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """By name, of the same; empty when there are none."""
+    fs, folder = open_fs(path)
+    return dict(found for name in fs.glob(f"{folder}/*.safetensors") for found in _in_file(fs, name))
+
+
+def _in_file(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Such a file begins with the length of its header, 8 bytes little-endian, and the header, JSON."""
     try:
         with fs.open(name, "rb") as file:
@@ -39,6 +44,6 @@ def _in_file(fs: Any, name: str) -> Iterator[int]:
             if length > _LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        yield from [prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__"]
+        yield from [(key, tuple(map(int, it["shape"]))) for key, it in header.items() if key != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {name} is no safetensors file: {error}") from error

@@ -78,6 +78,10 @@ class TrainerConfig:
     """
     offload: bool = False
     """Shards and the optimiser's state are in the memory of the host, and only what is computed with on the device."""
+    sequence_parallel: int = 1
+    """For fsdp. Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; it divides
+    the role's ranks and the model's attention heads.
+    """
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they computed."""
     compile: bool = False
@@ -106,7 +110,9 @@ class TrainerConfig:
     ema_decay: float = 0.0
     """Of a moving average of the weights that is kept beside them; 0, none is."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens, prompt and response, that go through the model at once."""
+    """Tokens, prompt and response, that go through the model at once; ``sequence_parallel`` ranks take that many times
+    as many together.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -130,6 +136,12 @@ class TrainerConfig:
             )
 
     def _check_backend(self) -> None:
+        at_least("trainer", 1, sequence_parallel=self.sequence_parallel)
+        if self.sequence_parallel > 1 and self.backend != Backend.fsdp:
+            raise ConfigError(
+                f"trainer.sequence_parallel={self.sequence_parallel}: the backend {self.backend} does not share tokens "
+                "among workers; take trainer.backend=fsdp"
+            )
         if self.shard_size is not None:
             at_least("trainer", 1, shard_size=self.shard_size)
         given = {"shard_size": self.shard_size, "offload": self.offload}

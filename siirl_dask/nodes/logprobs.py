@@ -24,9 +24,17 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     return _logprobs(ctx, table, REFERENCE_LOGPROBS)
 
 
-def _logprobs(ctx: Context, table: pa.Table, column: str) -> pa.Table:
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS))
+def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+    """Under the policy without its adapters (``trainer.lora_rank``): as it was at the start, and so a reference that
+    takes no model of its own.
+    """
+    return _logprobs(ctx, table, REFERENCE_LOGPROBS, base=True)
+
+
+def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False) -> pa.Table:
     make_room(ctx)
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
-    scores = trainer.logprobs(packed.rows)
+    scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
     return table.append_column(column, packed.per_token(scores.logprobs, TYPES[column]))

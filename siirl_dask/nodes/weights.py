@@ -1,14 +1,19 @@
-"""The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker."""
+"""The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker.
+
+Of a policy with adapters (``trainer.lora_rank``) either all of its parameters, with what the adapters add, or the
+adapters alone, to workers that can read ``model.path`` and merge them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Context
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import columns
@@ -37,7 +42,24 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
     A copy: the rows stay as they are while the next update goes on.
     """
     trainer: Trainer = ctx.resource
-    named = [item for item in enumerate(trainer.weights()) if item[0] % ctx.rank.size == ctx.rank.rank]
+    return _published(ctx, trainer.weights())
+
+
+@columns(writes=_WEIGHTS, new_rows=True, passes=False)
+def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
+    """The same of the adapters alone, in float32, for ``load_adapters``."""
+    from siirl_dask.training.lora import is_adapter
+    from siirl_dask.training.placement import whole_weights  # imports transformers
+
+    trainer: Trainer = ctx.resource
+    adapters = trainer.state()["model"]
+    if not all(map(is_adapter, adapters)):
+        raise TypeError("this policy has no adapters: give its trainer a lora_rank, or run publish_weights")
+    return _published(ctx, whole_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
+
+
+def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
+    named = [item for item in enumerate(weights) if item[0] % ctx.rank.size == ctx.rank.rank]
     tensors = [tensor.detach().contiguous() for _, (_, tensor) in named]
     index = pa.array([number for number, _ in named], pa.int64())
     arrays = {
@@ -59,6 +81,20 @@ def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """
     engine: RolloutEngine = ctx.resource
     engine.load_weights(_tensors(table), ctx.step)
+    return table
+
+
+@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
+def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer: TrainerConfig) -> pa.Table:
+    """As ``load_weights``, of the weights in ``model.path`` with what the adapters add, which is merged here."""
+    from siirl_dask.training.lora import merged
+    from siirl_dask.training.weight_files import read_weights
+
+    engine: RolloutEngine = ctx.resource
+    dtype, scaling = _DTYPES[model.dtype], trainer.lora_alpha / trainer.lora_rank
+    named = {**read_weights(model.path), **dict(_tensors(table))}
+    weights = ((name, tensor.to(dtype)) for name, tensor in merged(named, scaling, torch.device("cpu")))
+    engine.load_weights(weights, ctx.step)
     return table
 
 

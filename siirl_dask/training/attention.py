@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from siirl_dask.training.packing import Packing
+from siirl_dask.training.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
 """Name under which transformers finds it; without a mask function of that name, transformers makes no mask."""
+_BLOCK = 512  # queries, at least, that go through a sliding window at once: fewer are slower, and masks are of a block
 
 
 def packed_attention(
@@ -29,17 +31,23 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``packing`` comes as an argument of the model's forward."""
-    runs = packing.runs
+    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``packing`` comes as an argument of the model's forward.
+
+    Where ranks share the pack, T are this rank's tokens and the numbers are those that all of them would give.
+    """
+    runs, ranks = packing.runs, packing.ranks
     if changed := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
+    if ranks is not None:
+        query, key, value = to_heads(query, key, value, ranks)
     sizes = [count * length for count, length in runs]
     parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
     outputs = []
     for (count, length), *packed in parts:
         q, k, v = (_rows(part, count, length) for part in packed)
         outputs.append(_attend(q, k, v, scaling, sliding_window).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    output = torch.cat(outputs)
+    return (output if ranks is None else to_tokens(output, ranks))[None], None
 
 
 def _rows(packed: Tensor, count: int, length: int) -> Tensor:
@@ -51,10 +59,22 @@ def _rows(packed: Tensor, count: int, length: int) -> Tensor:
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """[n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
     length = query.shape[2]
-    mask = None
-    if window is not None and length > window:
-        behind = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    if window is None or length <= window:
+        return _sdpa(query, key, value, None, scaling)
+    block = max(window, _BLOCK)
+    outputs = []
+    for start in range(0, length, block):
+        stop, first = min(length, start + block), max(0, start - window + 1)
+        at = torch.arange(first, stop, device=query.device)
+        behind = at[start - first :, None] - at
+        part = slice(first, stop)
         mask = (behind >= 0) & (behind < window)
+        outputs.append(_sdpa(query[:, :, start:stop], key[:, :, part], value[:, :, part], mask, scaling))
+    return torch.cat(outputs, dim=1)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Causal without a mask. [n, H, L, D], [n, H_kv, L', D] twice -> [n, L, H, D]."""
     grouped = query.shape[1] != key.shape[1]
     output: Tensor = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped

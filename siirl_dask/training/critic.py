@@ -24,8 +24,8 @@ class ValueCritic:
 
     def __init__(self, placement: Placement, trainer: TrainerConfig, rank: Rank) -> None:
         self._placement = placement
-        self._network = placement.network(ValueNetwork)
-        parameters = self._network.by_name()
+        self._network = placement.network(partial(ValueNetwork, adapters=trainer))
+        parameters = self._network.trainable()
         self._learner = Learner(parameters, trainer, rank, device=placement.device, shards=placement.shards)
 
     @torch.no_grad()
@@ -42,12 +42,16 @@ class ValueCritic:
         return self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the decoder and of the ``value_head``; what is not sharded is live: copy what you keep."""
-        return whole_weights(self._network.by_name().items(), self._placement.device, torch.float32)
+        """Every parameter of the decoder, with what adapters add to it, and of the ``value_head``; what is not sharded
+        is live: copy what you keep.
+        """
+        return whole_weights(self._network.merged({}), self._placement.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The moving averages of the weights, as ``weights()`` gives those; nothing without ``ema_decay``."""
-        return whole_weights(self._learner.ema(), self._placement.device, torch.float32)
+        averages = dict(self._learner.ema())
+        named = self._network.merged(averages) if averages else ()
+        return whole_weights(named, self._placement.device, torch.float32)
 
     def state(self) -> dict[str, Any]:
         """For its layout see Trainer."""
@@ -62,7 +66,7 @@ class ValueCritic:
         del self._network, self._learner
 
     def _model(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._network.by_name().items()}
+        return {name: parameter.detach() for name, parameter in self._network.trainable().items()}
 
     def _losses(self, loss_fn: ValueLossFn, batch: ValueBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
         for part in self._placement.parts(batch.rows):

@@ -22,10 +22,11 @@ from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.pretrained import refused_by_name
-from siirl_dask.training.mesh import role_mesh
+from siirl_dask.training.mesh import role_mesh, sequence_ranks
 from siirl_dask.training.network import compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.placement import Make, N
+from siirl_dask.training.shared_rows import idle_share, shared_batches
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.weight_files import fill
 
@@ -38,7 +39,9 @@ class ShardedModel:
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
         self.device = torch.device(device)
         self._model, self._trainer, self._rank = model, trainer, rank
+        _check_heads(model.path, trainer.sequence_parallel)
         self._mesh = role_mesh(rank, trainer.shard_size, self.device)
+        self._sequence = sequence_ranks(rank, trainer.sequence_parallel, self.device)
         self.shards = self._mesh.get_group(self._mesh.ndim - 1)
 
     def network(self, make: Make[N]) -> N:
@@ -57,12 +60,16 @@ class ShardedModel:
 
     def parts(self, rows: PackedRows) -> list[MicroBatch]:
         """A pass through the model is one of all ranks: those with fewer micro-batches go through idle ones."""
-        parts = micro_batches(rows, self._trainer.max_tokens_per_micro_batch)
-        passes = torch.tensor(len(parts) if len(rows) else 0, device=self.device)
+        budget, sequence = self._trainer.max_tokens_per_micro_batch, self._sequence
+        if sequence.size > 1:
+            parts, idle = shared_batches(rows, sequence, budget, self.device), idle_share(rows, sequence)
+        else:
+            parts, idle = micro_batches(rows, budget), idle_batch(rows)
+        parts = [part for part in parts if part.input_ids.numel()]
+        passes = torch.tensor(len(parts), device=self.device)
         if self._rank.group is not None:
             dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._rank.group)
-        parts = parts if len(rows) else []
-        return parts + [idle_batch(rows)] * (max(1, int(passes)) - len(parts))
+        return parts + [idle] * (max(1, int(passes)) - len(parts))
 
     def _shard(self, network: nn.Module, layers: list[nn.Module]) -> None:
         bfloat16 = self._model.dtype is Dtype.bfloat16
@@ -80,6 +87,16 @@ class ShardedModel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "packed_error")
+
+
+def _check_heads(path: str, ranks: int) -> None:
+    """ConfigError where attention's heads cannot be shared by so many ranks."""
+    if ranks == 1:
+        return
+    with refused_by_name(path, f"model.path={path!r}"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    if (heads := config.num_attention_heads) % ranks:
+        raise ConfigError(f"trainer.sequence_parallel={ranks}: expected a divisor of the {heads} heads of {path!r}")
 
 
 def _without_memory(path: str) -> PreTrainedModel:

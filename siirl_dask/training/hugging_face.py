@@ -1,4 +1,4 @@
-"""Weights as the folder that transformers, vLLM and others load."""
+"""Weights as the folder that transformers, vLLM and others load, and adapters as the one that peft does."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from siirl_dask.config import Dtype
+from siirl_dask.config import Dtype, TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import refused_by_name
+from siirl_dask.pretrained import load_pretrained, refused_by_name
+from siirl_dask.training.lora import is_adapter, merged, peft_config
+
+_PEFT_PREFIX = "base_model.model."  # of every name in peft's file
 
 
 def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
     """Write ``weights``, by name and tied ones once, into ``folder`` with the config, the generation config and the
     tokenizer of the folder ``base``, which the weights were trained from. ConfigError when they are not of one model.
     """
-    what = f"model.path={base!r}, which the checkpoint was trained from"
+    what = _what(base)
     with refused_by_name(base, what):
         model = _empty_model(base, getattr(torch, dtype))
         tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
@@ -29,6 +33,39 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
     with _no_progress_bars():
         model.save_pretrained(folder, state_dict=state)  # which it empties
     tokenizer.save_pretrained(folder)
+
+
+def write_adapters(
+    folder: Path, adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str, dtype: Dtype
+) -> None:
+    """Write ``adapters``, which ``trainer`` made for the model in the folder ``base``, into ``folder``, as peft does.
+    ConfigError when there is more than adapters.
+    """
+    if others := sorted(name for name in adapters if not is_adapter(name)):
+        raise ConfigError(f"{_what(base)}: beside adapters the checkpoint has {others}: leave out --adapter")
+    targets = sorted({name.split(".")[-3] for name in adapters})  # ...q_proj.lora_A.weight
+    config = peft_config(trainer.lora_rank, trainer.lora_alpha, targets, base)
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    named = {_PEFT_PREFIX + name: tensor.to(getattr(torch, dtype)) for name, tensor in adapters.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str) -> dict[str, Tensor]:
+    """The weights of the folder ``base``, in float32, with what ``adapters`` add. ConfigError when they do not fit."""
+    what = _what(base)
+    model = load_pretrained(AutoModelForCausalLM, base, torch.float32, what)
+    named = {**dict(model.named_parameters()), **adapters}
+    try:
+        return dict(merged(named, trainer.lora_alpha / trainer.lora_rank, torch.device("cpu")))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{what}: the checkpoint's adapters do not fit it; is that folder another model by now? {error}"
+        ) from error
+
+
+def _what(base: str) -> str:
+    return f"model.path={base!r}, which the checkpoint was trained from"
 
 
 def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -66,6 +66,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both over the temperature."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        if by_entropy is not None and not by_entropy.any():  # zeros come where ranks share tokens; saves two chunks
+            by_entropy = None
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)  # many chunks are added up

@@ -81,6 +81,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_A, _B))
 
 
+def rank_of(name: str, tensor: Tensor) -> int:
+    """Of the adapter that has this parameter."""
+    return tensor.shape[0 if name.endswith(_A) else 1]
+
+
 def first_values(name: str, shape: Sequence[int]) -> Tensor:
     """What an adapter's parameter begins as: B is 0, so that it changes nothing, and A is drawn (Kaiming-uniform, as
     peft does), from a seed that follows from its name alone: the same on every rank, backend and start.
@@ -94,16 +99,20 @@ def first_values(name: str, shape: Sequence[int]) -> Tensor:
 
 def merged(named: Mapping[str, Tensor], scaling: float, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Every parameter but those of adapters, one after the other, whatever has an adapter as ``W + scaling * B A`` on
-    ``device``: a new tensor, laid out as W. The others are as given.
+    ``device``: a new tensor in float32, laid out as W. The others are as given. ValueError for adapters of what is not
+    there.
 
     Of a model in shards every rank must go through all of them: A is gathered.
     """
+    lost = [name for name in named if name.endswith(_A) and name.removesuffix(_A) + _WEIGHT not in named]
+    if lost:
+        raise ValueError(f"there are adapters of weights that are not there: {lost[:5]}")
     for name, weight in named.items():
         before = name.removesuffix(_WEIGHT)
         if before + _A in named:
             a, b = named[before + _A], named[before + _B]
             gathered = whole(like(a, local(a).to(device)))
-            held = local(weight).to(device)  # B is cut along the rows of W as W is
+            held = local(weight).to(device, torch.float32)  # B is cut along its rows as W is
             yield name, like(weight, torch.addmm(held, local(b).to(device), gathered, alpha=scaling))
         elif not is_adapter(name):
             yield name, weight

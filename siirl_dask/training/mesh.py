@@ -40,6 +40,23 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=("lots", "shards"))
 
 
+def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
+    """This rank among the ``size`` that share tokens with it, neighbours in the role; all ranks of the role must call.
+
+    ConfigError when ``size`` does not divide the role's ranks.
+    """
+    if rank.size % size:
+        raise ConfigError(f"trainer.sequence_parallel={size}: expected a divisor of the role's {rank.size} workers")
+    if size == 1:
+        return Rank()
+    lot, place = divmod(rank.rank, size)
+    if size == rank.size:
+        return Rank(place, size, rank.group)
+    _even_out(rank.group, device)
+    ranks = dist.get_process_group_ranks(rank.group)[lot * size : (lot + 1) * size]
+    return Rank(place, size, _group(rank.group, ranks))
+
+
 def _even_out(role: Any, device: torch.device) -> None:
     """Make groups of one, until all ranks of the role are in as many groups. A group that only its own ranks make has a
     name that depends on that number: where they were in different ones, they would wait for each other for ever.

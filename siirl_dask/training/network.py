@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -18,26 +19,52 @@ from siirl_dask.training.logprobs import token_logprobs
 from siirl_dask.training.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
 from siirl_dask.training.trainer import PackedRows
+from siirl_dask.training.ulysses import to_owners
 
 
 class Network(nn.Module):
     """``model``, a causal one or its decoder; with ``autocast`` it computes in bfloat16. Dropout is off: the policy
-    that is trained is the one that sampled.
+    that is trained is the one that sampled. ``adapters`` says which there are, if any (LoRA).
     """
 
     zeros: tuple[str, ...] = ()
     """Parameters that no file has: they begin at 0."""
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, autocast: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, device: torch.device, autocast: bool, adapters: TrainerConfig | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.device = device
         self.autocast = autocast
+        self.scaling: float | None = None
+        if adapters is not None and adapters.lora_rank:
+            self.scaling = adapters.lora_alpha / adapters.lora_rank
+            add_adapters(model, self.layers(), adapters)
+            self._begin_adapters()
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
         """Every parameter by the name that its file has for it; with ``tied``, by all of its names."""
-        return dict(self.named_parameters(remove_duplicate=not tied))
+        return _by_file_name(self, tied)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """All of them, or where there are adapters, those and what no file has."""
+        named = self.by_name()
+        if self.scaling is None:
+            return named
+        return {name: each for name, each in named.items() if is_adapter(name) or name in self.zeros}
+
+    def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter that the model has without adapters, with what they add; ``others`` stand in for some."""
+        named: dict[str, Tensor] = {**self.by_name(), **others}
+        return iter(named.items()) if self.scaling is None else merged(named, self.scaling, self.device)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, it computes as the folder's model does. TypeError when there are none."""
+        if self.scaling is None:
+            raise TypeError("there are no adapters to leave out: give the role's trainer a lora_rank")
+        return without_adapters(self)
 
     def reshard(self) -> None:
         """Let go of parameters that were gathered for passes without a backward; FSDP puts its own method over this
@@ -53,6 +80,12 @@ class Network(nn.Module):
                 "take trainer.backend=torch without trainer.gradient_checkpointing"
             )
         return list(layers)
+
+    @torch.no_grad()
+    def _begin_adapters(self) -> None:
+        for name, parameter in self.by_name().items():
+            if is_adapter(name) and not parameter.is_meta:
+                parameter.copy_(first_values(name, parameter.shape))
 
     def predicting_states(self, batch: MicroBatch) -> Tensor:
         """Last hidden state of the token before each response token. [K, D]."""
@@ -82,26 +115,35 @@ class PolicyNetwork(Network):
     """Scores tokens. ``forward`` is by [K] response tokens: log-probability and entropy at ``temperature``."""
 
     def __init__(
-        self, model: PreTrainedModel, *, device: torch.device, autocast: bool = False, temperature: float
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device,
+        autocast: bool = False,
+        adapters: TrainerConfig | None = None,
+        temperature: float,
     ) -> None:
-        super().__init__(model, device=device, autocast=autocast)
+        super().__init__(model, device=device, autocast=autocast, adapters=adapters)
         self.temperature = temperature
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters(remove_duplicate=not tied))
+        return _by_file_name(self.model, tied)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if not batch.input_ids.numel():
             return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
         head = self.model.get_output_embeddings()
         hidden = self.predicting_states(batch)
-        return token_logprobs(
+        logprobs, entropy = token_logprobs(
             hidden.bfloat16() if self.autocast else hidden,
             head.weight,
             head.bias,
             batch.targets.to(self.device),
             temperature=self.temperature,
         )
+        if batch.route is not None:
+            logprobs, entropy = to_owners([logprobs, entropy], batch.route)
+        return logprobs, entropy
 
 
 class ValueNetwork(Network):
@@ -109,9 +151,16 @@ class ValueNetwork(Network):
 
     zeros = ("value_head.weight", "value_head.bias")
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, autocast: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device,
+        autocast: bool = False,
+        adapters: TrainerConfig | None = None,
+    ) -> None:
         width = model.get_output_embeddings().in_features
-        super().__init__(model.get_decoder(), device=device, autocast=autocast)
+        super().__init__(model.get_decoder(), device=device, autocast=autocast, adapters=adapters)
         embeddings = self.model.get_input_embeddings()
         self.value_head = nn.Linear(width, 1, device=next(embeddings.parameters()).device)
         for parameter in self.value_head.parameters():
@@ -123,7 +172,10 @@ class ValueNetwork(Network):
             return torch.zeros(0, device=self.device)
         hidden = self.predicting_states(batch).float()
         values = linear(hidden, self.value_head.weight.float(), self.value_head.bias.float())
-        return values.squeeze(-1).clone()  # FSDP hooks on to what it returns, which must be no view
+        values = values.squeeze(-1)
+        if batch.route is not None:
+            (values,) = to_owners([values], batch.route)
+        return values.clone()  # FSDP hooks on to what it returns, which must be no view
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
@@ -155,6 +207,10 @@ def use_packed_attention(network: Network, path: str) -> None:
         )
 
 
+def _by_file_name(module: nn.Module, tied: bool) -> dict[str, nn.Parameter]:
+    return {file_name(name): each for name, each in module.named_parameters(remove_duplicate=not tied)}
+
+
 def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
     """Last hidden states, [T, D]. An attention mask or a cache would silently mix the rows (log-probs off by 0.5)."""
     output = model.get_decoder()(
@@ -162,7 +218,7 @@ def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> 
         position_ids=batch.position_ids.to(device),
         attention_mask=None,
         use_cache=False,
-        packing=Packing(batch.runs),
+        packing=Packing(batch.runs, None if batch.route is None else batch.route.ranks),
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden

@@ -9,7 +9,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from siirl_dask.context import Rank
 from siirl_dask.training.trainer import PackedRows
+from siirl_dask.training.ulysses import Route
 
 Runs = tuple[tuple[int, int], ...]
 """``(count, length)`` of neighbouring sequences of equal length, in the order they are packed."""
@@ -22,11 +24,17 @@ class Packing:
     """
 
     runs: Runs
+    ranks: Rank | None = None
+    """This rank among those that share the pack's tokens; None where none do."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """R neighbouring rows of a batch, shortest first inside so that attention takes equal lengths in one call."""
+    """R neighbouring rows of a batch, shortest first inside so that attention takes equal lengths in one call.
+
+    Where ranks share tokens, T are this rank's of all that the micro-batch has and ``runs`` are of all; ``predicting``
+    and ``targets`` are of the response tokens that T predict, whoever's; ``offsets`` and ``tokens`` of its own rows'.
+    """
 
     input_ids: Tensor
     """[1, T] int64."""
@@ -41,6 +49,8 @@ class MicroBatch:
     """[R + 1] int64: row r owns response tokens ``offsets[r]`` to ``offsets[r + 1]`` of K."""
     tokens: slice
     """Where the K tokens lie among the response tokens of the whole batch."""
+    route: Route | None = None
+    """How scores come to the ranks whose rows they are of; None where every rank computes its own."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:

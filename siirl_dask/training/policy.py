@@ -22,10 +22,13 @@ from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch
 class Reference:
     """A Trainer that scores and does not learn."""
 
-    def __init__(self, placement: Placement, model: ModelConfig, *, temperature: float) -> None:
+    def __init__(
+        self, placement: Placement, model: ModelConfig, *, temperature: float, adapters: TrainerConfig | None = None
+    ) -> None:
         self._placement = placement
         self._dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
-        self._network = placement.network(partial(PolicyNetwork, temperature=temperature)).requires_grad_(False)
+        make = partial(PolicyNetwork, temperature=temperature, adapters=adapters)
+        self._network = placement.network(make).requires_grad_(False)
 
     @torch.no_grad()
     def logprobs(self, rows: PackedRows) -> TokenScores:
@@ -35,16 +38,20 @@ class Reference:
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy)
 
+    def base_logprobs(self, rows: PackedRows) -> TokenScores:
+        """The same: it is what it began as."""
+        return self.logprobs(rows)
+
     def update(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
         raise TypeError("a reference does not learn: build the role with build_trainer instead of build_reference")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in ``model.dtype``, tied ones once. What is not sharded and in float32 is the live one: copy
-        what you keep.
+        """Every parameter in ``model.dtype``, tied ones once, with what adapters add to it. What is not sharded and in
+        float32 is the live one: copy what you keep.
         """
-        return whole_weights(self._network.by_name().items(), self._placement.device, self._dtype)
+        return whole_weights(self._network.merged({}), self._placement.device, self._dtype)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Nothing: what does not learn has no averages."""
@@ -52,7 +59,7 @@ class Reference:
 
     def state(self) -> dict[str, Any]:
         """For its layout see Trainer; of one that does not learn, only ``model`` holds anything."""
-        model = {name: parameter.detach() for name, parameter in self._network.by_name().items()}
+        model = {name: parameter.detach() for name, parameter in self._network.trainable().items()}
         return {"model": model, "optimizer": {}, "progress": {}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -69,9 +76,18 @@ class Policy(Reference):
     def __init__(
         self, placement: Placement, model: ModelConfig, trainer: TrainerConfig, rank: Rank, *, temperature: float
     ) -> None:
-        super().__init__(placement, model, temperature=temperature)
-        parameters = self._network.requires_grad_(True).by_name()
+        super().__init__(placement, model, temperature=temperature, adapters=trainer)
+        parameters = self._network.trainable()
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
         self._learner = Learner(parameters, trainer, rank, device=placement.device, shards=placement.shards)
+
+    def base_logprobs(self, rows: PackedRows) -> TokenScores:
+        """Scores of the response tokens under the weights of the model's folder: without the adapters. TypeError when
+        there are none.
+        """
+        with self._network.without_adapters():
+            return self.logprobs(rows)
 
     def update(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
@@ -81,7 +97,9 @@ class Policy(Reference):
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The moving averages of the weights, as ``weights()`` gives those; nothing without ``ema_decay``."""
-        return whole_weights(self._learner.ema(), self._placement.device, self._dtype)
+        averages = dict(self._learner.ema())
+        named = self._network.merged(averages) if averages else ()
+        return whole_weights(named, self._placement.device, self._dtype)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), **self._learner.state()}

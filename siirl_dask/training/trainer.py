@@ -78,6 +78,12 @@ class Trainer(Protocol):
         """Scores of the response tokens under the current weights, without gradient."""
         ...
 
+    def base_logprobs(self, rows: PackedRows) -> TokenScores:
+        """The same under the weights that training began with. TypeError when they are not there any more: only where
+        adapters learn in their place, they are.
+        """
+        ...
+
     def update(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
@@ -100,9 +106,9 @@ class Trainer(Protocol):
         """All that training goes on from, as torch.distributed.checkpoint saves it and loads it in place: tensors, or
         DTensors where they are sharded, in nested dicts, there in full also before the first update.
 
-        ``model``: ``{name: float32 weight}``, by the names of ``weights()``. ``optimizer``: ``{name: {"step",
-        "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept. ``progress``: counts, a tensor each. Weights and
-        moments are the live ones. A state fits any number of ranks and any backend.
+        ``model``: ``{name: float32 weight}``, by the names of ``weights()``, or where adapters learn, theirs alone.
+        ``optimizer``: ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept. ``progress``:
+        counts, a tensor each. Weights and moments are the live ones. A state fits any number of ranks and any backend.
         """
         ...
 

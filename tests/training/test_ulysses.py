@@ -1,0 +1,258 @@
+"""Ranks that share the tokens of their rows against a single process, and long rows in little memory."""
+
+import json
+import resource
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import gmpo, policy_loss, sequence_mean_token_mean, value_clip
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.testing.rows import LENGTHS, random_rows, response_tokens, signs, split_rows
+from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
+from siirl_dask.training.attention import packed_attention
+from siirl_dask.training.fsdp_trainer import FsdpCritic, FsdpTrainer
+from siirl_dask.training.mesh import sequence_ranks
+from siirl_dask.training.packing import Packing, micro_batches
+from siirl_dask.training.shards import whole
+from siirl_dask.training.shared_rows import share
+from siirl_dask.training.torch_critic import TorchCritic
+from siirl_dask.training.torch_trainer import TorchTrainer
+
+MODELS = {
+    "qwen3 tied": {"family": "qwen3", "heads": 4, "kv_heads": 1},
+    "qwen2 untied": {"family": "qwen2", "heads": 2, "kv_heads": 2, "tied": False},
+    "llama tied": {"family": "llama", "heads": 4, "kv_heads": 2},
+}
+CASES = {
+    "2 share": (2, "qwen3 tied", {"sequence_parallel": 2}),
+    "2 share, recomputed": (2, "qwen2 untied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+    "2 times 2 share": (4, "qwen2 untied", {"sequence_parallel": 2}),
+    "2 times 2 share, recomputed": (4, "qwen3 tied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+    "2 times 2 share, lots of 2": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
+    "4 share, recomputed, lots of 2": (
+        4,
+        "llama tied",
+        {"sequence_parallel": 4, "shard_size": 2, "gradient_checkpointing": True},
+    ),
+    "bfloat16": (2, "llama tied", {"sequence_parallel": 2, "dtype": Dtype.bfloat16}),
+}
+EXACT = [name for name in CASES if name != "bfloat16"]
+CRITICS = {"2 share": (2, {"sequence_parallel": 2}), "2 times 2 share": (4, {"sequence_parallel": 2})}
+SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12}
+ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
+"""Of an update's rows, where each of four ranks' begin: some have none, and of pairs that share, one or both."""
+LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)  # needs whole rows, and the entropy's gradient
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: tiny_model(root / name, seed=1, hidden=32, head_dim=12, **options) for name, options in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory):
+    return run_ranks(4, partial(in_each_rank, folders), tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    found = {}
+    for name, folder in folders.items():
+        model = ModelConfig(path=str(folder))
+        trainer = TorchTrainer(model, config(), temperature=0.7, rank=Rank())
+        found[name] = learn(trainer, Rank(), policy_batch, LOSS)
+    critic = TorchCritic(ModelConfig(path=str(folders["qwen3 tied"])), config(), rank=Rank())
+    return found | {"critic": learn(critic, Rank(), value_batch, partial(value_clip, clip=1e6))}
+
+
+def config(**options):
+    return TrainerConfig(**SETTINGS | options)
+
+
+def in_each_rank(folders, world):
+    pair = dist.new_group([0, 1])
+    found = {}
+    for name, (size, model, options) in CASES.items():
+        if world.rank < size:
+            rank = Rank(world.rank, size, pair if size == 2 else world.group)
+            options = dict(options)
+            path = ModelConfig(path=str(folders[model]), dtype=options.pop("dtype", Dtype.float32))
+            trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
+            found[name] = learn(trainer, rank, policy_batch, LOSS)
+    for name, (size, options) in CRITICS.items():
+        if world.rank < size:
+            rank = Rank(world.rank, size, pair if size == 2 else world.group)
+            path = ModelConfig(path=str(folders["qwen3 tied"]))
+            critic = FsdpCritic(path, config(backend="fsdp", **options), rank=rank)
+            found[f"critic, {name}"] = learn(critic, rank, value_batch, partial(value_clip, clip=1e6))
+    return found
+
+
+def learn(learner, rank, batch, loss):
+    """Three updates: what was scored before each, its metrics, the first one's gradients, and the last weights."""
+    seen = {"metrics": [], "scores": []}
+    for at in range(3):
+        scores, given = batch(learner, mine(rank, at))
+        seen["metrics"].append(learner.update([given], loss, sequence_mean_token_mean))
+        seen["scores"].append(scores)
+        if at == 0:
+            named = learner._network.by_name()
+            seen["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in named.items()}
+    seen["weights"] = {name: tensor.clone() for name, tensor in learner.weights()}
+    return seen
+
+
+def mine(rank, at):
+    ends = [round(len(LENGTHS[at:]) * end) for end in ENDS[at][:: 4 // rank.size]]
+    return random_rows(LENGTHS[at:], range(*ends[rank.rank : rank.rank + 2]))
+
+
+def policy_batch(trainer, rows):
+    scores = trainer.logprobs(rows)
+    responses = [rows.tokens[:0], *(row[prompt:] for row, prompt in split_rows(rows))]
+    batch = TrainBatch(
+        rows=rows,
+        mask=torch.cat(responses) % 3 != 0,
+        old_logprobs=scores.logprobs,
+        rollout_logprobs=scores.logprobs,
+        advantages=signs(rows),
+    )
+    return [scores.logprobs, scores.entropy], batch
+
+
+def value_batch(critic, rows):
+    values = critic.values(rows)
+    return [values], ValueBatch(rows=rows, old_values=values, returns=signs(rows))
+
+
+def assert_learned_alike(ranks, expected):
+    """Metrics, gradients and weights of each rank; the scores of all ranks, one after the other."""
+    for mine in ranks:
+        for metrics, theirs in zip(mine["metrics"], expected["metrics"], strict=True):
+            assert metrics == pytest.approx(theirs, abs=1e-6, rel=1e-6)
+        for key, gradient in expected["gradients"].items():
+            assert_close(mine["gradients"][key], gradient, atol=1e-6, rtol=0)
+            assert_close(mine["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
+    for at, scores in enumerate(expected["scores"]):
+        together = [torch.cat(parts) for parts in zip(*(mine["scores"][at] for mine in ranks), strict=True)]
+        assert_close(together, scores, atol=1e-4 if at else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_sharing_tokens_a_policy_learns_what_a_single_process_does(name, seen, alone):
+    size, model, _ = CASES[name]
+    assert_learned_alike([seen[rank][name] for rank in range(size)], alone[model])
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_sharing_tokens_a_critic_learns_what_a_single_process_does(name, seen, alone):
+    size, _ = CRITICS[name]
+    assert_learned_alike([seen[rank][f"critic, {name}"] for rank in range(size)], alone["critic"])
+
+
+def test_bfloat16_goes_from_rank_to_rank(seen, alone):
+    for rank in range(2):
+        metrics = seen[rank]["bfloat16"]["metrics"][0]
+        assert metrics["grad_norm"] == pytest.approx(alone["llama tied"]["metrics"][0]["grad_norm"], rel=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=6),
+    size=st.integers(2, 4),
+    data=st.data(),
+)
+def test_every_token_is_computed_once_and_scored_for_the_rank_of_its_row(lengths, size, data):
+    owner = torch.tensor(
+        sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=len(lengths), max_size=len(lengths))))
+    )
+    (batch,) = micro_batches(random_rows(lengths), budget=1000)
+    owners = owner.repeat_interleave(batch.offsets.diff())
+    parts = [share(batch, owners, Rank(rank, size)) for rank in range(size)]
+    together = torch.cat([part.input_ids for part in parts], dim=1)
+    assert {part.input_ids.shape for part in parts} == {parts[0].input_ids.shape}
+    assert torch.equal(together[:, : batch.input_ids.shape[1]], batch.input_ids)
+    assert all(sum(count * length for count, length in part.runs) == together.shape[1] for part in parts)
+    sent = [part.targets.split(part.route.sent) for part in parts]
+    for rank, part in enumerate(parts):
+        received = [message[rank] for message in sent]
+        assert [len(message) for message in received] == part.route.received
+        assert torch.equal(torch.cat(received)[part.route.order], batch.targets[owners == rank])
+
+
+@pytest.mark.parametrize("window", [1, 7, 600])
+def test_a_window_over_a_long_row_attends_as_with_a_mask_of_all_of_it(window):
+    query, key, value = (torch.randn(1, heads, 1300, 8) for heads in (4, 2, 2))
+    behind = torch.arange(1300)[:, None] - torch.arange(1300)
+    mask = (behind >= 0) & (behind < window)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    found, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, packing=Packing(((1, 1300),)), sliding_window=window
+    )
+    assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+def test_a_long_row_takes_no_square_of_its_length(folders, tmp_path):
+    """A mask of 8192 x 8192 numbers would be 256 MiB, as would the scores of each head."""
+    grown = run_ranks(1, partial(growth, folders["llama tied"], tmp_path / "window"), tmp_path)[0]
+    assert all(bytes_ < 128 * 2**20 for bytes_ in grown), grown
+
+
+def growth(folder, windowed, world):
+    """Bytes by which memory grew at most in an update on a row of 8192 tokens, without and with a sliding window."""
+    tiny_model(windowed, heads=2, hidden=32, head_dim=12, family="qwen2")
+    settings = json.loads((windowed / "config.json").read_text())
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
+    (windowed / "config.json").write_text(json.dumps(settings | window))
+    found = []
+    for path in (folder, windowed):
+        model = ModelConfig(path=str(path))
+        trainer = TorchTrainer(model, config(gradient_checkpointing=True), temperature=1.0, rank=Rank())
+        for lengths in ([(3, 4)], [(192, 8000)]):
+            rows = random_rows(lengths)
+            none = torch.zeros(response_tokens(rows))
+            batch = TrainBatch(rows=rows, old_logprobs=none, rollout_logprobs=none, advantages=none + 1)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            trainer.update([batch], LOSS)
+        found.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    return found
+
+
+@pytest.mark.parametrize("make", [build_trainer, build_reference, build_critic])
+def test_ranks_or_heads_that_cannot_be_shared_are_refused(folders, make):
+    def build(model, ranks):
+        given = {
+            "model": ModelConfig(path=str(folders[model])),
+            "trainer": config(backend="fsdp", sequence_parallel=ranks),
+        }
+        if make is not build_critic:
+            given["rollout"] = RolloutConfig()
+        make(Device("w0"), Rank(), **given)
+
+    with pytest.raises(ConfigError, match=r"sequence_parallel=4: expected a divisor of the 2 heads"):
+        build("qwen2 untied", 4)
+    with pytest.raises(ConfigError, match=r"sequence_parallel=2: expected a divisor of the role's 1 workers"):
+        build("llama tied", 2)
+
+
+def test_a_backend_that_does_not_share_tokens_is_refused():
+    with pytest.raises(ConfigError, match=r"sequence_parallel=2: .* take trainer\.backend=fsdp"):
+        config(sequence_parallel=2)
+    with pytest.raises(ConfigError, match="sequence_parallel=0: expected at least 1"):
+        config(sequence_parallel=0)
+    with pytest.raises(ConfigError, match="expected a divisor of the role's 3 workers"):
+        sequence_ranks(Rank(0, 3), 2, torch.device("cpu"))
