@@ -88,7 +88,8 @@ def _everywhere(ctx: Context, mine: Sequence[int], first: int, count: int) -> li
     """All workers' groups among the ``count`` from ``first`` on, ascending."""
     flags = np.zeros(count)
     flags[np.asarray(mine, dtype=np.int64) - first] = 1
-    return (np.flatnonzero(ctx.all_sum(flags.tolist())) + first).tolist()
+    found: list[int] = (np.flatnonzero(ctx.all_sum(flags.tolist())) + first).tolist()
+    return found
 
 
 def _renumbered(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
