@@ -63,7 +63,7 @@ def _overrides(setting: Setting, url: str) -> list[str]:
         "rollout.max_response_length": setting.max_response,
         "rollout.max_rows": setting.rows,
         "algorithm.minibatches": setting.minibatches,
-        **({"nodes.minibatches.run": f"{__package__}.draw:draw_rows"} if setting.mixed else {}),
+        "algorithm.split_groups": setting.mixed,
         "algorithm.loss_options": f"{{clip_low: {setting.clip}, clip_high: {setting.clip}}}",
         "algorithm.aggregation": "siirl_dask.algorithms:sequence_mean_token_mean",
         "trainer.lr": setting.lr,

@@ -29,10 +29,9 @@ checkpointing and bfloat16, which are its defaults. Accuracy is that of greedy a
 engine.
 """
 NOT_ALIKE = """\
-**Mini-batches**: TRL shuffles a step's rows and cuts them into mini-batches; so does the node `draw_rows` of
-`benchmarks/against_trl/draw.py`, which stands in for `draw_minibatches` in the blue runs. The package's own keeps a
-prompt's samples together: a mini-batch then has a quarter of the step's prompts instead of nearly all, and on this task
-the policy sharpens somewhat more slowly.
+**Mini-batches**: TRL shuffles a step's rows and cuts them into mini-batches; so does `algorithm.split_groups=true`, in
+the blue runs. By default a prompt's samples stay together: a mini-batch then has a quarter of the step's prompts
+instead of nearly all, and on this task the policy sharpens somewhat more slowly.
 
 **Not alike**: TRL adds 1e-4 to the standard deviation of a group's rewards, this package 1e-6; TRL pads, this package
 packs.

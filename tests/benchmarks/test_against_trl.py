@@ -3,20 +3,17 @@
 import json
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 import torch
 from siirl_storage import open_table
 
 from benchmarks.against_trl.cases import cases
-from benchmarks.against_trl.draw import draw_rows
 from benchmarks.against_trl.page import write_page
 from benchmarks.against_trl.rows import Rows, packed, padded
 from benchmarks.against_trl.run_ours import run_ours
 from benchmarks.against_trl.setting import Curves, Setting, prompts_in_order
 from benchmarks.against_trl.update import apart, distance, is_equal, make_trainer, our_update
 from siirl_dask.config import TrainerConfig
-from siirl_dask.context import Context, Device, Rank
 from siirl_dask.testing.forward import load_model
 from siirl_dask.testing.sorting import write_digits_task
 from siirl_dask.testing.tiny import tiny_model
@@ -89,18 +86,6 @@ def test_trl_is_given_the_prompts_of_our_run_in_its_order(tmp_path):
     assert [row["prompt"] for row in rows] == expected
     assert [len(curves.rewards), len(curves.entropy), len(curves.ends), len(curves.accuracy)] == [2, 2, 2, 0]
     assert curves.samples_per_second(setting.rows, 1) == pytest.approx(12 / (curves.ends[1] - curves.ends[0]))
-
-
-def test_rows_are_drawn_into_equal_minibatches_whatever_their_prompts():
-    identity = {"row_id": pa.array(range(64), pa.int64()), "group_id": pa.array([at // 8 for at in range(64)])}
-
-    def drawn(step):
-        ctx = Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=None)
-        return draw_rows(ctx, pa.table(identity), minibatches=4, batch_size=8)["minibatch"].to_pylist()
-
-    assert sorted(drawn(1)) == sorted([0, 1, 2, 3] * 16)
-    assert len(set(drawn(1)[:8])) > 1
-    assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_the_page_says_which_losses_differ_without_a_reason_and_keeps_what_it_was_given(tmp_path):
