@@ -25,6 +25,7 @@ def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement
         "rollout.n=16",
         "rollout.kv_cache_memory=64MiB",
     ]
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     file = load(shipped("quickstart.yaml"), overrides)
     finished = Finished(tmp_path / "run", run(file.config, *dags(file)))
     assert finished.summary.status == "complete"
@@ -34,5 +35,8 @@ def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement
         for row in finished.table("rollouts", step).to_pylist():
             assert row["weights_version"] == step - 1
             assert row["old_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
-    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [command for command in left if "spawn_main" in " ".join(command)]
+    left = {
+        child.pid: child.cmdline() for child in psutil.Process().children(recursive=True) if child.pid not in before
+    }
+    started = [command for command in left.values() if "resource_tracker" not in " ".join(command)]
+    assert not started, "the run is over"
