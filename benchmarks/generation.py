@@ -8,7 +8,7 @@ import numpy as np
 
 from siirl_dask.testing.tiny import tiny_model
 
-MEDIAN, SIGMA, LONGEST = 64, 1.0, 768
+MEDIAN, SIGMA, LONGEST = 32, 1.0, 256
 """Of lengths: log-normal, cut off."""
 
 
