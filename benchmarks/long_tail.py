@@ -1,6 +1,6 @@
 """Idle time of workers that generate rows with a long tail of lengths, with and without taking over from one another.
 
-    python benchmarks/long_tail.py [--engine transformers vllm] [--steps 6] [--out docs/benchmarks/long_tail.md]
+    python benchmarks/long_tail.py [--engine transformers vllm] [--steps 6] [--out FILE]
 
 A run of its own for each case: two workers, prompts dealt evenly, each with a limit of its own from a log-normal
 distribution. Idle is what a worker, on average, waits for the one that is busy longest. The samples are held against
