@@ -6,13 +6,14 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any
 
 from distributed import Client, Future
 
+from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
@@ -24,6 +25,7 @@ CHECKPOINT = "checkpoint"
 """Phase of a turn in which states are saved in place of a chain that is gone through."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still come in
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
+_CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model
 _STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the cluster is closed over their heads
 
 
@@ -80,6 +82,20 @@ class Driver:
         self._last: dict[str, Future[Any]] = {}
         self._started = False
         self._undo = ExitStack()
+
+    @contextmanager
+    def at_work(self, cluster: ClusterConfig) -> Iterator[None]:
+        """Every worker's roles are there inside, and let go of afterwards; what is raised inside stops the workers."""
+        try:
+            self.start(cluster.start_timeout)
+            yield
+            self.finish(_CLOSE_TIMEOUT)
+        except BaseException as error:
+            self.abort(f"the run was stopped: {type(error).__name__}")
+            raise
+        finally:
+            if cluster.address or cluster.scheduler_file:
+                self.close()  # a cluster that was started for this run ends with it
 
     def start(self, timeout: float) -> None:
         """Put the run on the cluster and build every worker's roles. Raises what a role's build raised."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from siirl_dask.adapters import PUBLISHES, count_adapters, refuse_wrong_adapters, trainer_of
+from siirl_dask.adapters import PUBLISHES, count_adapters, trainer_of
 from siirl_dask.config import Backend, Config, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
 from siirl_dask.errors import PlanError
@@ -117,7 +117,7 @@ def _largest(
     config: Config, workers: Sequence[str], roles: Mapping[str, int | None], each: Sequence[tuple[str, Usage]]
 ) -> WorkerMemory:
     phase, most = max(each, key=lambda pair: pair[1].tables)
-    steps = config.run.lookahead + 1
+    steps = config.run.lookahead + (config.rollout.ahead or 0) + 1
     return WorkerMemory(
         workers=tuple(workers),
         roles=roles,
@@ -129,10 +129,7 @@ def _largest(
 
 
 def refuse_what_cannot_fit(config: Config, phases: Phases) -> None:
-    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need; ConfigError for adapters
-    that cannot be, of which nobody knows what they need.
-    """
-    refuse_wrong_adapters(config, phases["train"][0].dag)
+    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need."""
     if config.cluster.memory_limit is None:
         return
     limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
-from siirl_storage.files import absolute
-
 from siirl_dask.cluster import connect, members
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
@@ -17,11 +13,9 @@ from siirl_dask.observe import Progress, values
 from siirl_dask.phases import Phases
 from siirl_dask.planner import DAG, compile_chains
 from siirl_dask.worker.dag_worker import RunSpec
-from siirl_dask.worker.dataplane import DataSettings
 from siirl_dask.worker.parcel import pack
 
 _PHASE = "train"  # the one whose roles a worker builds
-_CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model
 
 
 def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, float | None]:
@@ -41,36 +35,16 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config) as client:
             found = members(client, config.cluster.workers)
-            spec = RunSpec(
-                run=uuid.uuid4().hex[:12],
-                url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
-                seed=config.run.seed,
-                members=found,
-                parcel=pack(phases(list(found))),
-                threads=config.cluster.threads,
-                data=DataSettings.of(config),
-            )
+            spec = RunSpec.of(config, found, phases(list(found)))
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
-            return _drive(driver, config, step)
+            with driver.at_work(config.cluster):
+                (done,) = (done for done in driver.run(iter([Turn(_PHASE, step, 0)])) if isinstance(done, Done))
+            return values(done.metrics)
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:
         progress.close()
-
-
-def _drive(driver: Driver, config: Config, step: int) -> dict[str, float | None]:
-    try:
-        driver.start(config.cluster.start_timeout)
-        (done,) = (done for done in driver.run(iter([Turn(_PHASE, step, 0)])) if isinstance(done, Done))
-        driver.finish(_CLOSE_TIMEOUT)
-    except BaseException as error:
-        driver.abort(f"the evaluation was stopped: {type(error).__name__}")
-        raise
-    finally:
-        if config.cluster.address or config.cluster.scheduler_file:
-            driver.close()  # a cluster that was started for this ends with it
-    return values(done.metrics)
 
 
 def _no_checkpoint(step: int) -> str:

@@ -30,12 +30,20 @@ def refused_by_name(path: str, what: str) -> Iterator[None]:
     """What transformers raises inside over the folder ``path`` becomes a ConfigError; it draws no progress bars."""
     if not Path(path).is_dir():
         raise ConfigError(f"{what}: no such folder; expected one that transformers loads")
+    try:
+        with no_progress_bars():
+            yield
+    except Exception as error:  # anything from OSError to KeyError for a folder it cannot load
+        raise ConfigError(f"{what}: transformers cannot load it: {error}") from error
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws one for every file it reads or writes."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:
         yield
-    except Exception as error:  # anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"{what}: transformers cannot load it: {error}") from error
     finally:
         if shown:
             transformers.logging.enable_progress_bar()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 
-from siirl_storage.files import absolute
-
+from siirl_dask.adapters import refuse_wrong_adapters
 from siirl_dask.checkpoints import Checkpoints, State
 from siirl_dask.cluster import connect, members
 from siirl_dask.config import Config, Engine
@@ -27,10 +25,7 @@ from siirl_dask.runlog import RunLog
 from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
 from siirl_dask.training.checkpoint import DistributedCheckpoint
 from siirl_dask.worker.dag_worker import RunSpec
-from siirl_dask.worker.dataplane import DataSettings
 from siirl_dask.worker.parcel import pack
-
-_CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model after the last step
 
 
 def run(
@@ -49,7 +44,8 @@ def run(
     planned = _plan(config, dag, validation, worker_names(config), beginning, assumed)
     pack(planned)
     prepare(config)
-    refuse_what_cannot_fit(config, planned)  # of a model that is there by now
+    refuse_wrong_adapters(config, dag)  # of a model that is there by now, as the next
+    refuse_what_cannot_fit(config, planned)
     log = RunLog(config, beginning)
     try:
         log.progress.note(f"starting {config.cluster.workers} workers")
@@ -60,17 +56,8 @@ def run(
         with connect(config) as client:
             found = members(client, config.cluster.workers)
             phases = _plan(config, dag, validation, list(found), beginning)
-            spec = RunSpec(
-                run=uuid.uuid4().hex[:12],
-                url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
-                seed=config.run.seed,
-                members=found,
-                parcel=pack(phases),
-                threads=config.cluster.threads,
-                data=DataSettings.of(config),
-                store=DistributedCheckpoint(config.checkpoint.asynchronous),
-                restored=beginning.restored,
-            )
+            store = DistributedCheckpoint(config.checkpoint.asynchronous)
+            spec = RunSpec.of(config, found, phases, store, beginning.restored)
             kept = Checkpoints(spec.url, spec.run, config.checkpoint.keep, config.checkpoint.keep_best)
             lookahead = config.run.lookahead + (config.rollout.ahead or 0)
             driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, kept.claim)
@@ -95,8 +82,7 @@ def _drive(
     commit: Callable[[Written], None],
 ) -> None:
     config = log.config
-    try:
-        driver.start(config.cluster.start_timeout)
+    with driver.at_work(config.cluster):
         write_description()
         log.begin(dashboard)
         before = driver.traffic()
@@ -107,13 +93,6 @@ def _drive(
                 log.record(passed)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
-        driver.finish(_CLOSE_TIMEOUT)
-    except BaseException as error:
-        driver.abort(f"the run was stopped: {type(error).__name__}")
-        raise
-    finally:
-        if config.cluster.address or config.cluster.scheduler_file:
-            driver.close()  # a cluster that was started for this run ends with it
 
 
 def turns(config: Config, phases: Sequence[str], done: int = 0) -> Iterator[Turn]:

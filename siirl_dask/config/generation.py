@@ -87,6 +87,11 @@ class RolloutConfig:
         return self.n + 1
 
     @property
+    def rows_per_prompt(self) -> int:
+        """Of a step, at most: partial responses of steps before come as well."""
+        return self.n * self.steps_per_response
+
+    @property
     def steps_per_response(self) -> int:
         """In which a response is generated, at most."""
         return -(-self.max_response_length // self.max_tokens_per_step) if self.max_tokens_per_step else 1

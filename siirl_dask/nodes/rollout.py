@@ -21,7 +21,7 @@ from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TYPES, fields
     optional=[MAX_TOKENS],
     writes=SAMPLED,
     writes_if={"rollout.partial": fields(TOKEN_VERSIONS)},
-    expand="rollout.n",
+    expand="rollout.rows_per_prompt",
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p.

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from siirl_dask.context import Rank
+from siirl_dask.training import Critic, Trainer
 
 
 class Stateful(Protocol):
@@ -29,6 +31,11 @@ def load_state(new: Stateful, folder: Path, rank: Rank | None = None) -> None:
     group = rank.group if rank else None
     load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     new.load_state(state)
+
+
+def copied_weights(trained: Trainer | Critic) -> dict[str, Tensor]:
+    """As they are now."""
+    return {name: tensor.clone() for name, tensor in trained.weights()}
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from siirl_dask.algorithms import TokenLoss, ValueInputs, value_clip
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.testing.checkpoints import load_state, save_state
+from siirl_dask.testing.checkpoints import copied_weights, load_state, save_state
 from siirl_dask.testing.forward import load_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, response_tokens, signs
@@ -92,14 +92,14 @@ class CriticTests:
     def test_returns_that_are_not_finite_stop_it_before_a_step(self, folder: Path) -> None:
         critic = self.build(folder)
         rows = random_rows(LENGTHS)
-        before = _copy(critic)
+        before = copied_weights(critic)
         values = critic.values(rows)
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
             critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
-        assert_same_tensors(_copy(critic), before)
+        assert_same_tensors(copied_weights(critic), before)
 
     def test_its_parameters_have_the_models_shapes_and_one_head(self, folder: Path) -> None:
-        weights = _copy(self.build(folder))
+        weights = copied_weights(self.build(folder))
         model = {name: p.shape for name, p in load_model(folder).named_parameters() if name.startswith("model.")}
         head = {name: tensor for name, tensor in weights.items() if name not in model}
         assert {name: weights[name].shape for name in model} == model
@@ -116,7 +116,7 @@ class CriticTests:
         rows = random_rows(LENGTHS[:4])
         seen = [critic.update([_batch(critic, rows)], _LOSS) for critic in (steady, fresh)]
         assert seen[0] == seen[1]
-        assert_same_tensors(_copy(fresh), _copy(steady))
+        assert_same_tensors(copied_weights(fresh), copied_weights(steady))
 
     def test_two_ranks_learn_what_one_does(self, folder: Path, tmp_path: Path) -> None:
         """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""
@@ -146,7 +146,7 @@ def _learn(make_critic: object, folder: Path, rank: Rank) -> dict[str, object]:
     seen: dict[str, object] = {
         "metrics": metrics,
         "values": critic.values(random_rows(LENGTHS)),
-        "weights": _copy(critic),
+        "weights": copied_weights(critic),
     }
     critic.close()
     return seen
@@ -154,7 +154,3 @@ def _learn(make_critic: object, folder: Path, rank: Rank) -> dict[str, object]:
 
 def _batch(critic: Critic, rows: PackedRows, mask: Tensor | None = None) -> ValueBatch:
     return ValueBatch(rows=rows, mask=mask, old_values=critic.values(rows), returns=signs(rows))
-
-
-def _copy(critic: Critic) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in critic.weights()}

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from siirl_dask.testing.tiny import no_progress_bars
+from siirl_dask.pretrained import no_progress_bars
+from siirl_dask.testing.rows import split_rows
+from siirl_dask.training import PackedRows, TokenScores
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -36,3 +38,14 @@ def response_logprobs(
     """Log-probability of each token of the response. [len(response)], with gradient."""
     scores = response_scores(model, prompt, response, temperature)
     return scores.gather(1, torch.tensor(response, dtype=torch.int64)[:, None]).squeeze(1)
+
+
+def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -> TokenScores:
+    """What a trainer says of the rows, each of them by itself."""
+    logprobs, entropy = [], []
+    for row, prompt in split_rows(rows):
+        given = row[:prompt].tolist(), row[prompt:].tolist()
+        scores = response_scores(model, *given, temperature)
+        logprobs.append(response_logprobs(model, *given, temperature))
+        entropy.append(-(scores.exp() * scores).sum(-1).detach())
+    return TokenScores(torch.cat(logprobs), torch.cat(entropy))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +17,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.utils import logging as hf_logging
+
+from siirl_dask.pretrained import no_progress_bars
 
 PAD, END = "<|pad|>", "<|end|>"
 VOCABULARY = 264
@@ -90,15 +89,3 @@ def tiny_model(
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """transformers draws one for every file it reads or writes."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

@@ -20,14 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import PreTrainedModel
 
 from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip, sequence_mean_token_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.testing.checkpoints import flat, load_state, save_state
-from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
+from siirl_dask.testing.checkpoints import copied_weights, flat, load_state, save_state
+from siirl_dask.testing.forward import load_model, plain_scores
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import (
     LENGTHS,
@@ -36,10 +35,9 @@ from siirl_dask.testing.rows import (
     random_rows,
     response_tokens,
     signs,
-    split_rows,
 )
 from siirl_dask.testing.tiny import Family, tiny_model
-from siirl_dask.training import PackedRows, TokenScores, TrainBatch, Trainer
+from siirl_dask.training import PackedRows, TrainBatch, Trainer
 from siirl_dask.training.shards import whole
 
 _TEMPERATURE = 0.7
@@ -84,7 +82,7 @@ class TrainerTests:
         for family in self.families:
             folder = tiny_model(tmp_path / family, seed=3, family=family, tied=family != "llama")
             scores = self.build(folder).logprobs(rows)
-            expected = _plain_scores(load_model(folder), rows)
+            expected = plain_scores(load_model(folder), rows, _TEMPERATURE)
             assert_close(scores.logprobs, expected.logprobs, atol=1e-5, rtol=0)
             assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
 
@@ -97,7 +95,7 @@ class TrainerTests:
         trainer = self.build(folder)
         batch = _batch(trainer, random_rows(LENGTHS))
         model = load_model(folder)
-        logprobs = _plain_scores(model, batch.rows).logprobs
+        logprobs = plain_scores(model, batch.rows, _TEMPERATURE).logprobs
         loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).mean()
         loss.backward()
         squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
@@ -175,11 +173,11 @@ class TrainerTests:
 
     def test_a_minibatch_without_tokens_is_skipped_and_counted(self, folder: Path) -> None:
         trainer = self.build(folder)
-        before = _copy(trainer)
+        before = copied_weights(trainer)
         metrics = trainer.update([_batch(trainer, random_rows([])), _batch(trainer, random_rows([(3, 0)]))], _PPO)
         assert metrics["empty_minibatches"] == 2
         assert "loss" not in metrics
-        assert_same_tensors(_copy(trainer), before)
+        assert_same_tensors(copied_weights(trainer), before)
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")])
     def test_numbers_that_are_not_finite_stop_training_before_a_step(self, folder: Path, number: float) -> None:
@@ -187,16 +185,18 @@ class TrainerTests:
         rows = random_rows(LENGTHS)
         advantages = torch.ones(response_tokens(rows))
         advantages[3] = number
-        before = _copy(trainer)
+        before = copied_weights(trainer)
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
             trainer.update([_batch(trainer, rows, advantages)], _PPO)
-        assert_same_tensors(_copy(trainer), before)
+        assert_same_tensors(copied_weights(trainer), before)
         trainer.update([_batch(trainer, rows)], _PPO)  # nothing of it is left behind
-        assert all(bool(tensor.isfinite().all()) for tensor in _copy(trainer).values())
+        assert all(bool(tensor.isfinite().all()) for tensor in copied_weights(trainer).values())
 
     def test_weights_are_the_models_parameters_by_their_names(self, folder: Path) -> None:
         trainer = self.build(folder)
-        assert_same_tensors(_copy(trainer), {name: p.detach() for name, p in load_model(folder).named_parameters()})
+        assert_same_tensors(
+            copied_weights(trainer), {name: p.detach() for name, p in load_model(folder).named_parameters()}
+        )
 
     def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
         self, folder: Path, tmp_path: Path
@@ -207,7 +207,7 @@ class TrainerTests:
         save_state(stopped, tmp_path / "state")
         fresh = self.build(folder, **settings)
         load_state(fresh, tmp_path / "state")
-        assert_same_tensors(_copy(fresh), _copy(stopped))
+        assert_same_tensors(copied_weights(fresh), copied_weights(stopped))
         assert _steps(steady, 2, 4) == _steps(fresh, 2, 4)
         assert_same_tensors(_whole(fresh), _whole(steady))
 
@@ -258,7 +258,7 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
     seen: dict[str, object] = {
         "metrics": metrics,
         "logprobs": trainer.logprobs(probe).logprobs,
-        "weights": _copy(trainer),
+        "weights": copied_weights(trainer),
     }
     advantages = torch.full((response_tokens(probe),), float("nan") if rank.rank == 0 else 1.0)
     try:
@@ -278,16 +278,6 @@ def _batch(
     return TrainBatch(rows=rows, mask=mask, old_logprobs=logprobs, advantages=given, rollout_logprobs=logprobs)
 
 
-def _plain_scores(model: PreTrainedModel, rows: PackedRows) -> TokenScores:
-    logprobs, entropy = [], []
-    for row, prompt in split_rows(rows):
-        given = row[:prompt].tolist(), row[prompt:].tolist()
-        scores = response_scores(model, *given, _TEMPERATURE)
-        logprobs.append(response_logprobs(model, *given, _TEMPERATURE))
-        entropy.append(-(scores.exp() * scores).sum(-1).detach())
-    return TokenScores(torch.cat(logprobs), torch.cat(entropy))
-
-
 def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
     """Metrics of updates that differ by their numbers."""
     return [trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO) for at in range(first, last)]
@@ -295,7 +285,3 @@ def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
 
 def _whole(trainer: Trainer) -> dict[str, Tensor]:
     return {name: whole(tensor) for name, tensor in flat(trainer.state()).items()}
-
-
-def _copy(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.weights()}

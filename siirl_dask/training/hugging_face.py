@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import Dtype, TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import load_pretrained, refused_by_name
+from siirl_dask.pretrained import load_pretrained, no_progress_bars, refused_by_name
 from siirl_dask.training.lora import is_adapter, merged, peft_config
 
 _PEFT_PREFIX = "base_model.model."  # of every name in peft's file
@@ -30,7 +28,7 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
         tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     _check(weights, model, what)
     state = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
-    with _no_progress_bars():
+    with no_progress_bars():
         model.save_pretrained(folder, state_dict=state)  # which it empties
     tokenizer.save_pretrained(folder)
 
@@ -89,14 +87,3 @@ def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, what: str) -> 
             raise ConfigError(
                 f"{what}: {name} has shape {list(weights[name].shape)} in the checkpoint and {list(shape)} there"
             )
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.logging.enable_progress_bar()

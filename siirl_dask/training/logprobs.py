@@ -71,8 +71,9 @@ class _TokenLogprobs(torch.autograd.Function):
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)  # many chunks are added up
-        for_weight = torch.zeros_like(weight, dtype=wide)
-        for_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head is a vocabulary's worth of nothing
+        for_weight = torch.zeros_like(weight, dtype=wide) if head_learns else None
+        for_bias = torch.zeros_like(bias, dtype=wide) if bias_learns else None
         for at in range(0, len(targets), ctx.chunk):
             part = slice(at, at + ctx.chunk)
             scores = _log_softmax(hidden[part], cast, cast_bias, ctx.temperature)
@@ -85,8 +86,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 by_logits.scatter_add_(1, targets[part, None], by_logprob[part, None])
             by_logits = (by_logits / ctx.temperature).to(hidden.dtype)
             for_hidden[part] = by_logits @ cast
-            for_weight += by_logits.T @ hidden[part]
+            if for_weight is not None:
+                for_weight += by_logits.T @ hidden[part]
             if for_bias is not None:
                 for_bias += by_logits.sum(0)
-        for_bias = None if bias is None or for_bias is None else for_bias.to(bias.dtype)
-        return for_hidden, for_weight.to(weight.dtype), for_bias, None, None, None
+        for_weight = None if for_weight is None else for_weight.to(weight.dtype)
+        for_bias = None if for_bias is None else for_bias.to(bias.dtype)
+        return for_hidden, for_weight, for_bias, None, None, None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 from distributed import WorkerPlugin, get_worker
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
+from siirl_storage.files import absolute
 
+from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
 from siirl_dask.coordinator.stealing import Stealing
@@ -29,7 +32,8 @@ from siirl_dask.worker.devices import find_device
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
 from siirl_dask.worker.keeping import Keeper, Restored, StateStore
-from siirl_dask.worker.parcel import unpack
+from siirl_dask.worker.parcel import Phases, unpack
+from siirl_dask.worker.parcel import pack as pack_phases
 from siirl_dask.worker.sharing import Sharing
 from siirl_dask.worker.stop import StopFlag, wait_for
 
@@ -60,6 +64,27 @@ class RunSpec:
     """Where roles' states are saved to and restored from; None, neither is asked for."""
     restored: Restored | None = None
     """The checkpoint that the run goes on from."""
+
+    @staticmethod
+    def of(
+        config: Config,
+        members: Mapping[str, str],
+        phases: Phases,
+        store: StateStore | None = None,
+        restored: Restored | None = None,
+    ) -> RunSpec:
+        """Of one more start of the run that ``config`` describes."""
+        return RunSpec(
+            run=uuid.uuid4().hex[:12],
+            url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
+            seed=config.run.seed,
+            members=members,
+            parcel=pack_phases(phases),
+            threads=config.cluster.threads,
+            data=DataSettings.of(config),
+            store=store,
+            restored=restored,
+        )
 
     @property
     def plugin(self) -> str:

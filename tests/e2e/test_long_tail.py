@@ -16,6 +16,9 @@ def test_rows_are_the_same_whoever_samples_them(train):
     ]
     assert moved > 0
     assert stayed == 0
-    workers = [run.table("rollouts", 1)["worker"].to_pylist() for run in (taking, keeping)]
-    assert max(map(workers[1].count, "0123")) == 8
-    assert max(map(workers[0].count, "0123")) < 8
+    taken, kept = (
+        [name for step in (1, 2, 3) for name in run.table("rollouts", step)["worker"].to_pylist()]
+        for run in (taking, keeping)
+    )
+    assert max(map(kept.count, "0123")) == 3 * 8
+    assert max(map(taken.count, "0123")) < 3 * 8
