@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from siirl_dask.config.checks import above, at_least
+from siirl_dask.config.checks import above, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
@@ -78,6 +78,10 @@ class TrainerConfig:
     """
     offload: bool = False
     """Shards and the optimiser's state are in the memory of the host, and only what is computed with on the device."""
+    gather_size: str = "64MiB"
+    """For fsdp. Of float32 parameters that are gathered at once, at least: layers that are smaller go together. Less
+    takes less memory, and more messages.
+    """
     sequence_parallel: int = 1
     """For fsdp. Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; it divides
     the role's ranks and the model's attention heads.
@@ -136,6 +140,7 @@ class TrainerConfig:
             )
 
     def _check_backend(self) -> None:
+        parse_bytes("trainer.gather_size", self.gather_size)
         at_least("trainer", 1, sequence_parallel=self.sequence_parallel)
         if self.sequence_parallel > 1 and self.backend != Backend.fsdp:
             raise ConfigError(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
+from siirl_dask.config import Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.pretrained import refused_by_name
@@ -75,9 +75,9 @@ class ShardedModel:
         bfloat16 = self._model.dtype is Dtype.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        for module in (*layers, network):
+        for unit in (*_units(layers, parse_bytes("trainer.gather_size", self._trainer.gather_size)), [network]):
             fully_shard(
-                module,
+                unit,
                 mesh=self._mesh,
                 mp_policy=policy if bfloat16 else MixedPrecisionPolicy(),
                 offload_policy=offload if self._trainer.offload else OffloadPolicy(),
@@ -87,6 +87,18 @@ class ShardedModel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "packed_error")
+
+
+def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Neighbours that are gathered together, ``size`` bytes of them at least; the root gathers those that are left."""
+    units: list[list[nn.Module]] = []
+    unit: list[nn.Module] = []
+    for layer in layers:
+        unit.append(layer)
+        if sum(parameter.nbytes for each in unit for parameter in each.parameters()) >= size:
+            units.append(unit)
+            unit = []
+    return units
 
 
 def _check_heads(path: str, ranks: int) -> None:

@@ -13,7 +13,7 @@ from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.pretrained import load_pretrained
 from siirl_dask.training.network import Network, compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.shards import like, local, whole
+from siirl_dask.training.shards import like, local, whole_each
 from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)
@@ -70,8 +70,7 @@ class WholeModel:
 def whole_weights(
     named: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """One parameter after the other: of those in shards no more than one is whole at a time, if the caller keeps none.
-    Every rank must go through all of them.
+    """One parameter after the other: of those in shards no more are whole at a time than one message brings, if the
+    caller keeps none. Every rank must go through all of them.
     """
-    for name, parameter in named:
-        yield name, whole(like(parameter, local(parameter).to(device, dtype)))
+    return whole_each((name, like(parameter, local(parameter).to(device, dtype))) for name, parameter in named)

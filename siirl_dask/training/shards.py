@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+_BUCKET = (
+    64 * 2**20
+)  # bytes of whole tensors that one message brings: a message each costs a small model more than they do
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -32,3 +39,45 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
     return tensor.detach()
+
+
+def whole_each(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same of each, in order: as many are whole at a time as one message brings. Every rank must go through all."""
+    waiting: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if waiting and (size + tensor.nbytes > _BUCKET or not _alike(tensor, waiting[0][1])):
+            yield from _gathered(waiting)
+            waiting, size = [], 0
+        waiting.append((name, tensor))
+        size += tensor.nbytes
+    if waiting:
+        yield from _gathered(waiting)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether one message can bring both."""
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
+        return type(one) is type(other)
+    return (one.device_mesh, one.placements, one.dtype) == (other.device_mesh, other.placements, other.dtype)
+
+
+def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """FSDP cuts tensors along their first dimension, over the last one of the mesh; the last ranks may have less."""
+    first = named[0][1]
+    if not isinstance(first, DTensor):
+        yield from ((name, whole(tensor)) for name, tensor in named)
+        return
+    group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
+    ranks = dist.get_world_size(group)
+    rows = [-(-tensor.shape[0] // ranks) for _, tensor in named]
+    widths = [each * tensor.shape[1:].numel() for each, (_, tensor) in zip(rows, named, strict=True)]
+    mine = local(first).new_zeros(sum(widths))
+    for place, (_, tensor) in zip(mine.split(widths), named, strict=True):
+        part = local(tensor)
+        place[: part.numel()] = part.reshape(-1)
+    everyone = mine.new_empty(ranks * len(mine))
+    dist.all_gather_single(everyone, mine, group=group)
+    parts = everyone.view(ranks, -1).split(widths, dim=1)
+    for columns, each, (name, tensor) in zip(parts, rows, named, strict=True):
+        yield name, columns.reshape(ranks * each, *tensor.shape[1:])[: tensor.shape[0]]

@@ -35,11 +35,13 @@ CASES = {
     "checkpointed": (2, "tied", {"gradient_checkpointing": True}),
     "2 lots of 2": (4, "tied", {"shard_size": 2}),
     "offloaded": (2, "untied", {"offload": True}),
+    "gathered as one": (2, "untied", {"gather_size": "64MiB"}),
+    "both layers together": (4, "tied", {"gather_size": "64KiB", "gradient_checkpointing": True}),
     "bfloat16": (2, "tied", {"dtype": Dtype.bfloat16}),
 }
 EXACT = [name for name in CASES if name != "bfloat16"]
 MOVES = (("2 ranks", "2 lots of 2"), ("2 lots of 2", "2 ranks"))
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12}
+SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12, "gather_size": "0B"}
 
 
 @pytest.fixture(scope="module")
