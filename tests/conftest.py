@@ -60,6 +60,26 @@ def digits_overrides(task, url):
 
 
 @pytest.fixture(scope="session")
+def s3():
+    """A bucket of an S3 API on loopback, which processes that are started from here on reach as well."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            environment.setenv(name, "test")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        s3fs.S3FileSystem().mkdir("tests")
+        yield "s3://tests"
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def cluster_address():
     """Four worker processes on this machine, shared by every test that can live with workers that have run before."""
     from distributed import LocalCluster

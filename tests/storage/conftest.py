@@ -1,4 +1,4 @@
-"""Every test that takes ``url`` runs on a local folder and on memory://, each time where nothing is yet."""
+"""Every test that takes ``url`` runs on a local folder, on memory:// and on S3, each time where nothing is yet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from uuid import uuid4
 import pytest
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "table") if request.param == "local" else f"memory://tests/{uuid4().hex}"
+    match request.param:
+        case "local":
+            return str(tmp_path / "table")
+        case "memory":
+            return f"memory://tests/{uuid4().hex}"
+    return f"{request.getfixturevalue('s3')}/{uuid4().hex}"

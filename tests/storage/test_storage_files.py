@@ -90,7 +90,7 @@ def test_local_files_are_readable_by_whom_the_umask_lets(tmp_path: Path) -> None
 def test_precondition_that_the_store_words_otherwise_is_still_a_conflict(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not url.startswith("memory://"):
+    if url.startswith("/"):
         pytest.skip("local files say FileExistsError")
     fs, path = open_fs(url)
     write_exclusive(fs, path, b"first")

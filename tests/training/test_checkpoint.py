@@ -17,9 +17,14 @@ from siirl_dask.training.checkpoint import DistributedCheckpoint, read_model
 ROWS = 7  # of the sharded matrix: more than one rank's share, and no multiple of it
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def url(request, tmp_path):
-    return str(tmp_path / "policy") if request.param == "local" else f"memory://{uuid4().hex}/policy"
+    match request.param:
+        case "local":
+            return str(tmp_path / "policy")
+        case "memory":
+            return f"memory://{uuid4().hex}/policy"
+    return f"{request.getfixturevalue('s3')}/{uuid4().hex}/policy"
 
 
 def state(weight, lr=1e-3):

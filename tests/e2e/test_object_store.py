@@ -1,0 +1,63 @@
+"""A run whose data, rollouts and checkpoints are on S3: the one that it is on local files."""
+
+import json
+from uuid import uuid4
+
+import pyarrow.parquet as pq
+import pytest
+from siirl_storage import open_fs, open_table
+from transformers import AutoModelForCausalLM
+
+from siirl_dask.checkpoints import checkpoint_url, committed
+from siirl_dask.cli import main
+from siirl_dask.configfile import shipped
+from siirl_dask.training.checkpoint import read_model
+from tests.conftest import digits_overrides
+
+TWO = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}", "checkpoint.every=1"]
+EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
+
+
+@pytest.fixture
+def bucket(s3, digits_task):
+    """A folder of a bucket with the data, and a few rows of it to evaluate on."""
+    url = f"{s3}/{uuid4().hex}"
+    fs, path = open_fs(url)
+    fs.put(str(digits_task.train), f"{path}/train.parquet")
+    with fs.open(f"{path}/test.parquet", "wb") as file:
+        pq.write_table(pq.read_table(digits_task.train).slice(0, 6), file)
+    return url
+
+
+def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(bucket, digits_task, tmp_path, capsys):
+    def run(url, steps, *overrides):
+        given = [*digits_overrides(digits_task, url), *TWO, f"run.steps={steps}", *overrides]
+        main(["run", str(shipped("quickstart.yaml")), *given])
+        return url
+
+    def rollouts(url, step):
+        return open_table(f"{url}/rollouts/step={step:06d}").to_table().sort_by("row_id").select(EXACT)
+
+    def model(url):
+        return read_model(f"{checkpoint_url(url, committed(url)[-1])}/policy")
+
+    data = f"data.url={bucket}/train.parquet"
+    local = run(str(tmp_path / "run"), 3)
+    stored = run(f"{bucket}/run", 2, data)
+    run(stored, 3, data, "observe.progress=true")
+    assert "going on after step 2" in capsys.readouterr().out
+    for step in (1, 2, 3):
+        assert rollouts(stored, step).equals(rollouts(local, step)), step
+    trained, expected = model(stored), model(local)
+    assert all(trained[name].equal(expected[name]) for name in expected)
+
+    main(["export", stored, f"{bucket}/model"])
+    fs, path = open_fs(bucket)
+    fs.get(f"{path}/model", str(tmp_path / "model"), recursive=True)
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert exported.keys() == trained.keys()
+    assert all(exported[name].equal(trained[name]) for name in trained)
+
+    options = ["--max-tokens=4", "--workers=1", f"--out={bucket}/eval", "observe.progress=false"]
+    main(["eval", stored, f"--data={bucket}/test.parquet", *options])
+    assert json.loads(fs.cat_file(f"{path}/eval/metrics.json"))["prompts"]["all"] == 6
