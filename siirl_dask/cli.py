@@ -21,7 +21,7 @@ _EXIT_CODES = "exit codes: 0 done, 1 the run failed, 2 something given cannot be
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
     "k": ("validation.k", "1,4,8", "of pass@k; default: 1 and N"),
-    "temperature": ("validation.temperature", "T", "0: the most likely response"),
+    "temperature": ("validation.temperature", "T", "default: 0, the most likely response, or 1 where N is more than 1"),
     "max-tokens": ("rollout.max_response_length", "N", "tokens of a response"),
     "reward": ("rewards.function", "module:function", "what scores; default: as the run did"),
     "workers": ("cluster.workers", "N", "processes"),

@@ -59,6 +59,8 @@ def evaluate(asked: Evaluation) -> tuple[Standing, str]:
     refuse_used(out, "--out")
     with TemporaryDirectory() as folder:
         settings = {**_settings(asked.data, out), "model.path": folder if run else asked.model}
+        if run and not recorded_config(asked.model).validation.temperature:
+            settings["validation.temperature"] = None  # 0 was for one sample a prompt; here there may be more
         overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *asked.overrides]
         config = recorded_config(asked.model, overrides) if run else loaded(b"{}", "the defaults", overrides)
         own = not run or any(text.startswith(_REWARD) for text in asked.overrides)
@@ -154,7 +156,7 @@ def _standing(
         samples=round(metrics["samples"]),
         n=given.n,
         k=given.k,
-        temperature=given.temperature,
+        temperature=given.temperature or 0.0,
         top_p=given.top_p,
         max_tokens=config.rollout.max_response_length,
         seed=config.run.seed,

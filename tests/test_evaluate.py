@@ -46,7 +46,7 @@ REFUSED = {
     "has no column 'question'": [*MODEL, "data.prompt=question"],
     "no 'sorce' (there is: ['source']); did you mean 'source'?": [*MODEL, "validation.source=info.sorce"],
     "the defaults: validation.k=[1, 8]: 8 of": [*MODEL, "--n", "4", "--k", "1,8", "--temperature", "1"],
-    "validation.n=8 with validation.temperature=0": [*MODEL, "--n", "8"],
+    "validation.n=8 with validation.temperature=0": [*MODEL, "--n", "8", "--temperature", "0"],
     "validation.k[1]='x': expected a whole number": [*MODEL, "--k", "1,x"],
     "rollout.max_response_length=0: expected at least 1": [*MODEL, "--max-tokens", "0"],
     "did you mean 'exact_match'?": [*MODEL, "--reward", "siirl_dask.rewards:exact_mach"],

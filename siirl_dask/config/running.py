@@ -79,8 +79,8 @@ class ValidationConfig:
     """A dataset that is touched once, after the last step."""
     n: int = 1
     """Samples per prompt."""
-    temperature: float = 0.0
-    """0 takes the most likely response; several samples need more."""
+    temperature: float | None = None
+    """0 takes the most likely response, which is what one sample a prompt is by default; several are drawn at 1."""
     top_p: float = 1.0
     k: list[int] = field(default_factory=list)
     """Of pass@k, maj@k and best@k: numbers of samples, up to ``n``. None given: 1 and ``n``."""
@@ -91,6 +91,8 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         at_least("validation", 1, every=self.every, n=self.n)
+        if self.temperature is None:
+            self.temperature = 0.0 if self.n == 1 else 1.0
         at_least("validation", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"validation.top_p={self.top_p}: expected more than 0 and at most 1")

@@ -53,7 +53,8 @@ def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
     """``validation.n`` samples of each prompt, drawn as ``validation`` says, numbered as those of ``generate``."""
-    way = Sampling(max_tokens=rollout.max_response_length, temperature=validation.temperature, top_p=validation.top_p)
+    temperature = validation.temperature or 0.0
+    way = Sampling(max_tokens=rollout.max_response_length, temperature=temperature, top_p=validation.top_p)
     return _generate(ctx, table, [way] * validation.n)
 
 

@@ -58,6 +58,8 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(bucket, digi
     assert exported.keys() == trained.keys()
     assert all(exported[name].equal(trained[name]) for name in trained)
 
-    options = ["--max-tokens=4", "--workers=1", f"--out={bucket}/eval", "observe.progress=false"]
+    options = ["--n=2", "--max-tokens=4", "--workers=1", f"--out={bucket}/eval", "observe.progress=false"]
     main(["eval", stored, f"--data={bucket}/test.parquet", *options])
-    assert json.loads(fs.cat_file(f"{path}/eval/metrics.json"))["prompts"]["all"] == 6
+    found = json.loads(fs.cat_file(f"{path}/eval/metrics.json"))
+    assert (found["prompts"]["all"], found["samples"]) == (6, 12)
+    assert found["temperature"] == 1.0, "the run validated greedily, which several samples cannot be"

@@ -243,7 +243,7 @@ def test_yaml_and_python_spell_one_node():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 4}, "validation.n=4 with validation.temperature=0"),
+        ({"n": 4, "temperature": 0.0}, "validation.n=4 with validation.temperature=0"),
         ({"n": 4, "temperature": 1.0, "k": [1, 8]}, "validation.k=[1, 8]: 8 of validation.n=4 samples"),
         ({"n": 4, "temperature": 1.0, "k": [0]}, "validation.k=[0]: 0 of"),
         ({"temperature": -1.0}, "validation.temperature=-1.0: expected at least 0"),
