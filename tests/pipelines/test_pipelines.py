@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.cli import dags, main
 from siirl_dask.configfile import load, shipped
+from siirl_dask.testing.tiny import tiny_model
 from tests.conftest import digits_overrides
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
@@ -53,11 +56,41 @@ def test_the_script_runs_as_its_first_lines_say(name, digits_task, tmp_path):
     assert len(list((tmp_path / "run" / "rollouts" / "step=000001").iterdir())) == 1
 
 
-@pytest.mark.parametrize("config", sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml")))
+BROUGHT = {"grpo_gsm8k.yaml"}
+"""Configs for data that is not made on the spot."""
+SHIPPED = {path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml")}
+
+
+def check_plan(said):
+    for word in ("rollout -> old_logprobs", "The chain of each worker", "validation", "kB", "local"):
+        assert word in said
+
+
+@pytest.mark.parametrize("config", sorted(SHIPPED - BROUGHT))
 def test_plan_describes_every_shipped_config_and_starts_nothing(config, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["plan", str(shipped(config))])
-    said = capsys.readouterr().out
-    for word in ("rollout -> old_logprobs", "The chain of each worker", "validation", "kB", "local"):
-        assert word in said
+    check_plan(capsys.readouterr().out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
+    tiny_model(tmp_path / "models" / "Qwen2.5-0.5B-Instruct", family="qwen2", chat_template=template)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{at} + 1?"}], "reward_model": {"ground_truth": str(at + 1)}}
+        for at in range(8)
+    ]
+    for name in ("train", "test"):
+        path = tmp_path / "data" / "gsm8k" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    main(["plan", str(shipped("grpo_gsm8k.yaml"))])
+    check_plan(capsys.readouterr().out)
+    small = ["cluster.workers=2", "data.batch_size=4", "rollout.n=2", "rollout.max_response_length=4", "run.steps=1"]
+    small += ["rollout.engine=transformers", "algorithm.minibatches=1"]
+    main(["run", str(shipped("grpo_gsm8k.yaml")), *small, "run.url=run", "observe.progress=false"])
+    rollouts = pq.read_table(tmp_path / "run" / "rollouts" / "step=000001")
+    assert rollouts.num_rows == 8
+    assert set(rollouts["answer"].to_pylist()) <= {str(at + 1) for at in range(8)}
