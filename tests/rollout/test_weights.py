@@ -51,5 +51,5 @@ def changed(shapes, change):
 @pytest.mark.parametrize("change", ["fewer", "another shape", "another order", "more"])
 def test_others_than_were_announced_are_refused(parameters, shapes, change):
     coming = AnnouncedWeights(shapes, zeros(changed(shapes, change)))
-    with pytest.raises(PeerError, match="weights of version 9: .* announced"):
+    with pytest.raises(PeerError, match=r"weights of version 9: .* announced"):
         list(parameters.fit(coming, 9))
