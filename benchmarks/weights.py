@@ -59,6 +59,11 @@ def load_whole(ctx: Context, table: pa.Table) -> pa.Table:
     return given
 
 
+@columns()
+def begin(ctx: Context, table: pa.Table) -> pa.Table:
+    return table
+
+
 class Watcher:
     """A role that looks at its worker's memory and writes the peak to a file when the run is over."""
 
@@ -156,7 +161,8 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
     return DAG(
         roles,
         (
-            Node("weights", publish_weights, "policy"),
+            Node("begin", begin, "rollout"),  # so that a step's weights wait until those before are loaded
+            Node("weights", publish_weights, "policy", ("begin",)),
             Node("load_weights", reader, "rollout", ("weights",), Rows.REPLICATED),
         ),
     )
