@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import threading
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,8 +49,8 @@ class Case:
     trainer: int
     engine: int
     """Peak of the extra memory on each one's worker, bytes."""
-    seconds: float
-    """Of a hand-over, median."""
+    seconds: list[float]
+    """Of each hand-over."""
 
 
 @columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
@@ -105,7 +106,7 @@ def build_watcher(device: Device, rank: Rank, *, folder: str) -> Watcher:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bucket", nargs="+", default=["16MiB", "256MiB"])
+    parser.add_argument("--bucket", nargs="+", default=["16MiB", "64MiB", "256MiB"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--engine", default="transformers")
@@ -118,13 +119,13 @@ def main() -> None:
         buckets = ["whole", *given.bucket]
         cases = [measure(folder, model, data, bucket, given.engine, given.steps) for bucket in buckets]
     text = report(cases, parameters, given.engine, given.steps)
-    Console().print(text)
+    Console(soft_wrap=True).print(text)
     if given.out:
         given.out.write_text(text)
 
 
 def measure(folder: str, model: str, data: str, bucket: str, engine: str, steps: int) -> Case:
-    url = Path(folder, bucket)
+    url = Path(mkdtemp(dir=folder), "run")
     overrides = [
         f"run.url={url}",
         f"run.steps={steps + 1}",
@@ -147,7 +148,7 @@ def measure(folder: str, model: str, data: str, bucket: str, engine: str, steps:
     run(config, hand_over(config, whole=bucket == "whole"))
     trainer, engines = (json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, 1))
     seconds = [record["seconds"] for record in read_metrics(str(url))[1:]]  # the first step warms up
-    return Case(bucket, trainer["anonymous"], engines["all"], median(seconds))
+    return Case(bucket, trainer["anonymous"], engines["all"], seconds)
 
 
 def hand_over(config: Config, *, whole: bool) -> DAG:
@@ -171,13 +172,15 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
 def report(cases: Sequence[Case], parameters: int, engine: str, steps: int) -> str:
     lines = [
         f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {engine}; {steps} hand-overs; "
-        f"{platform.machine()}",
+        f"{platform.machine()}, {os.cpu_count()} cores, {os.getloadavg()[0]:.0f} processes that want one",
         "",
-        "| bucket | trainer's worker, MB more | engine's worker, MB more | seconds |",
-        "|---|---|---|---|",
+        "| bucket | trainer's worker, MB more | engine's worker, MB more | seconds, median | least |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {case.bucket} | {case.trainer / 1e6:.0f} | {case.engine / 1e6:.0f} | {case.seconds:.2f} |" for case in cases
+        f"| {case.bucket} | {case.trainer / 1e6:.0f} | {case.engine / 1e6:.0f} | {median(case.seconds):.2f} | "
+        f"{min(case.seconds):.2f} |"
+        for case in cases
     ]
     return "\n".join(lines) + "\n"
 

@@ -83,9 +83,9 @@ def _parts(
         mine = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
         data = _Binary([parameters[number].nbytes for number in mine])
         for number in numbers:
-            name, tensor = next(weights)
-            if _Parameter.of(name, tensor) != parameters[number]:
-                raise TypeError(f"weights() gave {_Parameter.of(name, tensor)} where {parameters[number]} was before")
+            name, tensor = next(weights, ("nothing", torch.empty(0)))
+            if (given := _Parameter.of(name, tensor)) != parameters[number]:
+                raise TypeError(f"weights() gave {given} where {parameters[number]} was before: expected the same")
             if number in mine:
                 data.add(tensor)
             del tensor  # it may be gathered: one at a time

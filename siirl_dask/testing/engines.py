@@ -10,29 +10,19 @@ pytest collects what is inherited; ``folder`` is a tiny random model in float32.
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from siirl_dask.rollout import (
-    AnnouncedWeights,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    OwnWork,
-    RolloutEngine,
-    Sampling,
-)
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
+from siirl_dask.testing.announced import AnnouncedWeightsTests
 from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
 from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
@@ -40,7 +30,7 @@ from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
 _SHARP = 0.06
 
 
-class EngineTests:
+class EngineTests(AnnouncedWeightsTests):
     """Conformance of an engine; ``make_engine`` builds one from a Hugging Face folder, in float32, once per class."""
 
     tolerance = 1e-4
@@ -247,50 +237,6 @@ class EngineTests:
             engine.load_weights(weights.items(), 4)
         assert engine.version == 3
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
-
-    def test_announced_weights_are_loaded_as_they_come_and_let_go_of(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
-    ) -> None:
-        memory: dict[str, weakref.ref[object]] = {}
-
-        def coming() -> Iterator[tuple[str, Tensor]]:
-            for name, parameter in other_model.named_parameters():
-                values = np.array(parameter.detach().numpy())
-                memory[name] = weakref.ref(values)
-                yield name, torch.from_numpy(values)
-                del values
-                gc.collect()
-                assert sum(there() is not None for there in memory.values()) < len(shapes) / 2
-
-        shapes = {name: parameter.shape for name, parameter in other_model.named_parameters()}
-        engine.load_weights(AnnouncedWeights(shapes, coming()), 1)
-        assert len(memory) == len(shapes)
-        assert engine.version == 1
-        prompts = _prompts(6)
-        self._assert_logprobs(
-            other_model, prompts, engine.generate(prompts, list(range(6)), Sampling(max_tokens=6)), 1.0
-        )
-
-    @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
-    def test_announced_weights_that_do_not_fit_are_refused_before_any_comes(
-        self, engine: RolloutEngine, model: PreTrainedModel, wrong: str
-    ) -> None:
-        def coming() -> Iterator[tuple[str, Tensor]]:
-            pytest.fail("they were asked for")
-            yield
-
-        version, name = engine.version, "model.norm.weight"
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        if wrong == "missing":
-            del shapes[name]
-        elif wrong == "unknown":
-            name = "model.unheard_of.weight"
-            shapes[name] = (3,)
-        else:
-            shapes[name] = (3,)
-        with pytest.raises(ValueError, match=name):
-            engine.load_weights(AnnouncedWeights(shapes, coming()), 4)
-        assert engine.version == version
 
     def test_what_was_read_of_a_prompt_with_old_weights_is_forgotten(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
