@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -100,6 +100,18 @@ class Metric:
             case Reduce.STD:
                 mean = self.total / self.weight
                 return float(max(self.squares / self.weight - mean * mean, 0.0) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A table that is never there as a whole. Its makers give it and its reader takes it one part after the other."""
+
+    about: Any
+    """The whole table's rows, by row id, all of them on each worker; binary columns are empty."""
+    tables: Generator[Any]
+    """Each holds the rows that follow in ``about``: a maker's those that it gives of them, which may be none, a
+    reader's all. A part's memory is given back when it is let go of.
+    """
 
 
 def _no_more(count: int) -> Any:

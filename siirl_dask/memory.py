@@ -157,6 +157,7 @@ def sizes_of(
         response_tokens=config.rollout.max_response_length,
         totals={name: found.total * each + found.tensors * _ROW for name, (found, each) in weights.items()},
         pieces={name: (found.tensors, found.largest * each + _ROW) for name, (found, each) in weights.items()},
+        part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )

@@ -58,6 +58,8 @@ class RolloutConfig:
     max_tokens_per_step: int | None = None
     ahead: int | None = None
     """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
+    weights_bucket: str = "256MiB"
+    """Of the policy's new weights, what is on its way to the engines at once; a parameter that is larger goes alone."""
     work_stealing: bool = True
     """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``."""
     gpu_memory_utilization: float = 0.9
@@ -112,6 +114,8 @@ class RolloutConfig:
             if (given := getattr(self, name)) is not None:
                 at_least("rollout", 1, **{name: given})
         self._check_ahead()
+        if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:
+            raise ConfigError(f"rollout.weights_bucket={self.weights_bucket!r}: expected at least 1 byte")
         if self.sleep_level not in (0, 1, 2):
             raise ConfigError(f"rollout.sleep_level={self.sleep_level}: expected 0, 1 or 2")
         if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +34,8 @@ from siirl_dask.planner import Edge, Rows
 class Databuffer:
     """All methods run on the event loop that serves this worker's peers. ``edges`` are keyed ``phase/name``.
 
-    ``quadratic_from``: see ``statistics.assign``.
+    A table may be published and pulled in parts, by number, each by itself. ``quadratic_from``: see
+    ``statistics.assign``. ``stall_timeout``: seconds that peers may take to fetch a part.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Databuffer:
         way: Way = Way.auto,
         limits: Limits | None = None,
         quadratic_from: int = 0,
+        stall_timeout: float = 600.0,
     ) -> None:
         for edge in edges.values():
             check_types(edge.schema)
@@ -55,6 +57,7 @@ class Databuffer:
         self._edges = edges
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
+        self._stall_timeout = stall_timeout
         self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
         self._exchange = Exchange(worker, transport, self._gather_own)
         self._forgotten = 0
@@ -68,17 +71,17 @@ class Databuffer:
     @property
     def waiting(self) -> int:
         """Bytes in memory that were published and wait to be taken."""
-        done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())
-        return sum(slot.result().nbytes for slot in done if slot.exception() is None)
+        return sum(published.nbytes for published in self._all_published())
 
     @property
     def traffic(self) -> Traffic:
         return self._puller.traffic
 
-    def key(self, edge: Edge, turn: Turn) -> TransitionKey:
-        return TransitionKey(self._run, turn.sequence, f"{turn.phase}/{edge.name}")
+    def key(self, edge: Edge, turn: Turn, part: int | None = None) -> TransitionKey:
+        name = f"{turn.phase}/{edge.name}"
+        return TransitionKey(self._run, turn.sequence, name if part is None else f"{name}/{part}")
 
-    async def publish(self, edge: Edge, turn: Turn, table: pa.Table) -> None:
+    async def publish(self, edge: Edge, turn: Turn, table: pa.Table, part: int | None = None) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays rows out by them."""
         statistics = describe_rows(table, edge.sources.index(self._worker))
         moving = table.select(edge.schema.names).cast(edge.schema) if edge.moves and table.num_rows else None
@@ -88,21 +91,39 @@ class Databuffer:
             published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
         if published.table is not None:
             await self._movers.run(published.copied, published.columns)  # once, and not while a peer waits
-        slot = self._slot(self.key(edge, turn))
+        slot = self._slot(self.key(edge, turn, part))
         if not slot.done():
             slot.set_result(published)
 
-    async def pull(self, edge: Edge, guide: Edge, turn: Turn) -> pa.Table:
+    async def until_taken(self, edge: Edge, turn: Turn, part: int) -> None:
+        """Wait until every target has what this worker published of a part. PeerError when they take too long."""
+        published = await self._own(self.key(edge, turn, part))
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                await published.gone.wait()
+        except TimeoutError as error:
+            raise PeerError(
+                f"{turn}: edge {edge.name}, part {part}: worker {self._worker!r} still has {published.left} rows that "
+                f"workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
+                "(cluster.stall_timeout)"
+            ) from error
+        if self._aborted is not None:
+            raise Aborted(self._aborted)
+
+    async def pull(self, edge: Edge, guide: Edge, turn: Turn, part: int | None = None) -> pa.Table:
         """This worker's rows of the edge, sorted by row id. PeerError when a source cannot give them."""
         try:
-            share, descriptions = await self._share(edge, guide, turn)
-            return await self._puller.bring(edge, self.key(edge, turn), share, descriptions)
+            share, descriptions = await self._share(edge, guide, turn, part)
+            table = await self._puller.bring(edge, self.key(edge, turn, part), share, descriptions)
+            if part is not None:
+                self._puller.releases.flush()  # sources wait for it
+            return table
         except PeerError as error:
             raise PeerError(f"{turn}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
         """Answer a peer. PeerError refuses what does not belong to this run, or asks for what there is not."""
-        edge = self._edges.get(request.key.edge)
+        edge = self._edge(request.key)
         if request.key.run != self._run or edge is None:
             raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
         if request.op == Op.RELEASE:  # may come late: what was taken of a forgotten turn is freed already
@@ -136,6 +157,8 @@ class Databuffer:
         self._aborted = reason
         for slot in self._slots.values():
             self._fail(slot)
+        for published in self._all_published():
+            published.gone.set()
 
     def close(self) -> None:
         """Let go of all memory that is kept and of what others have shared."""
@@ -144,6 +167,14 @@ class Databuffer:
         self._attachments.clear()
         self._puller.releases.close()
         self._movers.close()
+
+    def _edge(self, key: TransitionKey) -> Edge | None:
+        """That of a key, or of the key of a part."""
+        return self._edges.get(key.edge) or self._edges.get(key.edge.rpartition("/")[0])
+
+    def _all_published(self) -> Iterator[Published]:
+        done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())
+        return (slot.result() for slot in done if slot.exception() is None)
 
     def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
         if key not in self._slots:
@@ -158,7 +189,8 @@ class Databuffer:
             slot.exception()  # marks it as seen: not every slot has someone waiting
 
     async def _gather_own(self, key: TransitionKey) -> Gathered:
-        published, edge = await self._own(key), self._edges[key.edge]
+        published, edge = await self._own(key), self._edge(key)
+        assert edge is not None
         if published.table is None:
             return Gathered(published.statistics)
         source, most = edge.sources.index(self._worker), self._limits.described // len(edge.sources)
@@ -168,11 +200,13 @@ class Databuffer:
         """What this worker publishes of a transition, once it has."""
         return await asyncio.shield(self._slot(key))
 
-    async def _share(self, edge: Edge, guide: Edge, turn: Turn) -> tuple[Share, Mapping[int, Description]]:
+    async def _share(
+        self, edge: Edge, guide: Edge, turn: Turn, part: int | None
+    ) -> tuple[Share, Mapping[int, Description]]:
         """Which rows are this worker's, and what is known of them."""
-        guiding = await self._exchange.gather(guide, self.key(guide, turn))
+        guiding = await self._exchange.gather(guide, self.key(guide, turn, part))
         same = edge.name == guide.name
-        moving = guiding if same else await self._exchange.gather(edge, self.key(edge, turn))
+        moving = guiding if same else await self._exchange.gather(edge, self.key(edge, turn, part))
 
         def decide() -> Share:
             guide_rows = Statistics.of(guiding.statistics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,13 @@ class Published:
     """Rows that are still to be taken, once per target when the edge replicates."""
     spilled: mmap.mmap | None = None
     """The file that the table is mapped from."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set once every row has been taken, or nobody will."""
     _split: _Split | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.left == 0:
+            self.gone.set()
 
     @property
     def rows(self) -> int:
@@ -87,6 +94,7 @@ class Published:
         self.left -= rows
         if self.left <= 0:
             self.table, self._split, self.spilled = None, None, None
+            self.gone.set()
 
     def columns(self) -> list[str]:
         """Those that are runs of bytes. PeerError when the rows are gone."""

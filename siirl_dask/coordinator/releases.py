@@ -25,11 +25,11 @@ class Releases:
         """``count`` rows of a transition have been taken from a source."""
         self._taken.setdefault(source, []).append((key, count))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY, self._flush)
+            self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
     async def settle(self) -> None:
         """Tell them now, and wait until all have heard."""
-        self._flush()
+        self.flush()
         await asyncio.gather(*self._sending)
 
     def close(self) -> None:
@@ -38,7 +38,8 @@ class Releases:
         for task in self._sending:
             task.cancel()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Tell them now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,5 @@
-"""The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker.
+"""The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker, in parts of
+``rollout.weights_bucket`` where nothing else reads them and no later step does.
 
 Of a policy with adapters (``trainer.lora_rank``) either all of its parameters, with what the adapters add, or the
 adapters alone, to workers that can read ``model.path`` and merge them.
@@ -6,7 +7,9 @@ adapters alone, to workers that can read ``model.path`` and merge them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +17,10 @@ import torch
 from torch import Tensor
 
 from siirl_dask.config import ModelConfig, TrainerConfig
-from siirl_dask.context import Context
+from siirl_dask.context import Context, Parts
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import columns
-from siirl_dask.rollout import RolloutEngine
+from siirl_dask.rollout import AnnouncedWeights, RolloutEngine
 from siirl_dask.schema import (
     GROUP_ID,
     PARAMETER,
@@ -35,7 +38,74 @@ _WEIGHTS = fields(PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-@columns(writes=_WEIGHTS, new_rows=True, passes=False)
+_ANNOUNCED = "announced"
+_DESCRIPTION = [ROW_ID, PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> _Parameter:
+        return _Parameter(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def weights_in_parts(ctx: Context, table: pa.Table, *, most: int) -> Parts:
+    """What ``publish_weights`` gives, in parts of at most ``most`` bytes over all workers, or of one parameter.
+
+    A part is made when it is asked for, and of a model in shards every rank gathers every parameter. The first time in
+    a run they are gathered once more, for their shapes: engines refuse what does not fit before anything is loaded.
+    """
+    trainer: Trainer = ctx.resource
+    if _ANNOUNCED not in ctx.kept:
+        ctx.kept[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
+    parameters: list[_Parameter] = ctx.kept[_ANNOUNCED]
+    nothing = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
+    about = _rows(range(len(parameters)), parameters, nothing)
+    return Parts(about, _parts(ctx, parameters, iter(trainer.weights()), most))
+
+
+def _parts(
+    ctx: Context, parameters: Sequence[_Parameter], weights: Iterator[tuple[str, Tensor]], most: int
+) -> Generator[pa.Table]:
+    for numbers in _runs([parameter.nbytes for parameter in parameters], most):
+        mine = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
+        data = _Binary([parameters[number].nbytes for number in mine])
+        for number in numbers:
+            name, tensor = next(weights, ("nothing", torch.empty(0)))
+            if (given := _Parameter.of(name, tensor)) != parameters[number]:
+                raise TypeError(f"weights() gave {given} where {parameters[number]} was before: expected the same")
+            if number in mine:
+                data.add(tensor)
+            del tensor  # it may be gathered: one at a time
+        yield _rows(mine, [parameters[number] for number in mine], data.array())
+        del data
+
+
+def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Numbers of consecutive parameters that have at most ``most`` bytes together, or of one that has more."""
+    first, total = 0, 0
+    for number, size in enumerate(sizes):
+        if number > first and total + size > most:
+            yield range(first, number)
+            first, total = number, 0
+        total += size
+    if first < len(sizes):
+        yield range(first, len(sizes))
+
+
+@columns(writes=_WEIGHTS, new_rows=True, passes=False, gives_parts=weights_in_parts)
 def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """This worker's share of the parameters: each is published by one worker of the role, and all share the load.
 
@@ -60,21 +130,46 @@ def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
 
 def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
     named = [item for item in enumerate(weights) if item[0] % ctx.rank.size == ctx.rank.rank]
-    tensors = [tensor.detach().contiguous() for _, (_, tensor) in named]
-    index = pa.array([number for number, _ in named], pa.int64())
+    parameters = [_Parameter.of(name, tensor) for _, (name, tensor) in named]
+    data = _Binary([parameter.nbytes for parameter in parameters])
+    for _, (_, tensor) in named:
+        data.add(tensor)
+    return _rows([number for number, _ in named], parameters, data.array())
+
+
+def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Array) -> pa.Table:
+    index = pa.array(numbers, pa.int64())
     arrays = {
         ROW_ID: index,
         GROUP_ID: index,
-        TOKENS: pa.array([tensor.numel() for tensor in tensors], pa.int64()),
-        PARAMETER: pa.array([name for _, (name, _) in named], TYPES[PARAMETER]),
-        PARAMETER_DTYPE: pa.array([str(tensor.dtype).removeprefix("torch.") for tensor in tensors], pa.string()),
-        PARAMETER_SHAPE: pa.array([list(tensor.shape) for tensor in tensors], TYPES[PARAMETER_SHAPE]),
-        PARAMETER_DATA: _as_binary(tensors),
+        TOKENS: pa.array([parameter.numel for parameter in parameters], pa.int64()),
+        PARAMETER: pa.array([parameter.name for parameter in parameters], TYPES[PARAMETER]),
+        PARAMETER_DTYPE: pa.array([str(p.dtype).removeprefix("torch.") for p in parameters], pa.string()),
+        PARAMETER_SHAPE: pa.array([list(parameter.shape) for parameter in parameters], TYPES[PARAMETER_SHAPE]),
+        PARAMETER_DATA: data,
     }
     return pa.table(arrays)
 
 
-@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
+def load_weights_in_parts(ctx: Context, parts: Parts) -> None:
+    """What ``load_weights`` does, one parameter after the other. PeerError when others come than were announced."""
+    engine: RolloutEngine = ctx.resource
+    described = parts.about.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
+    shapes = {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
+    engine.load_weights(AnnouncedWeights(shapes, _arriving(parts)), ctx.step)
+
+
+def _arriving(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    announced, first = parts.about.select(_DESCRIPTION), 0
+    for table in parts.tables:
+        if not table.select(_DESCRIPTION).equals(announced.slice(first, table.num_rows)):
+            raise PeerError(f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced")
+        first += table.num_rows
+        yield from _tensors(table)
+        del table  # or it would be there while the next part comes
+
+
+@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], takes_parts=load_weights_in_parts)
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps
     trained.
@@ -98,13 +193,23 @@ def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer:
     return table
 
 
-def _as_binary(tensors: list[Tensor]) -> pa.Array:
-    """One large_binary array of all tensors' bytes, copied once."""
-    ends = np.cumsum([0, *(tensor.nbytes for tensor in tensors)], dtype=np.int64)
-    data = np.empty(int(ends[-1]), dtype=np.uint8)
-    for tensor, start, stop in zip(tensors, ends[:-1], ends[1:], strict=True):
-        data[start:stop] = tensor.reshape(-1).view(torch.uint8).cpu().numpy()
-    return pa.Array.from_buffers(pa.large_binary(), len(tensors), [None, pa.py_buffer(ends), pa.py_buffer(data)])
+class _Binary:
+    """A large_binary array of tensors' bytes, each copied once, as it is there."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = np.cumsum([0, *sizes], dtype=np.int64)
+        self._data = np.empty(int(self._ends[-1]), dtype=np.uint8)
+        self._count = 0
+
+    def add(self, tensor: Tensor) -> None:
+        start, stop = self._ends[self._count : self._count + 2]
+        self._data[start:stop] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        self._count += 1
+
+    def array(self) -> pa.Array:
+        assert self._count == len(self._ends) - 1
+        buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._data)]
+        return pa.Array.from_buffers(pa.large_binary(), self._count, buffers)
 
 
 def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """DAG Planner: a DAG and a placement become one chain of links per worker. Pure Python: no dask, no torch."""
 
-from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import Contract, columns
 from siirl_dask.planner.dag import DAG, Node, Role, Rows
@@ -36,6 +36,7 @@ __all__ = [
     "Send",
     "Sizes",
     "Stage",
+    "Stream",
     "Usage",
     "as_data",
     "columns",

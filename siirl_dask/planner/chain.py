@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.flow import Stage
@@ -107,7 +107,31 @@ class Behind:
     links: tuple[Link, ...]
 
 
-Link = Load | Run | Send | Recv | Keep | Drop | Behind
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Run two nodes at once: each part of the table that ``source`` makes goes to the workers of ``target`` as it is
+    made, and is let go of before many more are. Neither's table is there as a whole.
+    """
+
+    source: Node
+    target: Node
+    gives: bool
+    """This worker is one of the source's."""
+    takes: bool
+    """This worker is one of the target's."""
+    inputs: tuple[Input, ...]
+    """Of the source; none where this worker only takes."""
+    columns: tuple[str, ...]
+    """Of a part."""
+    edge: Edge | None
+    """None where one worker does both, alone."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name}->{self.target.name}"
+
+
+Link = Load | Run | Send | Recv | Keep | Drop | Behind | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +156,5 @@ class Plan:
     edges: tuple[Edge, ...]
     """Those that move rows or guide such."""
     chains: Mapping[str, Chain]
+    streams: Mapping[str, str] = field(default_factory=dict)
+    """Nodes whose tables move in parts, each with the one that takes them."""

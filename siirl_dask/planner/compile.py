@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Behind, Chain, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.flow import DATA, Stage, trace
 from siirl_dask.planner.order import check_order
+from siirl_dask.planner.streams import find_streams
 from siirl_dask.planner.text import steps_behind
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
@@ -32,8 +34,9 @@ def compile_chains(
     stages = trace(dag, source)
     moves = _plan_moves(stages, placed)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    chains = _chains(workers, stages, moves, placed)
-    plan = Plan(dag, placed, stages, edges, chains)
+    streams = find_streams(stages)
+    chains = _chains(workers, stages, moves, placed, streams)
+    plan = Plan(dag, placed, stages, edges, chains, streams)
     check_order(plan)
     return plan
 
@@ -220,52 +223,51 @@ def _chains(
     stages: Mapping[str, Stage],
     moves: Mapping[str, _Move],
     placed: Mapping[str, tuple[str, ...]],
+    streams: Mapping[str, str],
 ) -> dict[str, Chain]:
-    """Node by node, each on all of its workers."""
+    """Node by node, each on all of its workers; what takes parts where they are made."""
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
         for edge in move.edges:
             outgoing[edge.source].append(edge)
-    for name, stage in stages.items():
+    taking = set(streams.values())
+    for name, stage in ((name, stage) for name, stage in stages.items() if name not in taking):
         node, move = stage.node, moves[name]
+        streaming = _streaming(stage, stages[streams[name]], moves, placed) if name in streams else {}
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
-        run, sends = Run(node, move.inputs, stage.kept), [Send(edge) for edge in outgoing[name]]
+        run, sends = Run(node, move.inputs, stage.kept), [Send(edge) for edge in outgoing[name] if not streaming]
         part = {worker: index for index, worker in enumerate(move.holders)}
         for index, worker in enumerate(placed[node.role]):
             here = links[worker]
             if not node.after:
                 here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
-            here += [Behind(node.behind, _with_drops([*before, run]))] if node.behind else [*before, run]
+            now = [*before, streaming.pop(worker, run)]
+            here += [Behind(node.behind, with_drops(now))] if node.behind else now
             if worker in part:
                 here += sends
                 here += [Keep(name, node.keep, part[worker], len(part))] if node.keep else []
-    return {worker: Chain(worker, _with_drops(found)) for worker, found in links.items()}
+        for worker, link in streaming.items():  # on workers of the target alone
+            links[worker].append(link)
+    return {worker: Chain(worker, with_drops(found)) for worker, found in links.items()}
 
 
-def _with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
-    """Each table is dropped right after the last link that uses it."""
-    last: dict[str, int] = {}
-    for position, link in enumerate(links):
-        for table in _uses(link):
-            last[table] = position
-    dropped_at: dict[int, list[Drop]] = {}
-    for table, position in last.items():
-        dropped_at.setdefault(position, []).append(Drop(table))
-    return tuple(item for position, link in enumerate(links) for item in (link, *dropped_at.get(position, ())))
-
-
-def _uses(link: Link) -> tuple[str, ...]:
-    match link:
-        case Load(name):
-            return (name,)
-        case Run(node, inputs):
-            return (*(item.table for item in inputs), node.name)
-        case Send(edge):
-            return (edge.source,)
-        case Recv(edge):
-            return (edge.name,)
-        case Keep(node):
-            return (node,)
-    return ()
+def _streaming(
+    source: Stage, target: Stage, moves: Mapping[str, _Move], placed: Mapping[str, tuple[str, ...]]
+) -> dict[str, Link]:
+    """The link of each worker of either node, those of the source first."""
+    edge = next(iter(moves[target.node.name].edges), None)
+    giving, taking = placed[source.node.role], placed[target.node.role]
+    return {
+        worker: Stream(
+            source.node,
+            target.node,
+            gives=worker in giving,
+            takes=worker in taking,
+            inputs=moves[source.node.name].inputs if worker in giving else (),
+            columns=source.kept,
+            edge=edge,
+        )
+        for worker in dict.fromkeys((*giving, *taking))
+    }

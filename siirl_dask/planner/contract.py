@@ -56,6 +56,8 @@ def columns(
     writes_if: Mapping[str, Mapping[str, Any]] | None = None,
     beside: str | None = None,
     trial: Callable[..., None] | None = None,
+    gives_parts: Callable[..., Any] | None = None,
+    takes_parts: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
@@ -63,6 +65,11 @@ def columns(
     that it writes where an option, by its dotted name, is true. ``beside`` names an option that names a role that must
     be on each of the node's workers, because it uses ``ctx.resources`` of that role. ``trial`` is called with the
     node's options when it is planned, and raises if they cannot work: a loss should not fail after the rollout.
+
+    ``gives_parts``, of a function that makes new rows: another that makes the same table, as ``Parts`` (see context.py)
+    of at most ``most`` bytes, all workers of the role as many and alike. It is called ``(Context, pa.Table, most=most,
+    **options)`` in this one's place where the only node that reads the table, and that nothing comes after, declares
+    ``takes_parts``: what it does with ``(Context, Parts, **options)`` where a whole table would take too much memory.
     """
     contract = Contract(
         tuple(reads),
@@ -81,6 +88,8 @@ def columns(
         fn.__writes_if__ = writes_if or {}  # type: ignore[attr-defined]
         fn.__beside__ = beside  # type: ignore[attr-defined]
         fn.__trial__ = trial  # type: ignore[attr-defined]
+        fn.__gives_parts__ = gives_parts  # type: ignore[attr-defined]
+        fn.__takes_parts__ = takes_parts  # type: ignore[attr-defined]
         return fn
 
     return attach

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -117,6 +118,20 @@ class Node:
             return None
         default = signature(bare(self.fn)).parameters[option].default
         return str(self.options.get(option, default))
+
+    @property
+    def gives_parts(self) -> Callable[..., Any] | None:
+        """What makes its table in parts, with the node's options."""
+        return self._bound("__gives_parts__")
+
+    @property
+    def takes_parts(self) -> Callable[..., Any] | None:
+        """What takes its table in parts, with the node's options."""
+        return self._bound("__takes_parts__")
+
+    def _bound(self, attribute: str) -> Callable[..., Any] | None:
+        found = getattr(bare(self.fn), attribute, None)
+        return None if found is None else partial(found, **self.options)
 
     def try_out(self) -> None:
         """PlanError when the node's options fail the trial that its function declares."""

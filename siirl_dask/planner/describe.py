@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.estimate import Estimate, estimate
 from siirl_dask.planner.flow import Stage
 from siirl_dask.planner.text import LEAST, PACKAGE, readable_bytes, short_name, steps_behind, table, who
@@ -54,14 +54,19 @@ def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
 def _chain(chain: Chain) -> str:
     """The nodes in order, each with where it gets rows from other workers and where it sends them."""
     steps: list[str] = []
-    notes: dict[str, list[str]] = {"from": [], "to": [], "statistics to": [], "keeps": []}
+    notes: dict[str, list[str]] = {}
+
+    def begin(name: str) -> None:
+        finish()
+        steps.append(name)
+        notes.update({"from": [], "in parts from": [], "to": [], "in parts to": [], "statistics to": [], "keeps": []})
 
     def finish() -> None:
         told = "; ".join(f"{word} {', '.join(names)}" for word, names in notes.items() if names)
         if steps and told:
             steps[-1] += f" ({told})"
 
-    received: list[str] = []
+    received: list[str] = []  # since the node before
     for link in chain.flat:
         match link:
             case Load():
@@ -69,10 +74,16 @@ def _chain(chain: Chain) -> str:
             case Recv(edge):
                 received.append(edge.source)
             case Run(node):
-                finish()
-                steps.append(f"{node.name}, {steps_behind(node.behind)}" if node.behind else node.name)
-                notes = {"from": received, "to": [], "statistics to": [], "keeps": []}
-                received = []
+                begin(f"{node.name}, {steps_behind(node.behind)}" if node.behind else node.name)
+                notes["from"], received = received, []
+            case Stream(source, target, gives, takes):
+                if gives:
+                    begin(source.name)
+                    notes["from"], received = received, []
+                    notes["in parts to"].append(target.name)
+                if takes:
+                    begin(target.name)
+                    notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
             case Keep(table=table):
@@ -87,6 +98,7 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
     for (source, target), size in estimates.items():
         stage, edge = plan.stages[target], edges.get((source, target))
         policy = f"{edge.rows if edge else stage.node.rows}{' by minibatch' if edge and edge.by_minibatch else ''}"
+        policy += " in parts" if plan.streams.get(source) == target else ""
         if edge is not None and edge.moves:
             where = _ends(edge, plan, workers)
             columns = [name for name in edge.schema.names if name not in IDENTITY]

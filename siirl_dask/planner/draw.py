@@ -138,6 +138,7 @@ def _label(plan: Plan, source: str, target: str, edge: Edge | None, size: Estima
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
     rows = "? rows" if size.rows is None else f"{size.rows} rows"
     policy = f"{edge.rows}{' by minibatch' if edge.by_minibatch else ''}"
+    policy += " in parts" if plan.streams.get(source) == target else ""
     amount = "? bytes" if size.bytes is None else f"at most {readable_bytes(size.bytes)}"
     moved = f"{rows} {policy}, {amount}{' and ?' if size.unknown and size.bytes else ''}"
     return _Label((_cut(columns), _cut(moved)), f"{source} to {target}, {moved}: {columns}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_dask.planner.chain import Chain, Edge, Keep, Link, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Chain, Edge, Keep, Link, Load, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.estimate import Estimate, estimate
 from siirl_dask.planner.spec import dag_to_spec
 from siirl_dask.planner.widths import Sizes
@@ -36,26 +36,28 @@ def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
     """Workers that do the same are listed once. Which part of a table is whose follows from the rank."""
     doing: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker, chain in chains.items():
-        links = tuple(found for link in chain.flat if (found := _link(link)))
+        links = tuple(found for link in chain.flat for found in _link(link))
         doing.setdefault(links, []).append(worker)
     return [
         {"workers": same, "links": [{"do": do, "what": what} for do, what in links]} for links, same in doing.items()
     ]
 
 
-def _link(link: Link) -> tuple[str, str] | None:
+def _link(link: Link) -> tuple[tuple[str, str], ...]:
     match link:
         case Load(name):
-            return "load", name
+            return (("load", name),)
         case Run(node):
-            return "run", node.name
+            return (("run", node.name),)
         case Send(edge):
-            return "send", edge.name
+            return (("send", edge.name),)
         case Recv(edge):
-            return "receive", edge.name
+            return (("receive", edge.name),)
         case Keep(table=table):
-            return "keep", table
-    return None  # a drop: every table goes right after its last use
+            return (("keep", table),)
+        case Stream(source, target, gives, takes):
+            return (("give in parts", source.name),) * gives + (("take in parts", target.name),) * takes
+    return ()  # a drop: every table goes right after its last use
 
 
 def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> dict[str, Any]:

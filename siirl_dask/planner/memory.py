@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Run, Send
+from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.dag import Rows
 from siirl_dask.planner.estimate import rows_made, times_of
 from siirl_dask.planner.flow import DATA, Column, Stage
@@ -18,6 +18,7 @@ from siirl_dask.planner.widths import Sizes, width_of
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
+_GIVEN, _TAKEN = 2, 3  # parts of a table that are there at once: see worker/streaming.py
 _READ = 2  # what is loaded, and that of the next step, which is read ahead
 
 
@@ -66,6 +67,10 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 most, node = max((most, node), (now, ran.name), key=lambda pair: pair[0])
                 live[ran.name] = weigh.kept[ran.name]
                 unknown |= dict.fromkeys(weigh.unknown[ran.name])
+            case Stream(source, target, gives, takes):
+                now = sum(live.values()) + gives * weigh.given(source.name) + takes * weigh.taken(link)
+                most, node = max((most, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
+                unknown |= dict.fromkeys(weigh.unknown[source.name] if gives else ())
             case Send(edge) if edge.moves:
                 moving += weigh.sent[edge.name]
             case Drop(table):
@@ -99,6 +104,19 @@ class _Weighing:
             waiting = 1 + plan.stages[edge.target].node.behind  # steps whose rows nobody has taken yet
             sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
             self.sent[edge.name] = waiting * sent
+
+    def given(self, source: str) -> int:
+        """Of a table that is made in parts, what is there of it at once: never more than this worker's share."""
+        return min(self.made[source], _GIVEN * self._part(source))
+
+    def taken(self, link: Stream) -> int:
+        """The same of what comes; where it is made it is there already."""
+        return 0 if link.edge is None else min(self.received[link.edge.name], _TAKEN * self._part(link.source.name))
+
+    def _part(self, source: str) -> int:
+        total = self._sizes.totals.get(source, self.made[source])
+        _, largest = self._sizes.pieces.get(source, (0, total))
+        return total if self._sizes.part is None else max(self._sizes.part, largest)
 
     def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
         name, given = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))

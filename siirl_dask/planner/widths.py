@@ -61,6 +61,8 @@ class Sizes:
     """Bytes of all rows that a node makes, by node: of weights, the model's size."""
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """How many rows it makes in all, the same number on each worker, and the bytes of the largest; by node."""
+    part: int | None = None
+    """Bytes at most of what moves at once of a table that moves in parts; a row that is larger moves alone."""
     minibatches: int = 1
     quadratic_from: int = 0
     """Tokens from which balancing counts a row's attention as well; 0, not at all."""

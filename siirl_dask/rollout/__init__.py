@@ -9,6 +9,7 @@ from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import (
+    AnnouncedWeights,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -20,6 +21,7 @@ from siirl_dask.rollout.engine import (
 )
 
 __all__ = [
+    "AnnouncedWeights",
     "FinishReason",
     "Generation",
     "GenerationRequest",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -100,6 +100,19 @@ class OwnWork(Generic[R]):
         return [self._given[number] for number in range(len(self._given))]
 
 
+@dataclass(frozen=True, slots=True)
+class AnnouncedWeights:
+    """Weights of which names and shapes are known before any is there, so that they need not be collected first."""
+
+    shapes: Mapping[str, Sequence[int]]
+    """Of all of them, in the order in which they come."""
+    tensors: Iterable[tuple[str, Tensor]]
+    """Each is there until the next is asked for, and as long as somebody refers to it."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors)
+
+
 class RolloutEngine(Protocol):
     """Generates. A row's sample depends on its prompt, its seed and the weights; never on the rows beside it."""
 
@@ -120,7 +133,10 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape."""
+        """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape.
+
+        Of AnnouncedWeights no more than a layer's should be kept: together they may not fit into memory.
+        """
         ...
 
     def sleep(self) -> None:

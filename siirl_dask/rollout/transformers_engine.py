@@ -60,7 +60,7 @@ class TransformersEngine:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         weights = self._parameters.fit(tensors, version)
         with torch.no_grad():
-            for name, tensor in weights.items():
+            for name, tensor in weights:
                 parameters[name].copy_(tensor)
         self.version = version
 

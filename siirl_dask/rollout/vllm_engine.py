@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
-from siirl_dask.errors import ConfigError, RunError, did_you_mean
+from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
 from siirl_dask.rollout import vllm_process
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -100,9 +100,11 @@ class VllmEngine:
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
                 if self._on_cpu:
                     self._llm.apply_model(_pack_tied_head)
+            except SiirlError:
+                raise  # what brings the weights failed, not vLLM
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
         if self._asleep:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from siirl_dask.errors import PeerError
+from siirl_dask.rollout.engine import AnnouncedWeights
 
 
 class Parameters:
@@ -26,18 +29,36 @@ class Parameters:
         with torch.device("meta"):
             return cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True)))
 
-    def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Tensor]:
-        """All of them, each under its first name. ValueError naming what is missing, unknown or of another shape."""
-        found: dict[str, Tensor] = {}
-        unknown, misshaped = [], []
-        for given, tensor in tensors:
-            if (name := self._names.get(given)) is None:
-                unknown.append(given)
-            elif self._shapes[name] != list(tensor.shape):
-                misshaped.append(f"{given} {list(tensor.shape)} for {self._shapes[name]}")
-            found[name or given] = tensor
-        missing = sorted(self._shapes.keys() - found.keys())
-        wrong = {"missing": missing, "unknown": sorted(unknown), "misshaped": sorted(misshaped)}
-        if any(wrong.values()):
-            raise ValueError(f"weights of version {version} do not fit: { {k: v for k, v in wrong.items() if v} }")
-        return found
+    def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        """All of them, each under its first name. ValueError naming what is missing, unknown or of another shape.
+
+        That is said at once, before any is given. AnnouncedWeights are given as they come, others are collected first.
+        """
+        if not isinstance(tensors, AnnouncedWeights):
+            collected = dict(tensors)
+            tensors = AnnouncedWeights({name: tensor.shape for name, tensor in collected.items()}, collected.items())
+        self._check({name: list(shape) for name, shape in tensors.shapes.items()}, version)
+        return self._by_first_name(tensors, version)
+
+    def _check(self, shapes: Mapping[str, list[int]], version: int) -> None:
+        known = {given: self._shapes[self._names[given]] for given in shapes if given in self._names}
+        misshaped = [f"{given} {shapes[given]} for {mine}" for given, mine in known.items() if shapes[given] != mine]
+        missing = self._shapes.keys() - {self._names[given] for given in known}
+        wrong = {"missing": missing, "unknown": shapes.keys() - known.keys(), "misshaped": misshaped}
+        wrong = {kind: sorted(names) for kind, names in wrong.items() if names}
+        if wrong:
+            raise ValueError(f"weights of version {version} do not fit: {wrong}")
+
+    def _by_first_name(self, weights: AnnouncedWeights, version: int) -> Iterator[tuple[str, Tensor]]:
+        """PeerError when others come than were announced. Of several names of one parameter the last counts."""
+        last = {self._names[given]: given for given in weights.shapes}
+        due = iter(weights.shapes.items())
+        for given, tensor in weights:
+            announced = next(due, ("no more", ()))
+            if (given, list(tensor.shape)) != (announced[0], list(announced[1])):
+                what = f"{given!r} of shape {list(tensor.shape)}"
+                raise PeerError(f"weights of version {version}: {what} came where {announced} was announced")
+            if last[self._names[given]] == given:
+                yield self._names[given], tensor
+        if rest := [name for name, _ in due]:
+            raise PeerError(f"weights of version {version}: {rest} were announced and did not come")

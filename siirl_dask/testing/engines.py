@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
+from siirl_dask.testing.announced import AnnouncedWeightsTests
 from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
 from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
@@ -29,7 +30,7 @@ from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
 _SHARP = 0.06
 
 
-class EngineTests:
+class EngineTests(AnnouncedWeightsTests):
     """Conformance of an engine; ``make_engine`` builds one from a Hugging Face folder, in float32, once per class."""
 
     tolerance = 1e-4

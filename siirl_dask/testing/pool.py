@@ -56,6 +56,8 @@ class LocalPool:
     source: Source
     url: str
     seed: int = 0
+    part: int = 2**28
+    """Bytes at most of what moves at once of a table that moves in parts."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)
 
@@ -154,6 +156,7 @@ class LocalPool:
             loop=self._loop,
             stop=self.stop,
             meter=lambda name: nullcontext(),
+            part=self.part,
         )
 
 

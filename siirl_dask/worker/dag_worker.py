@@ -157,6 +157,7 @@ class DAGWorker(WorkerPlugin):
             loop=self._loop,
             stop=self.stop,
             meter=context_meter.meter,
+            part=self.spec.data.part,
         )
 
     def run_chain(self, turn: Turn, completed: int) -> None:

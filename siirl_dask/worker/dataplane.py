@@ -39,6 +39,8 @@ class DataSettings:
     stall_timeout: float = 600.0
     stealing: bool = True
     """Workers may take over work from one another."""
+    part: int = 2**28
+    """Bytes at most of what moves at once of a table that moves in parts."""
 
     @staticmethod
     def of(config: Config) -> DataSettings:
@@ -52,6 +54,7 @@ class DataSettings:
             peer_timeout=cluster.peer_timeout,
             stall_timeout=cluster.stall_timeout,
             stealing=config.rollout.work_stealing,
+            part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
         )
 
 
@@ -77,6 +80,7 @@ class DataPlane:
             way=settings.way,
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
+            stall_timeout=settings.stall_timeout,
         )
         self._handler: Handler = self.databuffer.handle
 

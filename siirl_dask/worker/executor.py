@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import format_exc
@@ -15,15 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import join, write_part
 
-from siirl_dask.context import Context, Device, Metric, Rank, Reduce
+from siirl_dask.context import Context, Device, Metric, Parts, Rank, Reduce
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import NodeError, SiirlError
-from siirl_dask.planner import Behind, Chain, Drop, Keep, Link, Load, Node, Recv, Run, Send
+from siirl_dask.planner import Behind, Chain, Drop, Input, Keep, Link, Load, Node, Recv, Run, Send, Stream
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
 from siirl_dask.worker.history import History
 from siirl_dask.worker.stop import StopFlag, wait_for
+from siirl_dask.worker.streaming import Clock, Wire, giving, in_order, taking
 
 _T = TypeVar("_T")
 Meter = Callable[[str], AbstractContextManager[object]]
@@ -49,6 +50,8 @@ class Bench:
     stop: StopFlag
     meter: Meter
     """Shows a node's time by its name wherever the process is watched."""
+    part: int = 2**28
+    """Bytes at most of what moves at once of a table that moves in parts."""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What nodes keep from one turn to the next, by phase and name."""
 
@@ -85,6 +88,8 @@ class Execution:
                 case Run():
                     with _Timed(self, link.node.name):
                         self.tables[link.node.name] = self._run_node(link)
+                case Stream():
+                    self._stream(link)
                 case Send(edge):
                     self._wait(databuffer.publish(edge, self.turn, self.tables[edge.source]))
                 case Recv(edge, guide):
@@ -126,11 +131,60 @@ class Execution:
         return context
 
     def _run_node(self, link: Run) -> pa.Table:
-        node = link.node
+        with self._named(link.node):
+            table = self._joined(link.inputs)
+            given = link.node.fn(self._context_of(link.node), table)
+            return _checked(link.node, link.columns, table, given)
+
+    def _stream(self, link: Stream) -> None:
+        """Make the source's table and have the target take it, each as far as it is this worker's."""
+        bench, clock = self.bench, Clock(self.bench.meter)
+        made = clock.timed(link.source.name, self._made(link) if link.gives else iter(()))
+        if link.edge is None:
+            about = next(made)
+            self._take(link, Parts(about, in_order(about, made, link.source.name)), clock)
+        else:
+            wire = Wire(link.edge, self.turn, bench.databuffer, bench.loop, bench.stop)
+            given = giving(made, wire, clock)
+            if link.takes:
+                self._take(link, taking(wire, given, clock), clock)
+            for _ in given:
+                bench.stop.check()
+        clock.log(self.metrics)
+
+    def _made(self, link: Stream) -> Iterator[pa.Table]:
+        """What the source announces, which one of its workers tells, and this worker's share of each part."""
+        node, make = link.source, link.source.gives_parts
+        assert make is not None
+        with self._named(node):
+            table = self._joined(link.inputs)
+            parts = make(self._context_of(node), table, most=self.bench.part)
+            if not isinstance(parts, Parts):
+                raise NodeError(f"node {node.name!r} gave a {type(parts).__name__}: expected Parts")
+            about = _checked(node, link.columns, table, parts.about)
+            tells = link.edge is None or link.edge.sources[0] == self.bench.device.worker
+            yield about if tells else about.slice(0, 0)
+            for part in parts.tables:
+                yield _checked(node, link.columns, table, part)
+                del part  # or it would be there while the next is made
+
+    def _take(self, link: Stream, parts: Parts, clock: Clock) -> None:
+        """Have the target take the parts. What it leaves is let go of, since others wait for it to be taken."""
+        node, take = link.target, link.target.takes_parts
+        assert take is not None
+        with self._named(node), clock.running(node.name), closing(parts.tables):
+            take(self._context_of(node), parts)
+            for _ in parts.tables:
+                self.bench.stop.check()
+
+    def _joined(self, inputs: Sequence[Input]) -> pa.Table:
+        return _join([self.tables[item.table].select(item.columns) for item in inputs])
+
+    @contextmanager
+    def _named(self, node: Node) -> Iterator[None]:
+        """Whatever goes wrong inside is said to be of the node."""
         try:
-            table = _join([self.tables[item.table].select(item.columns) for item in link.inputs])
-            given = node.fn(self._context_of(node), table)
-            return _checked(link, table, given)
+            yield
         except SiirlError as error:
             error.add_note(f"in node {node.name!r}, {self.turn}, worker {self.bench.device.worker!r}")
             raise
@@ -179,9 +233,8 @@ def _sorted(table: pa.Table) -> pa.Table:
     return table if (ids[1:] >= ids[:-1]).all() else table.take(pc.sort_indices(table[ROW_ID]))
 
 
-def _checked(link: Run, table: pa.Table, given: object) -> pa.Table:
-    """The node's output, held against its contract. NodeError names the column."""
-    node = link.node
+def _checked(node: Node, columns: Sequence[str], table: pa.Table, given: object) -> pa.Table:
+    """``columns`` of the node's output, held against its contract. NodeError names the column."""
     if not isinstance(given, pa.Table):
         raise NodeError(f"node {node.name!r} gave a {type(given).__name__}: expected a pyarrow Table")
     contract = node.contract
@@ -189,7 +242,7 @@ def _checked(link: Run, table: pa.Table, given: object) -> pa.Table:
     known = set(declared) | (set(table.column_names) if contract.passes else set())
     if undeclared := [name for name in given.column_names if name not in known]:
         raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
-    if missing := [name for name in link.columns if name not in given.column_names]:
+    if missing := [name for name in columns if name not in given.column_names]:
         raise NodeError(f"node {node.name!r} did not give {missing} (it gave {given.column_names})")
     for name, kind in declared.items():
         if name in given.column_names and given[name].type != kind:
@@ -197,4 +250,4 @@ def _checked(link: Run, table: pa.Table, given: object) -> pa.Table:
     same = contract.new_rows or given[ROW_ID].equals(table[ROW_ID])
     if not same and sorted(given[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
         raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
-    return given.select(link.columns)
+    return given.select(columns)

@@ -342,3 +342,41 @@ def test_memory_beyond_what_may_be_kept_is_given_back_when_a_turn_is_over():
     held, after = asyncio.run(pull())
     assert held > SMALL.memory
     assert after <= SMALL.memory // 2
+
+
+def test_parts_of_a_table_are_published_taken_and_freed_each_by_itself():
+    e, rows = edge(names(2), names(2, first=1), Rows.REPLICATED), make_rows(40)
+    parts = [rows.slice(first, 10) for first in range(0, 40, 10)]
+
+    async def work():
+        buffers, _ = buffers_of([e], way="shared memory")
+        for number, part in enumerate(parts):
+            pulls = [asyncio.create_task(buffers[w].pull(e, e, TURN, number)) for w in e.targets]
+            shares = scatter(part, e.sources, seed=number)
+            for worker in e.sources:
+                await buffers[worker].publish(e, TURN, shares[worker], number)
+            assert [table.sort_by("row_id") for table in await asyncio.gather(*pulls)] == [part, part]
+            await asyncio.gather(*(buffers[worker].until_taken(e, TURN, number) for worker in e.sources))
+            assert [buffers[worker].waiting for worker in e.sources] == [0, 0]
+
+    asyncio.run(work())
+
+
+def test_who_waits_for_a_part_to_be_taken_waits_no_longer_than_is_allowed_and_hears_an_abort():
+    e, rows = edge(names(1), names(2, first=1), Rows.REPLICATED), make_rows(10)
+
+    async def work():
+        buffers, _ = buffers_of([e], stall_timeout=0.2)
+        await buffers["0"].publish(e, TURN, rows, 0)
+        await buffers["1"].pull(e, e, TURN, 0)
+        with pytest.raises(PeerError, match=r"part 0: worker '0' still has 10 rows .* within 0\.2 s .*stall_timeout"):
+            await buffers["0"].until_taken(e, TURN, 0)
+        buffers, _ = buffers_of([e])
+        await buffers["0"].publish(e, TURN, rows, 0)
+        waiting = asyncio.create_task(buffers["0"].until_taken(e, TURN, 0))
+        await asyncio.sleep(0)
+        buffers["0"].abort("worker '2' died")
+        with pytest.raises(Aborted, match="worker '2' died"):
+            await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(work())

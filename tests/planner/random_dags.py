@@ -45,6 +45,20 @@ def fewer_rows(ctx, table): ...
 def other_rows(ctx, table): ...
 
 
+def in_parts(ctx, table, *, most): ...
+
+
+def from_parts(ctx, parts): ...
+
+
+@columns(new_rows=True, passes=False, gives_parts=in_parts)
+def gives(ctx, table): ...
+
+
+@columns(takes_parts=from_parts)
+def takes(ctx, table): ...
+
+
 ROLES = ("a", "b", "c")
 
 
@@ -79,7 +93,22 @@ def dags(draw: st.DrawFn) -> DAG:
         seen[name] = (available if fn in (same_rows, more_rows, fewer_rows) else set()) | set(written)
         if replicated and fn in (same_rows, narrow):
             everywhere.add(name)
+    for i in range(draw(st.integers(0, 2))):
+        nodes += pairs(draw, i, draw(st.sampled_from([None, *sorted(made_by.keys() - everywhere)])))
     return DAG([Role(role, build) for role in ROLES], nodes)
+
+
+def pairs(draw: st.DrawFn, number: int, before: str | None) -> list[Node]:
+    """A node that can give parts and one that can take them, with what may come between them or forbid it."""
+    written = pa.schema({f"part{number}": pa.binary()})
+    roles, rows = st.sampled_from(ROLES), st.sampled_from([Rows.REPLICATED] * 3 + [Rows.ANYWHERE])
+    keep = st.sampled_from([None] * 5 + [f"parts{number}"])
+    after = (before,) if before is not None else ()
+    source = Node(f"gives{number}", gives, draw(roles), after, keep=draw(keep), writes=written)
+    target = Node(f"takes{number}", takes, draw(roles), (source.name,), draw(rows), reads=tuple(written.names))
+    aside = Node(f"aside{number}", same_rows, draw(roles), draw(st.sampled_from([(), (), (), (source.name,)])))
+    beyond = [Node(f"beyond{number}", same_rows, draw(roles), (target.name,))] if draw(st.integers(0, 4)) == 0 else []
+    return [source, *draw(st.permutations([aside, target])), *beyond]
 
 
 @st.composite

@@ -6,18 +6,20 @@ Rows go where ``assign`` sends them; a value says who wrote it, from what, so th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from siirl_dask.coordinator.statistics import Statistics, assign
-from siirl_dask.planner import DAG, Chain, Drop, Edge, Keep, Load, Node, Plan, Recv, Rows, Run, Send
+from siirl_dask.planner import DAG, Chain, Drop, Edge, Input, Keep, Load, Node, Plan, Recv, Rows, Run, Send, Stream
 from siirl_dask.schema import IDENTITY
 from tests.planner.random_dags import SOURCE
 
 PROMPTS = 9
+PART = 5  # rows
 Table = dict[int, dict[str, Any]]
 """Row id -> column -> value; a value says who wrote it, from what."""
 
@@ -111,6 +113,11 @@ class Cluster:
     published: dict[tuple[str, str], Table] = field(default_factory=dict)
     inputs: dict[str, dict[str, Table]] = field(default_factory=dict)
     kept: dict[str, dict[int, tuple[int, Table]]] = field(default_factory=dict)
+    taken: dict[str, set[str]] = field(default_factory=dict)
+    """Workers that have a part, by its name."""
+    untaken: int = 0
+    """Parts of one worker that somebody had yet to take, at most."""
+    happened: int = 0
 
     def run(self) -> None:
         """Round and round over the workers; a Recv waits until all it needs is published."""
@@ -144,6 +151,7 @@ class Worker:
     position: int = 0
     tables: dict[str, Table] = field(default_factory=dict)
     had: set[str] = field(default_factory=set)
+    streaming: Iterator[None] | None = None
 
     @property
     def done(self) -> bool:
@@ -152,6 +160,7 @@ class Worker:
     def advance(self) -> bool:
         """Run on until a Recv has to wait for rows, or a node for other workers. True if anything was done."""
         start, came = self.position, False
+        happened = self.cluster.happened
         while not self.done:
             link = self.chain.links[self.position]
             if isinstance(link, Run):
@@ -162,14 +171,72 @@ class Worker:
                     break
             if isinstance(link, Recv) and not (self.cluster.arrived(link.edge) and self.cluster.arrived(link.guide)):
                 break
+            if isinstance(link, Stream):
+                self.streaming = self.streaming or self.stream(link)
+                if next(self.streaming, "over") != "over":
+                    break
+                self.streaming = None
             self.follow(link)
             self.position += 1
-        return came or self.position > start
+        return came or self.position > start or self.cluster.happened > happened
+
+    def stream(self, link: Stream) -> Iterator[None]:
+        """Both nodes are collectives, the source one for each part. Goes on as far as it can, and waits."""
+        cluster, me, (source, target) = self.cluster, self.chain.worker, (link.source, link.target)
+        givers, takers = cluster.plan.placement[source.role], cluster.plan.placement[target.role]
+        if link.gives:
+            table = self.joined(link.inputs)
+            cluster.inputs.setdefault(source.name, {})[me] = table
+            made = {r: {c: values[c] for c in link.columns} for r, values in applied(source, table).items()}
+            cluster.published[source.name, me] = made
+        for number in count():
+            part = f"{link.name}/{number}"
+            if link.gives:
+                before = f"{link.name}/{number - 2}"
+                while number >= 2 and cluster.taken.get(before, set()) != set(takers):
+                    yield
+                yield from self.meet(part, givers)
+                rows = sorted(row for worker in givers for row in cluster.published[source.name, worker])
+                here = rows[PART * (number - 1) : PART * number] if number else []
+                cluster.published[part, me] = {r: made[r] for r in here if r in made}
+                mine = [name for name, worker in cluster.published if worker == me and name.startswith(f"{link.name}/")]
+                left = sum(cluster.taken.get(name, set()) != set(takers) for name in mine)
+                cluster.untaken = max(cluster.untaken, left)
+            if link.takes:
+                while any((part, worker) not in cluster.published for worker in givers):
+                    yield
+                parts = [cluster.published[part, worker] for worker in givers]
+                assert sum(map(len, parts)) == len({row for rows in parts for row in rows}), "a row is there twice"
+                got = cluster.inputs.setdefault(target.name, {}).setdefault(me, {})
+                got.update({row: values for rows in parts for row, values in rows.items()})
+                cluster.taken.setdefault(part, set()).add(me)
+                cluster.happened += 1
+                if number == 0:
+                    yield from self.meet(target.name, takers)
+            if PART * number >= sum(len(cluster.published[source.name, worker]) for worker in givers):
+                return
+
+    def meet(self, what: str, workers: Sequence[str]) -> Iterator[None]:
+        self.cluster.happened += 1
+        self.cluster.come.setdefault(what, set()).add(self.chain.worker)
+        while self.cluster.come[what] != set(workers):
+            yield
 
     def add(self, name: str, table: Table) -> None:
         assert name not in self.had, f"{name} was there before"
         self.had.add(name)
         self.tables[name] = table
+
+    def joined(self, inputs: Sequence[Input]) -> Table:
+        return joined(
+            [
+                {
+                    r: {column: values[column] for column in item.columns}
+                    for r, values in self.tables[item.table].items()
+                }
+                for item in inputs
+            ]
+        )
 
     def follow(self, link: object) -> None:
         cluster, worker = self.cluster, self.chain.worker
@@ -180,13 +247,7 @@ class Worker:
                 }
                 self.add(name, {row: {column: values[column] for column in names} for row, values in rows.items()})
             case Run(node, inputs, names):
-                given_to_it: list[Table] = []
-                for item in inputs:
-                    rows = self.tables[item.table]
-                    given_to_it.append(
-                        {r: {column: values[column] for column in item.columns} for r, values in rows.items()}
-                    )
-                table = joined(given_to_it)
+                table = self.joined(inputs)
                 cluster.inputs.setdefault(node.name, {})[worker] = table
                 made = applied(node, table)
                 self.add(node.name, {r: {column: values[column] for column in names} for r, values in made.items()})

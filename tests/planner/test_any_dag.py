@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run
 from siirl_dask.planner.flow import is_blob
 from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
-from tests.planner.random_dags import QUICKLY, fewer_rows, more_rows, narrow, other_rows, plans
+from tests.planner.random_dags import QUICKLY, fewer_rows, gives, more_rows, narrow, other_rows, plans, takes
 from tests.planner.simulation import Cluster, owners, without_a_planner
 
 seeds = st.integers(0, 7)
+
+
+def streamed(plan: Plan) -> list[tuple[set[str], set[str]]]:
+    """Workers of each node that gives parts, and of the one that takes them."""
+    return [tuple(set(plan.placement[plan.dag.node(name).role]) for name in ends) for ends in plan.streams.items()]
 
 
 def reads(node: Node, available: set[str]) -> set[str]:
@@ -123,6 +128,21 @@ def test_a_blob_is_only_where_it_is_used_and_comes_from_where_it_was(plan):
 
 
 @QUICKLY
+@given(plans(), seeds)
+def test_what_goes_in_parts_is_never_there_as_a_whole_and_the_rest_is(plan, seed):
+    cluster = ran(plan, seed)
+    assert cluster.untaken <= 2
+    for node in plan.dag.nodes:
+        children = [other for other in plan.dag.nodes if node.name in other.after]
+        alone = len(children) == 1 and not any(children[0].name in other.after for other in plan.dag.nodes)
+        able = alone and node.fn is gives and children[0].fn is takes and children[0].rows is Rows.REPLICATED
+        assert (node.name in plan.streams) == (able and not node.keep)
+    for chain in plan.chains.values():
+        whole = {link.node.name for link in chain.links if isinstance(link, Run)}
+        assert whole.isdisjoint({*plan.streams, *plan.streams.values()})
+
+
+@QUICKLY
 @given(plans())
 def test_a_recv_waits_only_for_nodes_that_come_earlier(plan):
     order = {node.name: position for position, node in enumerate(plan.dag.ordered())}
@@ -171,6 +191,11 @@ def test_what_is_drawn_has_every_shape():
                 "roles together": len(places) > 1 and bool(set.intersection(*places)),
                 "idle workers": any(not chain.links for chain in plan.chains.values()),
                 **{fn.__name__: any(n.fn is fn for n in nodes) for fn in (more_rows, fewer_rows, other_rows, narrow)},
+                "in parts, apart": any(places[0].isdisjoint(places[1]) for places in streamed(plan)),
+                "in parts, together": any(len(places[0] & places[1]) > 1 for places in streamed(plan)),
+                "in parts, on some": any(places[0] - places[1] and places[0] & places[1] for places in streamed(plan)),
+                "in parts, alone": any(places[0] == places[1] and len(places[0]) == 1 for places in streamed(plan)),
+                "not in parts": sum(n.fn is gives for n in nodes) > len(plan.streams),
                 "after fewer rows": any(plan.dag.node(p).fn is fewer_rows for n in nodes for p in n.after),
             }
         )

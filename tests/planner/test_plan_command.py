@@ -117,7 +117,10 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["cluster.memory_limit=451MB"], ["'451MB'", "moving rows", "role rollout 364", "process 450.0 MB", "lower"]),
+        (
+            ["cluster.memory_limit=450.5MB"],
+            ["'450.5MB'", "moving rows", "role rollout 364", "process 450.0 MB", "lower"],
+        ),
         (
             ["data.memory_limit=1MiB", "cluster.memory_limit=500MB", "data.batch_size=99999"],
             ["tables (at reward of train)", "lower data.batch_size, rollout.n", "workers 0, 1 (rollout, reward)"],
@@ -193,3 +196,22 @@ def test_published_weights_are_shared_by_those_that_publish_them(digits):
         for count in (1, 32)
     )
     assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
+
+
+def test_the_shipped_weights_go_in_parts_unless_a_later_step_loads_them(capsys, digits):
+    given = json.loads(planned(capsys, "--format", "json", *digits))["phases"]["train"]
+    links = {worker: chain["links"] for chain in given["chains"] for worker in chain["workers"]}
+    assert links["2"][-1] == {"do": "give in parts", "what": "weights"}
+    assert links["0"][-1] == {"do": "take in parts", "what": "load_weights"}
+    late = " ".join(planned(capsys, *digits, "rollout.max_staleness=1").split())
+    assert "load_weights, 1 step behind (from weights)" in late
+    assert "in parts" not in late
+
+
+def test_a_smaller_bucket_takes_less_memory(digits):
+    whole, parts = (
+        memories([*digits, "data.batch_size=2", "rollout.n=1", f"rollout.weights_bucket={size}"])["policy",]
+        for size in ("1GiB", "8KiB")
+    )
+    assert whole.tables > 300_000  # 91k parameters in float32
+    assert parts.tables < 150_000  # two of the largest

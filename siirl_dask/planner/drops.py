@@ -1,0 +1,36 @@
+"""When a worker forgets its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from siirl_dask.planner.chain import Drop, Keep, Link, Load, Recv, Run, Send, Stream
+
+
+def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
+    """Each table is dropped right after the last link that uses it."""
+    last: dict[str, int] = {}
+    for position, link in enumerate(links):
+        for table in _uses(link):
+            last[table] = position
+    dropped_at: dict[int, list[Drop]] = {}
+    for table, position in last.items():
+        dropped_at.setdefault(position, []).append(Drop(table))
+    return tuple(item for position, link in enumerate(links) for item in (link, *dropped_at.get(position, ())))
+
+
+def _uses(link: Link) -> tuple[str, ...]:
+    match link:
+        case Load(name):
+            return (name,)
+        case Run(node, inputs):
+            return (*(item.table for item in inputs), node.name)
+        case Stream(inputs=inputs):
+            return tuple(item.table for item in inputs)
+        case Send(edge):
+            return (edge.source,)
+        case Recv(edge):
+            return (edge.name,)
+        case Keep(node):
+            return (node,)
+    return ()

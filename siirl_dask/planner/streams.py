@@ -1,0 +1,33 @@
+"""Which tables move in parts, from the node that makes them to the only one that takes them, both at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.flow import Stage
+
+
+def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
+    """Source and target of each. All other tables are made whole: those that are kept, that several nodes read or one
+    of a later step does, and those of functions that know no parts.
+    """
+    readers: dict[str, list[str]] = {name: [] for name in stages}
+    for name, stage in stages.items():
+        for giver in dict.fromkeys((*stage.node.after, *stage.providers.values())):
+            readers[giver].append(name)
+    alone = {source: names[0] for source, names in readers.items() if len(names) == 1 and not readers[names[0]]}
+    return {source: target for source, target in alone.items() if _fit(stages[source].node, stages[target].node)}
+
+
+def _fit(source: Node, target: Node) -> bool:
+    declared = source.gives_parts is not None and source.contract.new_rows and target.takes_parts is not None
+    whole = source.keep or target.keep or target.behind
+    return declared and not whole and target.after == (source.name,) and target.rows is Rows.REPLICATED
+
+
+def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:
+    """The nodes as every worker comes to them: in the DAG's order, but what takes parts with what gives them."""
+    taking = set(streams.values())
+    order = [node for node in dag.ordered() if node.name not in taking]
+    return [n for node in order for n in (node, *(dag.node(t) for s, t in streams.items() if s == node.name))]

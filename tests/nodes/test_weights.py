@@ -1,0 +1,198 @@
+"""New weights in parts, over real executors and databuffers: whatever the placement, what the trainer has is loaded."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.errors import NodeError
+from siirl_dask.nodes import load_weights, publish_weights
+from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
+from siirl_dask.testing.pool import LocalPool
+
+KINDS = (torch.float32, torch.bfloat16)
+
+
+class Holder:
+    """A trainer whose weights tell the step, and that can fail on the way."""
+
+    def __init__(self, shapes, fails_at=None, changes=False):
+        self.shapes, self.fails_at, self.changes = shapes, fails_at, changes
+        self.step = 0
+
+    def weights(self):
+        self.step += 1
+        for number, shape in enumerate(self.shapes):
+            if number == self.fails_at and self.step > 1:  # they were announced
+                raise ZeroDivisionError("in the middle")
+            size = int(np.prod(shape)) + (self.changes and self.step > 1 and number == 1)
+            values = torch.arange(size, dtype=torch.float32) + number
+            yield f"p{number}", values.reshape((-1,) if self.changes else shape).to(KINDS[number % 2])
+
+
+class Collector:
+    """An engine that keeps a copy of what it is given, and says what was there meanwhile."""
+
+    def __init__(self, takes=None, fails_at=None):
+        self.loaded, self.version, self.takes, self.fails_at = {}, 0, takes, fails_at
+        self.look = lambda: 0
+        self.most = 0
+
+    def load_weights(self, tensors, version):
+        self.loaded = {}
+        for number, (name, tensor) in enumerate(tensors):
+            if number == self.takes:
+                break
+            if number == self.fails_at:
+                raise ZeroDivisionError("while loading")
+            self.loaded[name] = tensor.clone()
+            self.most = max(self.most, self.look())
+        self.version = version
+
+
+def build(device, rank, *, kind, options):
+    return kind(**options)
+
+
+@columns(reads=["parameter", "data"])
+def lengths(ctx, table):
+    """A node of one's own that reads the weights as rows."""
+    values = [len(value) for value in table["data"].to_pylist()]
+    ctx.resource.loaded = dict(zip(table["parameter"].to_pylist(), values, strict=True))
+    return table
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    url = tmp_path_factory.mktemp("data") / "data.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 4, "answer": ["b"] * 4}), url)
+    return Source(url=str(url), prompt="prompt", answer="answer", batch_size=2, seed=0)
+
+
+def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None):
+    roles = (
+        Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
+        Role("rollout", partial(build, kind=Collector, options=engine or {})),
+    )
+    nodes = (Node("weights", publish_weights, "policy"), Node("load", reader, "rollout", ("weights",), Rows.REPLICATED))
+    workers = [f"w{number}" for number in range(1 + max(map(max, placement.values())))]
+    schema = source_schema(open_source(source).schema, source)
+    return LocalPool(compile_chains(DAG(roles, nodes), workers, schema, placement), source, url="", part=part)
+
+
+def engines(workers):
+    return {w: workers.resources(w)["rollout"] for w in workers.workers if "rollout" in workers.resources(w)}
+
+
+def assert_nothing_is_held(workers):
+    gc.collect()
+    assert {buffer.waiting for buffer in workers.databuffers.values()} == {0}
+    assert {buffer.arena.in_use for buffer in workers.databuffers.values()} == {0}
+
+
+places = st.integers(1, 4).flatmap(
+    lambda count: st.fixed_dictionaries(
+        {
+            role: st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)
+            for role in ("policy", "rollout")
+        }
+    )
+)
+shapes = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=12)
+
+
+@settings(max_examples=25, derandomize=True, database=None)
+@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]))
+def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_stays_behind(
+    source, placement, shapes, part
+):
+    with pool(source, placement, shapes, part) as workers:
+        assert workers.plan.streams == {"weights": "load"}
+        for step in (1, 2):
+            workers.run(step)
+            expected = dict(Holder(shapes).weights())
+            for engine in engines(workers).values():
+                assert engine.version == step
+                assert list(engine.loaded) == list(expected)
+                for name, tensor in expected.items():
+                    assert engine.loaded[name].dtype == tensor.dtype
+                    assert torch.equal(engine.loaded[name], tensor)
+        assert_nothing_is_held(workers)
+
+
+@pytest.mark.parametrize("placement", [{"policy": [0], "rollout": [1]}, {"policy": [0, 1, 2], "rollout": [1, 2, 3]}])
+def test_no_worker_holds_more_than_a_few_parts(source, placement):
+    part, largest = 40_000, 64 * 64 * 4
+    with pool(source, placement, [(64, 64)] * 80, part) as workers:
+        published = 0
+        for worker, engine in engines(workers).items():
+            engine.look = lambda arena=workers.databuffers[worker].arena: arena.in_use
+        buffer = workers.databuffers["w0"]
+        publish = buffer.publish
+
+        async def watched(*args):
+            nonlocal published
+            await publish(*args)
+            published = max(published, buffer.waiting)
+
+        buffer.publish = watched
+        workers.run()
+        overhead = 2000  # of names, shapes and alignment
+        for engine in engines(workers).values():
+            assert largest < engine.most <= 3 * (part + overhead)
+        assert 0 < published <= 2 * (part + overhead)
+        assert_nothing_is_held(workers)
+
+
+APART, TOGETHER, OVER = (
+    {"policy": [0, 1], "rollout": [2, 3]},
+    {"policy": [0, 1], "rollout": [0, 1]},
+    {"policy": [0, 1], "rollout": [1, 2]},
+)
+
+
+@pytest.mark.parametrize("placement", [APART, TOGETHER, OVER, {"policy": [0], "rollout": [0]}])
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"trainer": {"fails_at": 5}}, "node 'weights', train step 1, worker 'w.': ZeroDivisionError: in the middle"),
+        ({"trainer": {"changes": True}}, r"node 'weights'.* weights\(\) gave .*where .* was before"),
+        ({"engine": {"fails_at": 5}}, "node 'load', train step 1, worker 'w.': ZeroDivisionError: while loading"),
+    ],
+)
+def test_who_fails_on_the_way_is_named_and_stops_everyone(source, placement, broken, said):
+    with pool(source, placement, [(40,)] * 12, 300, **broken) as workers, pytest.raises(NodeError, match=said):
+        workers.run()
+
+
+def test_a_reader_that_leaves_some_holds_nobody_up(source):
+    with pool(source, OVER, [(40,)] * 12, 300, engine={"takes": 3}) as workers:
+        for step in (1, 2):
+            workers.run(step)
+        assert {tuple(engine.loaded) for engine in engines(workers).values()} == {("p0", "p1", "p2")}
+        assert_nothing_is_held(workers)
+
+
+def test_a_node_of_ones_own_still_reads_the_weights_as_rows(source):
+    with pool(source, OVER, [(40,), (3, 2)] * 6, 300, reader=lengths) as workers:
+        assert not workers.plan.streams
+        workers.run()
+        expected = {name: tensor.nbytes for name, tensor in Holder([(40,), (3, 2)] * 6).weights()}
+        assert all(engine.loaded == expected for engine in engines(workers).values())
+
+
+def test_what_travels_is_counted_once(source):
+    with pool(source, APART, [(1000,)] * 10, 5000) as workers:
+        metrics = workers.run()
+        size = sum(tensor.nbytes for _, tensor in Holder([(1000,)] * 10).weights())
+        assert 2 * size <= metrics["bytes/peers"].value < 2 * size + 20_000
+        assert {"seconds/weights", "seconds/load", "seconds/weights->load"} <= metrics.keys()

@@ -1,0 +1,93 @@
+"""Tables that move in parts: how a plan shows them, what they take of memory, and that their order is checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from siirl_dask.errors import PlanError
+from siirl_dask.planner import DAG, Chain, Node, Role, Rows, Run, Sizes, Stream, compile_chains, describe, draw, usage
+from siirl_dask.planner.order import check_order
+from tests.planner.random_dags import SOURCE, build, gives, same_rows, takes
+
+WORKERS = ("w0", "w1", "w2")
+PLACED = {"learns": [0, 1], "samples": [1, 2]}
+SIZES = Sizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1500)})
+
+
+@pytest.fixture
+def plan():
+    nodes = (
+        Node("first", same_rows, "samples"),
+        Node("give", gives, "learns", writes=SOURCE),
+        Node("other", same_rows, "samples", ("first",), reads=("d0",)),
+        Node("take", takes, "samples", ("give",), Rows.REPLICATED, reads=("d0", "d2")),
+    )
+    return compile_chains(DAG((Role("learns", build), Role("samples", build)), nodes), WORKERS, SOURCE, PLACED)
+
+
+def test_every_worker_of_either_has_one_link_for_both_at_the_place_of_the_first(plan):
+    links = {
+        worker: [
+            (link.source.name, link.gives, link.takes) if isinstance(link, Stream) else link.node.name
+            for link in chain.links
+            if isinstance(link, Run | Stream)
+        ]
+        for worker, chain in plan.chains.items()
+    }
+    assert links == {
+        "w0": [("give", True, False)],
+        "w1": ["first", ("give", True, True), "other"],
+        "w2": ["first", ("give", False, True), "other"],
+    }
+    (edge,) = [edge for edge in plan.edges if edge.source == "give"]
+    assert (edge.sources, edge.targets, edge.rows) == (("w0", "w1"), ("w1", "w2"), Rows.REPLICATED)
+
+
+def test_a_plan_is_read_with_them(plan):
+    text = describe(plan, SIZES)
+    assert re.search(r"w0 +give \(from data; in parts to take\)", text)
+    assert re.search(
+        r"w1 +first \(from data\) > give \(from data; in parts to take\) > take \(in parts from give\) > other", text
+    )
+    assert re.search(r"w2 +first \(from data\) > take \(in parts from give\) > other", text)
+    assert re.search(r"give -> take +\S+ replicated in parts", text)
+    assert "replicated in parts" in draw({"train": (plan, SIZES)})
+
+
+def moved(plan, worker, before):
+    """With the stream of a worker before another node of its."""
+    links = list(plan.chains[worker].links)
+    (stream,) = [link for link in links if isinstance(link, Stream)]
+    links.remove(stream)
+    at = next(i for i, link in enumerate(links) if isinstance(link, Run) and link.node.name == before)
+    return replace(plan, chains={**plan.chains, worker: Chain(worker, (*links[:at], stream, *links[at:]))})
+
+
+def without(plan, worker):
+    links = tuple(link for link in plan.chains[worker].links if not isinstance(link, Stream))
+    return replace(plan, chains={**plan.chains, worker: Chain(worker, links)})
+
+
+def test_an_order_in_which_workers_could_wait_for_each_other_is_refused(plan):
+    check_order(plan)
+    for broken, said in (
+        (moved(plan, "w2", "first"), "worker 'w2' runs 'first' after 'take'"),
+        (moved(plan, "w1", "first"), "worker 'w1' runs 'first' after 'take'"),
+        (without(plan, "w0"), "worker 'w0' runs [] of role 'learns': expected ['give']"),
+        (without(plan, "w2"), "worker 'w2' runs ['first', 'other'] of role 'samples'"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(said)):
+            check_order(broken)
+
+
+def test_a_worker_needs_memory_for_a_few_parts_and_not_for_the_table(plan):
+    needs = {size: usage(plan, replace(SIZES, part=size)) for size in (1, 1500, 2000, 10**6)}
+    tables = {size: [used[worker].tables for worker in ("w0", "w2")] for size, used in needs.items()}
+    others = [tables[2000][0] - 2 * 2000, tables[2000][1] - 3 * 2000]
+    assert all(0 < size < 200 for size in others)
+    assert tables[1] == tables[1500] == [2 * 1500 + others[0], 3 * 1500 + others[1]]  # its largest row
+    assert tables[10**6] == [5 * 1500 + others[0], 9000 + others[1]]  # half of the rows, all of them
+    assert {used.moving for used in needs[2000].values()} == {0}
