@@ -30,14 +30,14 @@ def rollout_of(role: Role, config: Config) -> RolloutConfig | None:
 
 def refuse_wrong_engines(config: Config, plan: Plan) -> None:
     """PlanError for a role whose workers ``tensor_parallel_size`` does not divide, ConfigError for a model that it does
-    not, as far as the model is there, and for an engine that runs on one device.
+    not, as far as the model is there, and where ``rollout.engine=auto`` takes an engine that runs on one device.
     """
     for role, rollout in _shared(config, plan):
         size, workers = rollout.tensor_parallel_size, plan.placement[role.name]
-        if choose_engine(rollout.engine) is Engine.transformers:
+        if rollout.engine is Engine.auto and choose_engine(Engine.auto) is Engine.transformers:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={size} needs vLLM, and rollout.engine={rollout.engine} takes "
-                "transformers: pip install 'siirl_dask[cpu]', or gpu or npu for the extra, or leave it at 1"
+                f"rollout.tensor_parallel_size={size} needs vLLM, and rollout.engine=auto takes transformers: vLLM is "
+                "not installed here; take rollout.engine=vllm if the workers have it, or leave the size at 1"
             )
         if len(workers) % size:
             raise PlanError(

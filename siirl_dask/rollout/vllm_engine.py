@@ -251,4 +251,5 @@ def _innermost(error: BaseException) -> str:
     """vLLM wraps what went wrong; the first cause says it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line for line in str(error).strip().splitlines() if "validation error" not in line]
+    return lines[0].strip() if lines else type(error).__name__

@@ -34,6 +34,8 @@ def prepare() -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # which vLLM calls over gloo and torch has renamed
+        warnings.filterwarnings("ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
     if any(sys.modules.get(name, sys) is None for name in _OFTEN_BROKEN):
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
