@@ -144,7 +144,7 @@ class RolloutConfig:
         if size > 1 and self.work_stealing:
             raise ConfigError(
                 f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
-                "all rows together, so that there are none to take over; leave work_stealing out"
+                "all rows together, so that there are none to take over; leave work_stealing out, or give false"
             )
         self.work_stealing = size == 1 if self.work_stealing is None else self.work_stealing
 

@@ -62,20 +62,23 @@ class TestTwoRanks(EngineTests):
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, models):
-        return models / "first"
+        return models / "tied"
 
     @pytest.fixture(scope="class")
     @classmethod
     def other_model(cls, models):
         return load_model(models / "other")
 
+    def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
+        says_what_the_trainer_says(engine, folder)
+
 
 def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(models):
     """Another number of rows on each, and none; a cache so small that rows make way for others and come back."""
-    folder, mine = models / "slices of keys", place().rank
-    rows = [[(mine + row + 3 * at) % 256 for at in range(120)] for row in range((12, 5)[mine])]
+    folder, mine = models / "untied", place().rank
+    rows = [[(mine + row + 3 * at) % 256 for at in range(120)] for row in range((6, 3)[mine])]
     calls = [
-        (rows, Sampling(max_tokens=30, temperature=0.3)),
+        (rows, Sampling(max_tokens=16, temperature=0.3)),
         (PROMPTS if mine else [], Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01)),
         (PROMPTS, Sampling(max_tokens=12, temperature=0.0)),
     ]
@@ -83,32 +86,31 @@ def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(mode
     for size in (2, 1):
         with running(folder, size, kv_cache_memory="1MiB", enable_prefix_caching=False) as engine:
             given.append([engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls])
+            if size == 2:
+                says_what_the_trainer_says(engine, folder)
     for together, alone in zip(*given, strict=True):
         assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
         for one, other in zip(together, alone, strict=True):
             assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(models, name):
-    folder = models / name
+def says_what_the_trainer_says(engine, folder):
     trainer = build_trainer(
         Device("w0"), Rank(), model=ModelConfig(path=str(folder)), trainer=TrainerConfig(lr=3e-3),
         rollout=RolloutConfig(temperature=0.7),
     )  # fmt: skip
-    with running(folder) as engine:
-        for version in range(2):
-            samples = engine.generate(PROMPTS, range(6), Sampling(max_tokens=6, temperature=0.7))
-            sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-            rows = packed(PROMPTS, samples)
-            trained = trainer.logprobs(rows).logprobs
-            assert_close(sampled, trained, atol=1e-4, rtol=0)
-            batch = TrainBatch(
-                rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
-            )
-            trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
-            assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
-            engine.load_weights(trainer.weights(), version + 1)
+    for version in range(2):
+        samples = engine.generate(PROMPTS, range(6), Sampling(max_tokens=6, temperature=0.7))
+        sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+        rows = packed(PROMPTS, samples)
+        trained = trainer.logprobs(rows).logprobs
+        assert_close(sampled, trained, atol=1e-4, rtol=0)
+        batch = TrainBatch(
+            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+        )
+        trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
+        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
+        engine.load_weights(trainer.weights(), version + 1)
 
 
 def packed(prompts, samples):
