@@ -40,6 +40,8 @@ class Rank:
     group: Any = field(default=None, compare=False)
     beside: Any = field(default=None, compare=False)
     """A gloo group of the same workers, for what goes on beside their work; None in a run with one worker."""
+    host: str = field(default="127.0.0.1", compare=False)
+    """What the worker itself is reached at, and binds its sockets to."""
 
 
 class Reduce(StrEnum):

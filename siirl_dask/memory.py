@@ -5,7 +5,8 @@
                 with an average of the weights; the reference: 4; with trainer.lora_rank 4 a parameter, and what
                 learns is the adapters; with trainer.backend=fsdp a worker's shard of that,
                 and whole, with gradients, the embeddings of both ends; an engine or a reward model: 4, or 2 in
-                bfloat16, and rollout.kv_cache_memory
+                bfloat16, of an engine with rollout.tensor_parallel_size a slice of that, and
+                rollout.kv_cache_memory
     tables      at that node of the chain where there are most: see planner/memory.py
     moving      published and received, of as many steps as run at once; no more than data.memory_limit
 
@@ -23,6 +24,7 @@ from typing import Any
 from siirl_dask.adapters import PUBLISHES, count_adapters, trainer_of
 from siirl_dask.config import Backend, Config, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.engines import BUILDS, rollout_of
 from siirl_dask.errors import PlanError
 from siirl_dask.parameters import Parameters, count_parameters
 from siirl_dask.phases import Phases, exists
@@ -41,7 +43,7 @@ _PER_PARAMETER = {
     "siirl_dask.training:build_reference": _SCORES,
 }
 _SCORER = "siirl_dask.rewards.scorer:build_scorer"
-_IN_DTYPE = ("siirl_dask.rollout:build_engine", "siirl_dask.training:build_reward_model")
+_IN_DTYPE = (BUILDS, "siirl_dask.training:build_reward_model")
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids: names of 400 letters would be long
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # what to do about the largest part
@@ -193,8 +195,11 @@ def _built(role: Role, workers: int, config: Config, count: Callable[[str], Para
         learns = trainer_of(role, config)
         adapters = count_adapters(model.path, learns) if learns is not None and learns.lora_rank else None
         return _trained(each, parameters, adapters, options.get("trainer", config.trainer), workers)
-    cache = config.rollout.kv_cache_memory if name == _IN_DTYPE[0] else None
-    return each * parameters.total + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)
+    if (rollout := rollout_of(role, config)) is None:
+        return each * parameters.total
+    cache = rollout.kv_cache_memory
+    slices = -(-each * parameters.total // rollout.tensor_parallel_size)
+    return slices + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)
 
 
 def _trained(

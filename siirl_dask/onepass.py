@@ -7,6 +7,7 @@ from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.driver import Done, Driver
+from siirl_dask.engines import refuse_wrong_engines
 from siirl_dask.errors import Interrupted
 from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Progress, values
@@ -30,6 +31,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     pack(planned)
+    refuse_wrong_engines(config, planned[_PHASE][0])
     refuse_what_cannot_fit(config, planned)
     try:
         progress.note(f"starting {config.cluster.workers} workers")

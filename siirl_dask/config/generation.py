@@ -60,8 +60,12 @@ class RolloutConfig:
     """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
     weights_bucket: str = "256MiB"
     """Of the policy's new weights, what is on its way to the engines at once; a parameter that is larger goes alone."""
-    work_stealing: bool = True
-    """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``."""
+    work_stealing: bool | None = None
+    """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``; none, so
+    where each worker has an engine of its own.
+    """
+    tensor_parallel_size: int = 1
+    """So many consecutive workers of the role are one engine of vLLM, each with a slice of the model."""
     gpu_memory_utilization: float = 0.9
     """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
     ``kv_cache_memory`` is not given.
@@ -69,7 +73,7 @@ class RolloutConfig:
     kv_cache_memory: str | None = None
     """Of the cache of keys and values on a worker, such as ``4GiB``; where none is given, 1GiB on a CPU."""
     max_num_seqs: int | None = None
-    """Rows in a batch; none, ``max_rows``."""
+    """Rows in an engine's batch; none, ``max_rows`` for each of its workers."""
     max_num_batched_tokens: int | None = None
     """Tokens in a batch; none, vLLM's own choice."""
     enforce_eager: bool | None = None
@@ -100,6 +104,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
+        at_least("rollout", 1, tensor_parallel_size=self.tensor_parallel_size)
         at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
         above("rollout", 0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
@@ -114,6 +119,7 @@ class RolloutConfig:
             if (given := getattr(self, name)) is not None:
                 at_least("rollout", 1, **{name: given})
         self._check_ahead()
+        self._check_tensor_parallel()
         if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:
             raise ConfigError(f"rollout.weights_bucket={self.weights_bucket!r}: expected at least 1 byte")
         if self.sleep_level not in (0, 1, 2):
@@ -125,6 +131,26 @@ class RolloutConfig:
                 f"rollout.engine_kwargs={self.engine_kwargs}: they are vLLM's, and rollout.engine is transformers; "
                 "leave them out or take rollout.engine=vllm"
             )
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.tensor_parallel_size
+        if "tensor_parallel_size" in self.engine_kwargs:
+            given = self.engine_kwargs["tensor_parallel_size"]
+            raise ConfigError(
+                f"rollout.engine_kwargs.tensor_parallel_size={given}: the workers of an engine are the run's; give "
+                f"rollout.tensor_parallel_size={given} instead"
+            )
+        if size > 1 and self.engine is Engine.transformers:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on one device; take "
+                "rollout.engine=vllm, or leave it at 1"
+            )
+        if size > 1 and self.work_stealing:
+            raise ConfigError(
+                f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
+                "all rows together, so that there are none to take over; leave work_stealing out, or give false"
+            )
+        self.work_stealing = size == 1 if self.work_stealing is None else self.work_stealing
 
     def _check_ahead(self) -> None:
         if self.partial != (self.max_tokens_per_step is not None):

@@ -38,7 +38,9 @@ logger = logging.getLogger("siirl_dask.rollout")
 
 
 def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
-    """The engine the config names, on this device. ConfigError when ``model.path`` is missing or cannot be loaded."""
+    """The engine the config names, or this rank of it, on this device. ConfigError when ``model.path`` is missing or
+    cannot be loaded.
+    """
     if choose_engine(rollout.engine) is Engine.vllm:
         try:
             from siirl_dask.rollout.vllm_engine import VllmEngine  # imports torch, transformers and vLLM
@@ -47,7 +49,12 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
                 f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
                 "as docs/engines.md says, or take rollout.engine=transformers"
             ) from error
-        return VllmEngine(model, rollout, device)
+        return VllmEngine(model, rollout, device, rank)
+    if rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "
+            "vLLM is not installed (rollout.engine=auto); install the extra cpu, gpu or npu, or leave it at 1"
+        )
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
     return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
-from siirl_dask.context import Device, DeviceKind
-from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
+from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.errors import ConfigError, RunError, SiirlError
 from siirl_dask.rollout import vllm_process
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -30,31 +29,42 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
+from siirl_dask.rollout.tensor_parallel import JointWork
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
-from siirl_dask.rollout.vllm_groups import EngineWorld
+from siirl_dask.rollout.vllm_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.weights import Parameters
 
 vllm_process.prepare()
 
-from vllm import LLM, EngineArgs, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
+from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.distributed.parallel_state import model_parallel_is_initialized  # noqa: E402
-from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
+from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
-from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice, request_params  # noqa: E402
+from siirl_dask.rollout.vllm_sampler import request_params  # noqa: E402
+from siirl_dask.rollout.vllm_settings import llm_arguments  # noqa: E402
 
-_CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
-_LONGEST_THAT_FITS = -1
 _FORGETS = 2  # the sleep level at which weights are let go of
 
 
 class VllmEngine:
-    """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``."""
+    """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``.
 
-    def __init__(self, model: ModelConfig, rollout: RolloutConfig, device: Device) -> None:
+    With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each method alike, each with
+    work of its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        device: Device,
+        rank: Rank = Rank(),  # noqa: B008  # frozen
+    ) -> None:
         if not Path(model.path).is_dir():
             raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
-        settings = _settings(model, rollout, device)
+        self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
+        settings = llm_arguments(model, rollout, device, self._ranks)
         self._parameters, tokenizer, self._end_tokens = _describe(model)
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
@@ -77,6 +87,8 @@ class VllmEngine:
     def serve(self, work: Work) -> None:
         """Generate until there is no more to take. A row that is done makes room for the next at once."""
         self._wake()
+        if self._ranks.size > 1:
+            work = JointWork(work, self._ranks.gather, self._ranks.rank, self.version)
         engine, running = self._llm.llm_engine, dict[str, Any]()
         try:
             with self._eager():
@@ -136,7 +148,8 @@ class VllmEngine:
                 "their own (cluster.placement), or take rollout.engine=transformers"
             )
         try:
-            with self._world.entered(), vllm_process.untouched(), self._eager():
+            with self._world.entered(), vllm_process.untouched(self._ranks.interface), self._eager():
+                self._ranks.join(current_platform.dist_backend)
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(
@@ -205,53 +218,14 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
     except Exception:
         llm.llm_engine.engine_core.shutdown()
         raise
+    for group in (get_world_group(), get_tp_group()):
+        group.mq_broadcaster = None  # shared memory and sockets for an executor's messages to ranks: nobody sends any
     return llm
 
 
 def _shut_down(llm: LLM, world: EngineWorld) -> None:
     with world.entered(), vllm_process.untouched():
         llm.llm_engine.engine_core.shutdown()
-
-
-def _settings(model: ModelConfig, rollout: RolloutConfig, device: Device) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
-    on_cpu = device.kind is DeviceKind.CPU
-    cache = rollout.kv_cache_memory or (_CPU_CACHE if on_cpu else None)
-    ours = {
-        "dtype": str(model.dtype),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
-        "logits_processors": [TokenChoice],
-        "logprobs_mode": LOGPROBS_MODE,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
-        "max_num_seqs": rollout.max_num_seqs or rollout.max_rows,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "use_tqdm_on_load": False,
-        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
-    }
-    if device.index:
-        ours["distributed_executor_backend"] = _executor_on(device.index)
-    valid = {field.name for field in fields(EngineArgs)}
-    for name in rollout.engine_kwargs:
-        if name in ours or name in ("model", "tensor_parallel_size"):
-            raise ConfigError(f"rollout.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
-        if name not in valid:
-            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}")
-    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.engine_kwargs}
-
-
-def _executor_on(index: int) -> type[UniProcExecutor]:
-    """vLLM's own takes the first device that it sees."""
-
-    class OnDevice(UniProcExecutor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
-        def _distributed_args(self) -> tuple[str, int, int]:
-            method, rank, _ = super()._distributed_args()
-            return method, rank, index
-
-    return OnDevice
 
 
 def _describe(model: ModelConfig) -> tuple[Parameters, HuggingFaceTokenizer, list[int]]:
@@ -279,4 +253,5 @@ def _innermost(error: BaseException) -> str:
     """vLLM wraps what went wrong; the first cause says it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line for line in str(error).strip().splitlines() if "validation error" not in line]
+    return lines[0].strip() if lines else type(error).__name__

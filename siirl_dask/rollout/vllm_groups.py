@@ -1,20 +1,95 @@
 """vLLM's own world of torch.distributed, apart from that of the process it lives in.
 
 vLLM makes a process group of as many ranks as there are, and takes the default one where there is one. A worker's
-default group spans all workers, so that an engine would wait there for workers that build none. An engine is one rank
-and computes alone: its groups are made in a world of their own, and no other finds or destroys them.
+default group spans all workers, so that an engine would wait there for workers that are not in it. An engine is one
+rank or, with ``rollout.tensor_parallel_size``, a few: its groups are made in a world of their own, and no other finds
+or destroys them.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # vLLM needs it
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.nn.functional import pad
+
+from siirl_dask.context import Rank
+from siirl_dask.errors import ConfigError
 
 _FIRST_NAME = 1_000_000  # groups are found by name in the whole process: these must not be those of the worker's
+
+
+class EngineRanks:
+    """The ranks of one engine, neighbours in their role, and what they find each other by."""
+
+    def __init__(self, role: Rank, size: int) -> None:
+        """``size`` of ``role`` are an engine; all ranks of the role must call. ConfigError when ``size`` does not
+        divide them.
+        """
+        if role.size % size:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size={size}: expected a divisor of the role's {role.size} workers"
+            )
+        engine, self.rank = divmod(role.rank, size)
+        self.size, self.name = size, ""
+        self._group: Any = None
+        self.interface = "lo"  # a group of one rank speaks to nobody
+        self.timeout = timedelta(0)
+        if size == 1:
+            return
+        if role.beside is None:
+            raise ValueError(f"{role}: expected the gloo group of its {role.size} ranks")
+        options = role.beside._get_backend(torch.device("cpu")).options
+        self.timeout, self.interface = options._timeout, _interface(role.host)
+        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(role.size)]
+        dist.all_gather(numbers, torch.tensor([secrets.randbits(62)]), group=role.beside)
+        self.name = f"engine-{int(numbers[engine * size]):x}"  # a role may build engines one after the other
+        self._store = PrefixStore(self.name, c10d._get_process_group_store(role.beside))
+        mine = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
+        mine._devices, mine._timeout = options._devices, options._timeout
+        self._group = ProcessGroupGloo(PrefixStore("requests", self._store), self.rank, size, mine)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """What each rank gives, in the order of ranks; all of them must call. RuntimeError when one is gone."""
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
+        lengths = torch.cat(self._all_gather(torch.tensor([len(own)]))).tolist()
+        parts = self._all_gather(pad(own, (0, max(lengths) - len(own))))
+        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """[n] of each rank; the same n."""
+        if self._group is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([parts], [tensor]).wait()
+        return parts
+
+    def join(self, backend: str) -> None:
+        """Make the default group of the world that is entered, where vLLM finds it. Nothing for one rank alone, for
+        which vLLM makes it.
+        """
+        if self.size > 1:
+            store = PrefixStore("world", self._store)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+
+
+def _interface(host: str) -> str:
+    """Name of the network interface that has the address ``host``, as gloo wants it."""
+    found: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in found.items():
+        if any(address.address == host for address in addresses):
+            return name
+    raise ConfigError(f"rollout.tensor_parallel_size: no network interface has this worker's address {host!r}")
 
 
 class EngineWorld(c10d._World):

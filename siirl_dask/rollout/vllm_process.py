@@ -34,6 +34,8 @@ def prepare() -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # which vLLM calls over gloo and torch has renamed
+        warnings.filterwarnings("ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
     if any(sys.modules.get(name, sys) is None for name in _OFTEN_BROKEN):
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
@@ -42,13 +44,13 @@ def prepare() -> None:
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched(interface: str = "lo") -> Iterator[None]:
     """Undo what building an engine does to its process: random states and ``torch.set_num_threads`` set anew, and
-    sockets on every interface.
+    sockets anywhere but on the network interface that is named.
     """
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python, numpy, interface = random.getstate(), np.random.get_state(), os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a group of one rank speaks to nobody
+    python, numpy, before = random.getstate(), np.random.get_state(), os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names that torch is going to drop
@@ -58,7 +60,7 @@ def untouched() -> Iterator[None]:
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
-        if interface is None:
+        if before is None:
             del os.environ["GLOO_SOCKET_IFNAME"]
         else:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ["GLOO_SOCKET_IFNAME"] = before

@@ -69,7 +69,7 @@ def join(
             group = dist.new_group(places, timeout=limit, backend=backend, pg_options=options)
         beside = dist.new_group(places, timeout=limit, backend="gloo", pg_options=_gloo_options(host, timeout))
         if worker in members:
-            ranks[role] = Rank(members.index(worker), len(members), group, beside)
+            ranks[role] = Rank(members.index(worker), len(members), group, beside, host)
     return ranks
 
 

@@ -1,0 +1,64 @@
+"""How ``vllm.LLM`` is called for what ``rollout`` says. Import vllm_process before this."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from vllm import EngineArgs
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
+from siirl_dask.context import Device, DeviceKind
+from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.rollout.vllm_groups import EngineRanks
+from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice
+
+_CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
+_LONGEST_THAT_FITS = -1
+
+
+def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
+    """All but the model. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
+    on_cpu = device.kind is DeviceKind.CPU
+    cache = rollout.kv_cache_memory or (_CPU_CACHE if on_cpu else None)
+    ours = {
+        "dtype": str(model.dtype),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
+        "logits_processors": [TokenChoice],
+        "logprobs_mode": LOGPROBS_MODE,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
+        "max_num_seqs": rollout.max_num_seqs or rollout.max_rows * ranks.size,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+        "tensor_parallel_size": ranks.size,
+    }
+    if device.index or ranks.size > 1:
+        ours["distributed_executor_backend"] = _executor(device.index, ranks)
+    if ranks.size > 1:
+        seconds = int(ranks.timeout.total_seconds())
+        ours |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
+    valid = {field.name for field in fields(EngineArgs)}
+    for name in rollout.engine_kwargs:
+        if name in ours or name == "model":
+            raise ConfigError(f"rollout.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
+        if name not in valid:
+            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}")
+    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.engine_kwargs}
+
+
+def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:
+    """vLLM's own takes the first device that it sees, and looks for its rank in the environment."""
+
+    class InWorker(ExecutorWithExternalLauncher):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # Ranks that differ in this name speak over gloo on a CPU. Those with the same share memory instead, and
+            # wait there in a loop that nothing ends when one of them dies.
+            return f"file:///{ranks.name}-{ranks.rank}", ranks.rank, index
+
+    return InWorker

@@ -1,0 +1,167 @@
+"""Several workers as one engine, as far as it needs no vLLM: requests shared, workers placed, mistakes refused."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.cli import dags, main
+from siirl_dask.config import Engine, RolloutConfig
+from siirl_dask.configfile import load, shipped
+from siirl_dask.errors import ConfigError, PeerError, PlanError
+from siirl_dask.memory import memory_of
+from siirl_dask.phases import plan_phases, worker_names
+from siirl_dask.plan import describe_run
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, Sampling
+from siirl_dask.rollout.tensor_parallel import JointWork
+from siirl_dask.testing.tiny import tiny_model
+from tests.conftest import digits_overrides
+
+REQUESTS = st.builds(
+    GenerationRequest,
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=4),
+    st.integers(0, 2**63 - 1),
+    st.builds(Sampling, max_tokens=st.integers(1, 99), temperature=st.floats(0, 2)),
+    st.integers(0, 3),
+)
+
+
+def together(count, function):
+    """``function(rank, gather)`` in as many threads, whose ``gather`` meet."""
+    said, met = [b""] * count, threading.Barrier(count, timeout=10)
+
+    def gather(rank):
+        def meet(message):
+            said[rank] = message
+            met.wait()
+            return list(said)
+
+        return meet
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: function(rank, gather(rank)), range(count)))
+
+
+def echo(request):
+    return Generation([*request.prompt, request.seed % 97], [request.sampling.temperature], FinishReason.STOP)
+
+
+@given(st.lists(st.lists(REQUESTS, max_size=5), min_size=1, max_size=4), st.integers(1, 4))
+def test_all_ranks_go_through_all_requests_alike_and_each_keeps_what_it_asked_for(asked, most):
+    def serve(rank, gather):
+        own, seen = OwnWork(asked[rank]), []
+        work = JointWork(own, gather, rank, version=3)
+        while taken := work.take(most, wait=True):
+            for ticket, request in taken:
+                seen.append(request)
+                work.give(ticket, echo(request))
+        return own.results(), seen
+
+    given = together(len(asked), serve)
+    assert [results for results, _ in given] == [[echo(request) for request in requests] for requests in asked]
+    for _, seen in given:
+        assert seen == given[0][1]
+    assert sorted(map(repr, given[0][1])) == sorted(repr(request) for requests in asked for request in requests)
+
+
+def test_requests_for_other_weights_and_messages_that_are_none_are_refused():
+    def stale(rank, gather):
+        with pytest.raises(PeerError, match=r"weights of version [12]: those here are [12]"):
+            JointWork(OwnWork([GenerationRequest([1], 2, Sampling(max_tokens=1))]), gather, rank, version=1 + rank)
+
+    together(2, stale)
+    for message in (b"", b"\xc1", b"\x01", b"\x91\x01", b"\xff" * 9):
+        with pytest.raises(PeerError, match="generation request"):
+            JointWork(OwnWork([]), lambda own, message=message: [own, message], 0, version=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0: expected at least 1"),
+        (
+            {"tensor_parallel_size": 2, "engine": Engine.transformers},
+            "tensor_parallel_size=2: .*transformers generates on one device",
+        ),
+        ({"tensor_parallel_size": 2, "work_stealing": True}, r"work_stealing=true and .*leave work_stealing out"),
+        (
+            {"engine_kwargs": {"tensor_parallel_size": 4}},
+            r"engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 instead",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(settings, text):
+    with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
+        RolloutConfig(**settings)
+
+
+def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
+    assert RolloutConfig().work_stealing is True
+    assert RolloutConfig(tensor_parallel_size=2).work_stealing is False
+
+
+@pytest.fixture
+def planned(digits_task, tmp_path):
+    def plan(*overrides):
+        given = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", *overrides]
+        file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *given])
+        return describe_run(file.config, *dags(file))
+
+    return plan
+
+
+def test_the_plan_says_which_workers_are_an_engine(planned):
+    text = planned("cluster.workers=6", "cluster.placement={rollout: [0, 1, 4, 5], policy: [2, 3]}")
+    assert "note: 2 engines of role rollout, 2 workers each: 0 and 1; 4 and 5" in text
+    assert "engines of role" not in planned("rollout.tensor_parallel_size=1")
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "text"),
+    [
+        ({"heads": 3, "head_dim": 32}, 2, r"has 3 attention heads, which 2 workers cannot share"),
+        ({"heads": 6, "kv_heads": 3}, 2, r"has 3 key and value heads, which"),
+        ({"heads": 2, "intermediate": 65}, 2, r"has 65 numbers between the layers of its MLPs, which"),
+        ({"heads": 3}, 3, r"has 128 numbers between the layers of its MLPs, 264 tokens of its vocabulary, which 3 "),
+    ],
+)
+def test_models_that_so_many_workers_cannot_share_are_refused_before_anything_starts(
+    planned, tmp_path, model, size, text
+):
+    folder = tiny_model(tmp_path / "model", **model)
+    overrides = [f"model.path={folder}", f"rollout.tensor_parallel_size={size}", f"cluster.workers={size}"]
+    with pytest.raises(ConfigError, match=rf"rollout\.tensor_parallel_size={size}: the model in .* {text}"):
+        planned(*overrides, "cluster.placement={}")
+
+
+def test_workers_that_make_no_whole_number_of_engines_are_refused(planned, capsys, digits_task, tmp_path):
+    with pytest.raises(
+        PlanError, match=r"tensor_parallel_size=2 and role 'rollout' has 3 workers \(0\.\.2 \(3\)\): exp"
+    ):
+        planned("cluster.workers=3", "cluster.placement={}")
+    overrides = [*digits_overrides(digits_task, tmp_path / "run"), "rollout.engine=vllm", "cluster.workers=1"]
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "run",
+                str(shipped("quickstart.yaml")),
+                *overrides,
+                "rollout.tensor_parallel_size=2",
+                "cluster.placement={}",
+            ]
+        )
+    assert "role 'rollout' has 1 workers (0): expected a multiple of 2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_holds_a_slice_of_the_weights_and_a_cache_of_its_own(digits_task, tmp_path):
+    found = []
+    for size in (1, 2):
+        given = ["rollout.engine=vllm", f"rollout.tensor_parallel_size={size}", "cluster.workers=2"]
+        overrides = [*given, "cluster.placement={}", "rollout.kv_cache_memory=1MiB"]
+        file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *overrides])
+        phases = plan_phases(file.config, *dags(file), worker_names(file.config))
+        found.append(memory_of(file.config, phases)[0].roles["rollout"] - 2**20)
+    assert found[1] == -(-found[0] // 2)

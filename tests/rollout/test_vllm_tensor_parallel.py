@@ -1,0 +1,38 @@
+"""One vLLM engine on two workers: conformance, and a run."""
+
+import io
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.testing.tiny import CHAT_TEMPLATE, tiny_model
+
+MODELS = {
+    "tied": {"seed": 1, "chat_template": CHAT_TEMPLATE},
+    "other": {"seed": 2},
+    "untied": {"seed": 3, "family": "llama", "tied": False, "heads": 4, "kv_heads": 2},
+    "odd": {"heads": 3},
+}
+
+
+def run_suite(rank, folder):
+    options = ["-q", "-x", "--durations=6", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    suite, said = Path(__file__).with_name("two_ranks.py"), io.StringIO()
+    with redirect_stdout(said):
+        code = pytest.main([str(suite), *options, f"--basetemp={folder}/tests-{rank.rank}"])
+    assert code == 0, said.getvalue()  # raised at once: the other rank would wait for this one
+    return said.getvalue()
+
+
+@pytest.mark.timeout(400)  # with more processes than cores
+def test_an_engine_of_two_ranks_is_an_engine(tmp_path):
+    for name, settings in MODELS.items():  # here: with a process group transformers writes them on one rank only
+        tiny_model(tmp_path / name, **settings)
+    for said in run_ranks(2, partial(run_suite, folder=tmp_path), tmp_path):
+        assert " passed" in said
+        print(said)

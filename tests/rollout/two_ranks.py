@@ -1,0 +1,122 @@
+"""What an engine of two ranks must do; test_vllm_tensor_parallel.py runs it in both of them, which call alike."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import TokenLoss
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.errors import ConfigError
+from siirl_dask.rollout import Sampling
+from siirl_dask.rollout.vllm_engine import VllmEngine
+from siirl_dask.testing.engines import EngineTests
+from siirl_dask.testing.forward import load_model
+from siirl_dask.training import PackedRows, TrainBatch, build_trainer
+
+PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
+
+
+def place():
+    return Rank(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.group.WORLD)
+
+
+def engine_of(folder, size=2, **settings):
+    rollout = {"engine": Engine.vllm, "max_rows": 25, "kv_cache_memory": "64MiB", "tensor_parallel_size": size}
+    rank = place()
+    return VllmEngine(
+        ModelConfig(path=str(folder)), RolloutConfig(**{**rollout, **settings}), Device(f"w{rank.rank}"), rank
+    )
+
+
+@contextmanager
+def running(folder, size=2, **settings):
+    world, threads = dist.group.WORLD, torch.get_num_threads()
+    engine = engine_of(folder, size, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+    assert dist.group.WORLD is world
+    assert torch.get_num_threads() == threads
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return tmp_path_factory.getbasetemp().parent
+
+
+def test_a_model_that_they_cannot_share_is_one_clear_error_on_both_and_others_can_be_run_after_it(models):
+    with pytest.raises(ConfigError, match=r"model\.path=.*vLLM cannot run it.*heads \(3\) must be divisible"):
+        engine_of(models / "odd")
+
+
+class TestTwoRanks(EngineTests):
+    @classmethod
+    def make_engine(cls, folder):
+        return engine_of(folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, models):
+        return models / "tied"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other_model(cls, models):
+        return load_model(models / "other")
+
+    def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
+        says_what_the_trainer_says(engine, folder)
+
+
+def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(models):
+    """Another number of rows on each, and none; a cache so small that rows make way for others and come back."""
+    folder, mine = models / "untied", place().rank
+    rows = [[(mine + row + 3 * at) % 256 for at in range(120)] for row in range((6, 3)[mine])]
+    calls = [
+        (rows, Sampling(max_tokens=16, temperature=0.3)),
+        (PROMPTS if mine else [], Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01)),
+        (PROMPTS, Sampling(max_tokens=12, temperature=0.0)),
+    ]
+    given = []
+    for size in (2, 1):
+        with running(folder, size, kv_cache_memory="1MiB", enable_prefix_caching=False) as engine:
+            given.append([engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls])
+            if size == 2:
+                says_what_the_trainer_says(engine, folder)
+    for together, alone in zip(*given, strict=True):
+        assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
+        for one, other in zip(together, alone, strict=True):
+            assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+
+
+def says_what_the_trainer_says(engine, folder):
+    trainer = build_trainer(
+        Device("w0"), Rank(), model=ModelConfig(path=str(folder)), trainer=TrainerConfig(lr=3e-3),
+        rollout=RolloutConfig(temperature=0.7),
+    )  # fmt: skip
+    for version in range(2):
+        samples = engine.generate(PROMPTS, range(6), Sampling(max_tokens=6, temperature=0.7))
+        sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+        rows = packed(PROMPTS, samples)
+        trained = trainer.logprobs(rows).logprobs
+        assert_close(sampled, trained, atol=1e-4, rtol=0)
+        batch = TrainBatch(
+            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+        )
+        trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
+        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
+        engine.load_weights(trainer.weights(), version + 1)
+
+
+def packed(prompts, samples):
+    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
+    return PackedRows(
+        torch.tensor([token for row in rows for token in row]),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+        torch.tensor([len(prompt) for prompt in prompts]),
+    )
