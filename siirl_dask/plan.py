@@ -69,6 +69,7 @@ def _memory_as_data(memory: WorkerMemory) -> dict[str, Any]:
         "workers": list(memory.workers),
         "roles": dict(memory.roles),
         "process": memory.process,
+        "checkpoint": memory.checkpoint,
         "tables": memory.tables,
         "largest": memory.largest,
         "moving": memory.moving,

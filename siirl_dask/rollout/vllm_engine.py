@@ -21,6 +21,7 @@ from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, RunError, did_you_mean
 from siirl_dask.rollout import vllm_process
 from siirl_dask.rollout.engine import (
+    CPU_CACHE,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -43,7 +44,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
 from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice, request_params  # noqa: E402
 
-_CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
 _LONGEST_THAT_FITS = -1
 _FORGETS = 2  # the sleep level at which weights are let go of
 
@@ -214,7 +214,7 @@ def _shut_down(llm: LLM, world: EngineWorld) -> None:
 def _settings(model: ModelConfig, rollout: RolloutConfig, device: Device) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
     on_cpu = device.kind is DeviceKind.CPU
-    cache = rollout.kv_cache_memory or (_CPU_CACHE if on_cpu else None)
+    cache = rollout.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
         "dtype": str(model.dtype),
         "skip_tokenizer_init": True,
