@@ -27,6 +27,7 @@ from siirl_dask.training.network import compile_layers, recompute, use_packed_at
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.placement import Make, N
 from siirl_dask.training.shared_rows import idle_share, shared_batches
+from siirl_dask.training.shares import check_heads
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.weight_files import fill
 
@@ -39,7 +40,7 @@ class ShardedModel:
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
         self.device = torch.device(device)
         self._model, self._trainer, self._rank = model, trainer, rank
-        _check_heads(model.path, trainer.sequence_parallel)
+        check_heads(trainer, model.path)
         self._mesh = role_mesh(rank, trainer.shard_size, self.device)
         self._sequence = sequence_ranks(rank, trainer.sequence_parallel, self.device)
         self.shards = self._mesh.get_group(self._mesh.ndim - 1)
@@ -87,16 +88,6 @@ class ShardedModel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "packed_error")
-
-
-def _check_heads(path: str, ranks: int) -> None:
-    """ConfigError where attention's heads cannot be shared by so many ranks."""
-    if ranks == 1:
-        return
-    with refused_by_name(path, f"model.path={path!r}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    if (heads := config.num_attention_heads) % ranks:
-        raise ConfigError(f"trainer.sequence_parallel={ranks}: expected a divisor of the {heads} heads of {path!r}")
 
 
 def _without_memory(path: str) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from siirl_dask.context import Rank
-from siirl_dask.errors import ConfigError
+from siirl_dask.training.shares import check_divides
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -23,10 +23,7 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     Groups that have to be made for it last as long as the process's default group.
     """
     size = shard_size or rank.size
-    if rank.size % size:
-        raise ConfigError(
-            f"trainer.shard_size={size}: expected a divisor of the role's {rank.size} workers, or none for all"
-        )
+    check_divides("trainer.shard_size", size, rank.size)
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
@@ -45,8 +42,7 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
 
     ConfigError when ``size`` does not divide the role's ranks.
     """
-    if rank.size % size:
-        raise ConfigError(f"trainer.sequence_parallel={size}: expected a divisor of the role's {rank.size} workers")
+    check_divides("trainer.sequence_parallel", size, rank.size)
     if size == 1:
         return Rank()
     lot, place = divmod(rank.rank, size)
