@@ -1,5 +1,5 @@
-"""How roles lie on their workers (``trainer.shard_size``, ``sequence_parallel``): ConfigError for what cannot be,
-before anything starts.
+"""How roles lie on their workers (``shard_size``, ``sequence_parallel``, ``tensor_parallel``): ConfigError for what
+cannot be, before anything starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _HAVE_TRAINERS = tuple(f"siirl_dask.training:build_{name}" for name in ("trainer
 
 
 def refuse_wrong_layouts(config: Config, plan: Plan) -> None:
-    """ConfigError where shards or shared tokens do not fill a role's workers, or its model has too few heads for them.
+    """ConfigError where shards, shared tokens or shared layers do not fill a role's workers, or do not fit the heads of
+    its model.
 
     Of a model that is not on this machine, its workers see the heads when they build the role.
     """

@@ -224,7 +224,8 @@ def _trained(role: Role, each: int, parameters: Parameters, config: Config, work
     trainer = options_of(role.build).get("trainer", config.trainer)
     adapters = _adapters(role, config)
     each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
-    size = each * parameters.total if adapters is None else _SCORES * parameters.total + each * adapters.total
+    held = _numbers(parameters, trainer)
+    size = each * held if adapters is None else _SCORES * held + each * adapters.total
     return _share(size, trainer, workers) + (_GATHERED * parameters.largest if trainer.backend is Backend.fsdp else 0)
 
 
@@ -235,7 +236,7 @@ def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Par
         return 0
     learned = _adapters(role, config) or count(options_of(role.build).get("model", config.model).path)
     each = _LEARNS - _GRADIENT + (_AVERAGE if trainer.ema_decay else 0)
-    return 0 if learned is None else _share(each * learned.total, trainer, workers)
+    return 0 if learned is None else _share(each * _numbers(learned, trainer), trainer, workers)
 
 
 def _adapters(role: Role, config: Config) -> Parameters | None:
@@ -243,6 +244,11 @@ def _adapters(role: Role, config: Config) -> Parameters | None:
     trainer = trainer_of(role, config)
     path = options_of(role.build).get("model", config.model).path
     return count_adapters(path, trainer) if trainer is not None and trainer.lora_rank else None
+
+
+def _numbers(parameters: Parameters, trainer: TrainerConfig) -> int:
+    """On all workers together: each of those that share layers has the embeddings of both ends, the largest of all."""
+    return parameters.total + 2 * (trainer.tensor_parallel - 1) * parameters.largest
 
 
 def _share(size: int, trainer: TrainerConfig, workers: int) -> int:

@@ -15,6 +15,8 @@ WRONG = {
     "shards": (["trainer.shard_size=4"], r"role 'policy': trainer.shard_size=4: expected a divisor of .* 6 workers"),
     "tokens": (["trainer.sequence_parallel=4"], r"sequence_parallel=4: expected a divisor of the role's 6 workers"),
     "heads": (["trainer.sequence_parallel=3"], r"sequence_parallel=3: expected a divisor of the 4 heads of "),
+    "layers": (["trainer.tensor_parallel=4"], r"tensor_parallel=4: expected a divisor of the role's 6 workers"),
+    "keys": (["trainer.tensor_parallel=3"], r"tensor_parallel=3: expected a divisor of the 2 key heads of "),
     "placed": (
         ["trainer.sequence_parallel=2", "cluster.placement={policy: [1, 3, 5]}"],
         r"sequence_parallel=2: expected a divisor of the role's 3 workers",
@@ -24,7 +26,7 @@ WRONG = {
 
 @pytest.fixture
 def overrides(digits_task, tmp_path):
-    model = tiny_model(tmp_path / "model", heads=4)
+    model = tiny_model(tmp_path / "model", heads=4, kv_heads=2)
     return [*digits_overrides(digits_task, tmp_path / "run"), *FSDP, f"model.path={model}"]
 
 

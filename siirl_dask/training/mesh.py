@@ -30,11 +30,24 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
         return DeviceMesh.from_group(_group_of_one(_BACKENDS[device.type]), device.type)
     if size == rank.size:
         return DeviceMesh.from_group(rank.group, device.type)
+    return _two_axes(rank, size, device, ("lots", "shards"))
+
+
+def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
+    """[data, tensor]: neighbours in the role, ``size`` of them, share the heads of each layer. ConfigError when it does
+    not divide the role's ranks.
+    """
+    check_divides("trainer.tensor_parallel", size, rank.size)
+    return _two_axes(rank, size, device, ("data", "tensor"))
+
+
+def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str]) -> DeviceMesh:
+    """[role / size, size], neighbours in the role in a row."""
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
-    lot, shard = divmod(rank.rank, size)
+    row, column = divmod(rank.rank, size)
     _even_out(rank.group, device)
-    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, shard], places[lot])]
-    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=("lots", "shards"))
+    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, column], places[row])]
+    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=names)
 
 
 def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:

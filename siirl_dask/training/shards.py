@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -11,6 +13,14 @@ def local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()  # type: ignore[attr-defined,no-any-return]
     return tensor.detach()
+
+
+def pieces(tensor: Tensor) -> int:
+    """How many ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
