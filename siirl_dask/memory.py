@@ -3,26 +3,28 @@
     process     Python with torch, transformers, Arrow and Dask
     roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, 20
                 with an average of the weights; the reference: 4; with trainer.lora_rank 4 a parameter, and what
-                learns is the adapters; with trainer.backend=fsdp a worker's shard of that,
-                and whole, with gradients, the embeddings of both ends; an engine or a reward model: 4, or 2 in
-                bfloat16, of an engine with rollout.tensor_parallel_size a slice of that, and
-                rollout.kv_cache_memory
+                learns is the adapters; with trainer.backend=fsdp a worker's shard of that, and whole, with gradients,
+                the embeddings of both ends; an engine or a reward model: 4, or 2 in bfloat16, of an engine with
+                rollout.tensor_parallel_size a slice of that, and rollout.kv_cache_memory, or for vLLM the 1 GiB that it
+                takes on a CPU
+    checkpoint  where it is written while training goes on: a copy of what learns and its moments, 12 bytes a parameter,
+                16 with an average; of adapters with trainer.lora_rank, of a worker's shard with trainer.backend=fsdp
     tables      at that node of the chain where there are most: see planner/memory.py
     moving      published and received, of as many steps as run at once; no more than data.memory_limit
 
-Not in it: activations, caches of keys and values whose size is not given, columns that nothing bounds (texts of the
-dataset), and what the dataloader keeps of a file.
+Not in it: activations, what transformers keeps of keys and values, columns that nothing bounds (texts of the dataset),
+and what the dataloader keeps of a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from siirl_dask.adapters import PUBLISHES, count_adapters, trainer_of
-from siirl_dask.config import Backend, Config, Dtype, TrainerConfig, parse_bytes
+from siirl_dask.config import Backend, Config, Dtype, Engine, RolloutConfig, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
 from siirl_dask.engines import BUILDS, rollout_of
 from siirl_dask.errors import PlanError
@@ -30,12 +32,15 @@ from siirl_dask.parameters import Parameters, count_parameters
 from siirl_dask.phases import Phases, exists
 from siirl_dask.planner import Node, Plan, Role, Sizes, Usage, usage
 from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare
+from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.text import readable_bytes, who
+from siirl_dask.rollout import choose_engine
+from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.schema import PARAMETER_DATA
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes a parameter
+_GRADIENT = 4  # of _LEARNS: no checkpoint has it
 _GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and the gradients of both
 _PER_PARAMETER = {
     "siirl_dask.training:build_trainer": _LEARNS,
@@ -51,6 +56,7 @@ _LOWER = {  # what to do about the largest part
     "roles more workers",
     "moving rows": "lower data.memory_limit or run.lookahead, or what makes the tables large",
     "roles": "take a smaller model, or give the roles workers of their own",
+    "checkpoint": "set checkpoint.asynchronous=false, or give the roles workers of their own",
 }
 
 
@@ -68,11 +74,19 @@ class WorkerMemory:
     unknown: tuple[str, ...]
     """Columns that nothing bounds."""
     process: int = _PROCESS
+    checkpoint: int = 0
+    """The copy of what its roles have learned that is being written."""
 
     @property
     def parts(self) -> dict[str, int]:
         roles = sum(size or 0 for size in self.roles.values())
-        return {"process": self.process, "roles": roles, "tables": self.tables, "moving rows": self.moving}
+        return {
+            "process": self.process,
+            "roles": roles,
+            "checkpoint": self.checkpoint,
+            "tables": self.tables,
+            "moving rows": self.moving,
+        }
 
     @property
     def total(self) -> int:
@@ -81,6 +95,7 @@ class WorkerMemory:
     def text(self) -> str:
         """Each part, largest first."""
         parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
+        parts |= {"checkpoint": self.checkpoint} if self.checkpoint else {}
         parts |= {f"role {role}": size for role, size in self.roles.items() if size}
         known = (f"{name} {readable_bytes(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
         unknown = [f"role {role} ?" for role, size in self.roles.items() if size is None]
@@ -96,11 +111,14 @@ def memory_of(config: Config, phases: Phases) -> list[WorkerMemory]:
         if phase != "test"  # the validation's plan on other data
     }
     plan = phases["train"][0]
-    built = {role.name: _built(role, len(plan.placement[role.name]), config, count) for role in plan.dag.roles}
+    roles = [(role, len(plan.placement[role.name])) for role in plan.dag.roles]
+    built = {role.name: _built(role, workers, config, count) for role, workers in roles}
+    copied = {role.name: _copied(role, workers, config, count) for role, workers in roles}
     found = []
-    for roles, workers in _by_roles(plan).items():
+    for names, workers in _by_roles(plan).items():
         each = [(phase, one[worker]) for phase, one in used.items() for worker in workers]
-        found.append(_largest(config, workers, {role: built[role] for role in roles}, each))
+        most = _largest(config, workers, {name: built[name] for name in names}, each)
+        found.append(replace(most, checkpoint=sum(copied[name] for name in names)))
     return found
 
 
@@ -183,8 +201,8 @@ def _published(
 
 def _built(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
     """Bytes of what the role builds on each of its workers; None where that is not known."""
-    options: Mapping[str, Any] = role.build.keywords if isinstance(role.build, partial) else {}
-    name, model = function_name(getattr(role.build, "func", role.build)), options.get("model", config.model)
+    options: Mapping[str, Any] = options_of(role.build)
+    name, model = function_name(bare(role.build)), options.get("model", config.model)
     if name == _SCORER:
         return 0
     each = _BYTES[model.dtype] if name in _IN_DTYPE else _PER_PARAMETER.get(name)
@@ -192,22 +210,51 @@ def _built(role: Role, workers: int, config: Config, count: Callable[[str], Para
     if each is None or parameters is None:
         return None
     if name in _PER_PARAMETER:
-        learns = trainer_of(role, config)
-        adapters = count_adapters(model.path, learns) if learns is not None and learns.lora_rank else None
-        return _trained(each, parameters, adapters, options.get("trainer", config.trainer), workers)
+        return _trained(role, each, parameters, config, workers)
     if (rollout := rollout_of(role, config)) is None:
         return each * parameters.total
-    cache = rollout.kv_cache_memory
-    slices = -(-each * parameters.total // rollout.tensor_parallel_size)
-    return slices + (parse_bytes("rollout.kv_cache_memory", cache) if cache else 0)
+    return -(-each * parameters.total // rollout.tensor_parallel_size) + _cache(rollout)
 
 
-def _trained(
-    each: int, parameters: Parameters, adapters: Parameters | None, trainer: TrainerConfig, workers: int
-) -> int:
+def _cache(rollout: RolloutConfig) -> int:
+    """Bytes of an engine's keys and values. On an accelerator vLLM takes of its memory what is left."""
+    uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
+    size = rollout.kv_cache_memory or (CPU_CACHE if uses_vllm else None)
+    return parse_bytes("rollout.kv_cache_memory", size) if size else 0
+
+
+def _trained(role: Role, each: int, parameters: Parameters, config: Config, workers: int) -> int:
     """``each`` bytes a parameter, or a parameter of the adapters, of all of them or of a shard."""
+    trainer = options_of(role.build).get("trainer", config.trainer)
+    adapters = _adapters(role, config)
     each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
-    size = each * parameters.total if adapters is None else _SCORES * parameters.total + each * adapters.total
-    if trainer.backend == Backend.torch:
-        return size
-    return -(-size // (trainer.shard_size or workers)) + _GATHERED * parameters.largest
+    held = _numbers(parameters, trainer)
+    size = each * held if adapters is None else _SCORES * held + each * adapters.total
+    return _share(size, trainer, workers) + (_GATHERED * parameters.largest if trainer.backend is Backend.fsdp else 0)
+
+
+def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int:
+    """Bytes of the copy of what the role has learned, on each of its workers, while a checkpoint is written."""
+    trainer = trainer_of(role, config)
+    if trainer is None or not (config.checkpoint.every and config.checkpoint.asynchronous):
+        return 0
+    learned = _adapters(role, config) or count(options_of(role.build).get("model", config.model).path)
+    each = _LEARNS - _GRADIENT + (_AVERAGE if trainer.ema_decay else 0)
+    return 0 if learned is None else _share(each * _numbers(learned, trainer), trainer, workers)
+
+
+def _adapters(role: Role, config: Config) -> Parameters | None:
+    """What learns in place of the model; None where the model does, or nothing."""
+    trainer = trainer_of(role, config)
+    path = options_of(role.build).get("model", config.model).path
+    return count_adapters(path, trainer) if trainer is not None and trainer.lora_rank else None
+
+
+def _numbers(parameters: Parameters, trainer: TrainerConfig) -> int:
+    """On all workers together: each of those that share layers has the embeddings of both ends, the largest of all."""
+    return parameters.total + 2 * (trainer.tensor_parallel - 1) * parameters.largest
+
+
+def _share(size: int, trainer: TrainerConfig, workers: int) -> int:
+    """Of one of the workers that a model is in shards over."""
+    return size if trainer.backend is Backend.torch else -(-size // (trainer.shard_size or workers))

@@ -9,6 +9,7 @@ from typing import Any
 from siirl_dask.adapters import refuse_wrong_adapters
 from siirl_dask.config import Config
 from siirl_dask.engines import engine_notes, refuse_wrong_engines
+from siirl_dask.layouts import refuse_wrong_layouts
 from siirl_dask.memory import WorkerMemory, memory_of, refuse_what_cannot_fit, sizes_of
 from siirl_dask.phases import PREPARED, Phases, exists, plan_phases, worker_names
 from siirl_dask.planner import DAG, Plan, Sizes, as_data, describe, draw
@@ -23,6 +24,7 @@ def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "
     phases = plan_phases(config, dag, validation, workers, PREPARED if config.data.prepare else None)
     refuse_wrong_adapters(config, dag)
     refuse_wrong_engines(config, phases["train"][0])
+    refuse_wrong_layouts(config, phases["train"][0])
     refuse_what_cannot_fit(config, phases)
     notes, shown = _notes(config, phases), _shown(config, phases)
     match form:
@@ -71,6 +73,7 @@ def _memory_as_data(memory: WorkerMemory) -> dict[str, Any]:
         "workers": list(memory.workers),
         "roles": dict(memory.roles),
         "process": memory.process,
+        "checkpoint": memory.checkpoint,
         "tables": memory.tables,
         "largest": memory.largest,
         "moving": memory.moving,

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from siirl_dask.checkpoints import Checkpoints, State
 from siirl_dask.cli import dags, main
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.configfile import load, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.export import export
+from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runfolder import describe
 from siirl_dask.testing.forward import load_model, response_logprobs
 from siirl_dask.testing.rows import LENGTHS, random_rows, split_rows
@@ -23,20 +25,22 @@ from siirl_dask.training.checkpoint import DistributedCheckpoint
 from tests.conftest import digits_overrides
 
 ROWS = random_rows(LENGTHS)
+KINDS = {"tied": (True, []), "untied": (False, []), "adapters": (True, ["trainer.lora_rank=4"])}
 
 
 @pytest.fixture
 def run(request, digits_task, tmp_path):
     """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step 2."""
-    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=getattr(request, "param", True))
-    more = [f"model.path={base}", "trainer.ema_decay=0.9"]
+    tied, options = KINDS[getattr(request, "param", "tied")]
+    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=tied)
+    more = [f"model.path={base}", "trainer.ema_decay=0.9", *options]
     file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
     config = file.config
     describe(config, dags(file)[0], again=False)
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     checkpoints = Checkpoints(url, "a", keep=9)
     for step in (1, 2):
-        for number, (_, weight) in enumerate(trainer.weights()):
+        for number, weight in enumerate(trainer.state()["model"].values()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
         folder = checkpoints.claim(step)
         DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
@@ -44,7 +48,7 @@ def run(request, digits_task, tmp_path):
     return url, base, trainer
 
 
-@pytest.mark.parametrize("run", [True, False], ids=["tied", "untied"], indirect=True)
+@pytest.mark.parametrize("run", ["tied", "untied"], indirect=True)
 def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path):
     url, base, trainer = run
     assert export(url, str(tmp_path / "out")) == 2
@@ -59,6 +63,26 @@ def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path)
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "out")]
     assert tokenizers[0](text) == tokenizers[1](text)
     assert tokenizers[0].eos_token_id == tokenizers[1].eos_token_id
+
+
+@pytest.mark.parametrize("run", KINDS, indirect=True)
+def test_vllm_says_of_its_tokens_what_transformers_says_of_the_exported_model(run, tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+    url, base, _ = run
+    export(url, str(tmp_path / "out"))
+    prompts = [row[:n].tolist() for row, n in split_rows(ROWS)]
+    rollout = RolloutConfig(engine=Engine.vllm, kv_cache_memory="64MiB")
+    engine = build_engine(Device("w"), Rank(), model=ModelConfig(path=str(tmp_path / "out")), rollout=rollout)
+    try:
+        samples = engine.generate(prompts, range(len(prompts)), Sampling(max_tokens=12))
+    finally:
+        engine.close()
+    said = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+    for folder, least, most in ((tmp_path / "out", 0.0, 1e-4), (base, 1e-2, 100.0)):
+        model = load_model(folder)
+        with torch.no_grad():
+            scored = [response_logprobs(model, p, s.token_ids) for p, s in zip(prompts, samples, strict=True)]
+        assert least <= (torch.cat(scored) - said).abs().max() < most, folder
 
 
 def test_step_average_and_dtype_are_what_is_asked_for(run, tmp_path):

@@ -86,6 +86,10 @@ class TrainerConfig:
     """For fsdp. Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; it divides
     the role's ranks and the model's attention heads.
     """
+    tensor_parallel: int = 1
+    """For fsdp. Ranks that share the heads and the feed-forward width of each layer, and their rows; it divides the
+    role's ranks and the model's heads of keys. Without adapters and the options above.
+    """
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they computed."""
     compile: bool = False
@@ -149,10 +153,28 @@ class TrainerConfig:
             )
         if self.shard_size is not None:
             at_least("trainer", 1, shard_size=self.shard_size)
+        self._check_tensor_parallel()
         given = {"shard_size": self.shard_size, "offload": self.offload}
         for name, value in given.items():
             if value and self.backend != Backend.fsdp:
                 raise ConfigError(f"trainer.{name}={value}: it is of trainer.backend=fsdp, and the backend is torch")
+
+    def _check_tensor_parallel(self) -> None:
+        at_least("trainer", 1, tensor_parallel=self.tensor_parallel)
+        if self.tensor_parallel == 1:
+            return
+        what = f"trainer.tensor_parallel={self.tensor_parallel}"
+        if self.backend != Backend.fsdp:
+            raise ConfigError(f"{what}: the backend {self.backend} does not share layers; take trainer.backend=fsdp")
+        given = {
+            "shard_size": self.shard_size,
+            "offload": self.offload,
+            "sequence_parallel": self.sequence_parallel > 1,
+            "compile": self.compile,
+            "lora_rank": self.lora_rank,
+        }
+        if others := [f"trainer.{name}" for name, value in given.items() if value]:
+            raise ConfigError(f"{what}: it does not go together with {', '.join(others)}; leave one out")
 
     def _check_lora(self) -> None:
         at_least("trainer", 0, lora_rank=self.lora_rank)

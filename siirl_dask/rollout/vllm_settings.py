@@ -11,17 +11,17 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.rollout.vllm_groups import EngineRanks
 from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice
 
-_CPU_CACHE = "1GiB"  # of keys and values; left to itself vLLM takes 92 % of the machine's memory
 _LONGEST_THAT_FITS = -1
 
 
 def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
     """All but the model. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
     on_cpu = device.kind is DeviceKind.CPU
-    cache = rollout.kv_cache_memory or (_CPU_CACHE if on_cpu else None)
+    cache = rollout.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
         "dtype": str(model.dtype),
         "skip_tokenizer_init": True,

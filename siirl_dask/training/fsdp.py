@@ -22,11 +22,13 @@ from siirl_dask.config import Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.pretrained import refused_by_name
-from siirl_dask.training.mesh import role_mesh, sequence_ranks
+from siirl_dask.training.mesh import role_mesh, sequence_ranks, tensor_mesh
 from siirl_dask.training.network import compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.placement import Make, N
 from siirl_dask.training.shared_rows import idle_share, shared_batches
+from siirl_dask.training.shares import check_heads
+from siirl_dask.training.tensor_parallel import common_batches, split_layers
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.weight_files import fill
 
@@ -39,13 +41,20 @@ class ShardedModel:
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
         self.device = torch.device(device)
         self._model, self._trainer, self._rank = model, trainer, rank
-        _check_heads(model.path, trainer.sequence_parallel)
-        self._mesh = role_mesh(rank, trainer.shard_size, self.device)
+        check_heads(trainer, model.path)
         self._sequence = sequence_ranks(rank, trainer.sequence_parallel, self.device)
-        self.shards = self._mesh.get_group(self._mesh.ndim - 1)
+        if (size := trainer.tensor_parallel) > 1:
+            both = tensor_mesh(rank, size, self.device)
+            self._mesh, self._tensor, self.shards = both["data"], both["tensor"], rank.group
+            self._common = Rank(rank.rank % size, size, self._tensor.get_group())
+        else:
+            self._mesh, self._common = role_mesh(rank, trainer.shard_size, self.device), Rank()
+            self.shards = self._mesh.get_group(self._mesh.ndim - 1)
 
     def network(self, make: Make[N]) -> N:
         network = make(_without_memory(self._model.path), device=self.device, autocast=False)
+        if self._common.size > 1:
+            split_layers(network.model, self._tensor, self._model.path)
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
@@ -63,6 +72,8 @@ class ShardedModel:
         budget, sequence = self._trainer.max_tokens_per_micro_batch, self._sequence
         if sequence.size > 1:
             parts, idle = shared_batches(rows, sequence, budget, self.device), idle_share(rows, sequence)
+        elif self._common.size > 1:
+            parts, idle = common_batches(rows, self._common, budget, self.device), idle_batch(rows)
         else:
             parts, idle = micro_batches(rows, budget), idle_batch(rows)
         parts = [part for part in parts if part.input_ids.numel()]
@@ -99,16 +110,6 @@ def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
             units.append(unit)
             unit = []
     return units
-
-
-def _check_heads(path: str, ranks: int) -> None:
-    """ConfigError where attention's heads cannot be shared by so many ranks."""
-    if ranks == 1:
-        return
-    with refused_by_name(path, f"model.path={path!r}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    if (heads := config.num_attention_heads) % ranks:
-        raise ConfigError(f"trainer.sequence_parallel={ranks}: expected a divisor of the {heads} heads of {path!r}")
 
 
 def _without_memory(path: str) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from siirl_dask.training.shards import like, local
+from siirl_dask.training.shards import like, local, pieces
 
 _BUCKET = 16 * 2**20  # elements: 64 MiB of float32 a message, which bounds the copies a backend makes
 
@@ -29,6 +29,7 @@ class FlatGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         held = [(parameter, local(parameter)) for parameter in parameters]
+        self._pieces = [pieces(parameter) for parameter, _ in held]
         self.flat = torch.zeros(sum(part.numel() for _, part in held), device=held[0][1].device)
         views = self.flat.split([part.numel() for _, part in held])
         self.parts = [view.view_as(part) for (_, part), view in zip(held, views, strict=True)]
@@ -42,12 +43,22 @@ class FlatGradients:
         for bucket in self.flat.split(_BUCKET):
             all_reduce(bucket, group)
 
-    def squares(self) -> Tensor:
-        """[] float64: the sum of the squares. float32 loses the fifth digit over a million elements."""
-        norms = [torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in self.flat.split(_BUCKET)]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    def squares(self, ranks: int = 1) -> Tensor:
+        """[] float64: the sum of the squares; of what several of ``ranks`` hold alike, each counts its share. float32
+        loses the fifth digit over a million elements.
+        """
+        squares = _squares(self.flat.split(_BUCKET))
+        for part, count in zip(self.parts, self._pieces, strict=True):
+            if count < ranks:  # tensor parallel ranks have embeddings and norms alike
+                squares -= (1 - count / ranks) * _squares([part])
+        return squares
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale to ``limit`` if ``norm``, that of all gradients together, is more."""
         if norm > limit:
             self.flat.mul_(limit / (norm + 1e-6))
+
+
+def _squares(tensors: Iterable[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

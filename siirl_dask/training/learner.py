@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from siirl_dask.algorithms import Aggregation, TokenLoss, Totals
@@ -162,7 +163,8 @@ class Learner:
         """Of the gradients, once they are summed over all ranks."""
         if self._shards is None:
             self._gradients.reduce(self._group)
-        squares = self._gradients.squares().to(self._device)
+        ranks = 1 if self._shards is None else dist.get_world_size(self._shards)
+        squares = self._gradients.squares(ranks).to(self._device)
         return float(all_reduce(squares, self._shards).sqrt())
 
     def _may_step(self, which: str, loss: float, norm: float) -> bool:

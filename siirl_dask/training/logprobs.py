@@ -39,7 +39,20 @@ def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
     """[n, D], [V, D], [V] -> [n, V]."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    return (logits if temperature == 1 else logits.div_(temperature)).log_softmax(-1)
+
+
+def _by_logits(
+    scores: Tensor, targets: Tensor, entropy: Tensor, by_logprob: Tensor | None, by_entropy: Tensor | None
+) -> Tensor:
+    """``onehot by_logprob - p (by_logprob + by_entropy (log p + H))``, in the memory of ``scores``, which is log p:
+    another matrix of a chunk costs as much in page faults as what is computed on it. [n, V], [n, 1] each -> [n, V].
+    """
+    factor = torch.zeros_like(entropy) if by_logprob is None else by_logprob
+    if by_entropy is not None:
+        factor = (scores + entropy).mul_(by_entropy).add_(factor)
+    by_logits = scores.exp_().mul_(-factor)
+    return by_logits if by_logprob is None else by_logits.scatter_add_(1, targets, by_logprob)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -56,7 +69,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(at, at + chunk)
             scores = _log_softmax(hidden[part], cast, cast_bias, temperature)
             logprobs[part] = scores.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(scores.exp() * scores).sum(-1)
+            entropy[part] = -scores.exp().mul_(scores).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
@@ -68,6 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         if by_entropy is not None and not by_entropy.any():  # zeros come where ranks share tokens; saves two chunks
             by_entropy = None
+        given = [None if each is None else each / ctx.temperature for each in (by_logprob, by_entropy)]
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)  # many chunks are added up
@@ -77,14 +91,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for at in range(0, len(targets), ctx.chunk):
             part = slice(at, at + ctx.chunk)
             scores = _log_softmax(hidden[part], cast, cast_bias, ctx.temperature)
-            probabilities = scores.exp()
-            by_logits = torch.zeros_like(scores)
-            if by_entropy is not None:
-                by_logits -= by_entropy[part, None] * probabilities * (scores + entropy[part, None])
-            if by_logprob is not None:
-                by_logits -= by_logprob[part, None] * probabilities
-                by_logits.scatter_add_(1, targets[part, None], by_logprob[part, None])
-            by_logits = (by_logits / ctx.temperature).to(hidden.dtype)
+            ours = (None if each is None else each[part, None] for each in given)
+            by_logits = _by_logits(scores, targets[part, None], entropy[part, None], *ours).to(hidden.dtype)
             for_hidden[part] = by_logits @ cast
             if for_weight is not None:
                 for_weight += by_logits.T @ hidden[part]

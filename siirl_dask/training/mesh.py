@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from siirl_dask.context import Rank
-from siirl_dask.errors import ConfigError
+from siirl_dask.training.shares import check_divides
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -23,21 +23,31 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     Groups that have to be made for it last as long as the process's default group.
     """
     size = shard_size or rank.size
-    if rank.size % size:
-        raise ConfigError(
-            f"trainer.shard_size={size}: expected a divisor of the role's {rank.size} workers, or none for all"
-        )
+    check_divides("trainer.shard_size", size, rank.size)
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
         return DeviceMesh.from_group(_group_of_one(_BACKENDS[device.type]), device.type)
     if size == rank.size:
         return DeviceMesh.from_group(rank.group, device.type)
+    return _two_axes(rank, size, device, ("lots", "shards"))
+
+
+def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
+    """[data, tensor]: neighbours in the role, ``size`` of them, share the heads of each layer. ConfigError when it does
+    not divide the role's ranks.
+    """
+    check_divides("trainer.tensor_parallel", size, rank.size)
+    return _two_axes(rank, size, device, ("data", "tensor"))
+
+
+def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str]) -> DeviceMesh:
+    """[role / size, size], neighbours in the role in a row."""
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
-    lot, shard = divmod(rank.rank, size)
+    row, column = divmod(rank.rank, size)
     _even_out(rank.group, device)
-    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, shard], places[lot])]
-    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=("lots", "shards"))
+    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, column], places[row])]
+    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=names)
 
 
 def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
@@ -45,8 +55,7 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
 
     ConfigError when ``size`` does not divide the role's ranks.
     """
-    if rank.size % size:
-        raise ConfigError(f"trainer.sequence_parallel={size}: expected a divisor of the role's {rank.size} workers")
+    check_divides("trainer.sequence_parallel", size, rank.size)
     if size == 1:
         return Rank()
     lot, place = divmod(rank.rank, size)

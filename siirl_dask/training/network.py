@@ -17,6 +17,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.training.attention import PACKED, leave_uncompiled
 from siirl_dask.training.logprobs import token_logprobs
 from siirl_dask.training.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
+from siirl_dask.training.own_scores import to_own
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.ulysses import to_owners
@@ -143,6 +144,8 @@ class PolicyNetwork(Network):
         )
         if batch.route is not None:
             logprobs, entropy = to_owners([logprobs, entropy], batch.route)
+        if batch.own is not None:
+            logprobs, entropy = to_own([logprobs, entropy], batch.own)
         return logprobs, entropy
 
 
@@ -175,6 +178,8 @@ class ValueNetwork(Network):
         values = values.squeeze(-1)
         if batch.route is not None:
             (values,) = to_owners([values], batch.route)
+        if batch.own is not None:
+            (values,) = to_own([values], batch.own)
         return values.clone()  # FSDP hooks on to what it returns, which must be no view
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from siirl_dask.context import Rank
+from siirl_dask.training.own_scores import Own
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.ulysses import Route
 
@@ -34,6 +35,7 @@ class MicroBatch:
 
     Where ranks share tokens, T are this rank's of all that the micro-batch has and ``runs`` are of all; ``predicting``
     and ``targets`` are of the response tokens that T predict, whoever's; ``offsets`` and ``tokens`` of its own rows'.
+    So they are where ranks go through all of it together (``own``), and T are all.
     """
 
     input_ids: Tensor
@@ -51,6 +53,8 @@ class MicroBatch:
     """Where the K tokens lie among the response tokens of the whole batch."""
     route: Route | None = None
     """How scores come to the ranks whose rows they are of; None where every rank computes its own."""
+    own: Own | None = None
+    """Where ranks go through the same micro-batch, which scores are of this rank's rows."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:

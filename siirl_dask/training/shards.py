@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-_BUCKET = (
-    64 * 2**20
-)  # bytes of whole tensors that one message brings: a message each costs a small model more than they do
+_BUCKET = 16 * 2**20  # bytes of whole tensors that one message brings: a message each costs small ones more
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,6 +17,14 @@ def local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()  # type: ignore[attr-defined,no-any-return]
     return tensor.detach()
+
+
+def pieces(tensor: Tensor) -> int:
+    """How many ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
@@ -58,14 +65,21 @@ def whole_each(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Whether one message can bring both."""
     if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
-        return type(one) is type(other)
-    return (one.device_mesh, one.placements, one.dtype) == (other.device_mesh, other.placements, other.dtype)
+        return False
+    same = (one.device_mesh, one.placements, one.dtype) == (other.device_mesh, other.placements, other.dtype)
+    return same and _cut_by_fsdp(one)
+
+
+def _cut_by_fsdp(tensor: DTensor) -> bool:
+    """Whether it is cut along its first dimension, over the last one of the mesh, and in no other way."""
+    *others, last = tensor.placements
+    return type(last) is Shard and last.dim == 0 and all(placement.is_replicate() for placement in others)
 
 
 def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """FSDP cuts tensors along their first dimension, over the last one of the mesh; the last ranks may have less."""
+    """Of several, all are alike. The last ranks may have less of a tensor than the others."""
     first = named[0][1]
-    if not isinstance(first, DTensor):
+    if len(named) == 1 or not isinstance(first, DTensor):
         yield from ((name, whole(tensor)) for name, tensor in named)
         return
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)

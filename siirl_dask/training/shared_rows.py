@@ -22,18 +22,24 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     ``budget`` tokens are a rank's, so together they take n times as many. ``offsets`` and ``tokens`` of a micro-batch
     are of those of its rows that are this rank's own.
     """
-    union, owners = _gather(rows, ranks, device)
+    union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0
     for whole in micro_batches(union, budget * ranks.size):
-        lengths = whole.offsets.diff()
-        owner = owners[first : first + len(lengths)]
-        own = lengths[owner == ranks.rank]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), own.cumsum(0)])
-        tokens = slice(done, done + int(offsets[-1]))
-        part = replace(whole, offsets=offsets, tokens=tokens)
-        batches.append(share(part, owner.repeat_interleave(lengths), ranks))
-        first, done = first + len(lengths), tokens.stop
+        part, owner = own_part(whole, owners[first:], ranks, done)
+        batches.append(share(part, owner, ranks))
+        first, done = first + len(whole.offsets) - 1, part.tokens.stop
     return batches
+
+
+def own_part(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple[MicroBatch, Tensor]:
+    """``whole`` with ``offsets`` and ``tokens`` of this rank's own rows, which begin at token ``done`` of those that
+    it has; and of each response token, [C], the rank whose row it is of. ``owners``: of its rows and any after them.
+    """
+    lengths = whole.offsets.diff()
+    owner = owners[: len(lengths)]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[owner == ranks.rank].cumsum(0)])
+    part = replace(whole, offsets=offsets, tokens=slice(done, done + int(offsets[-1])))
+    return part, owner.repeat_interleave(lengths)
 
 
 def idle_share(rows: PackedRows, ranks: Rank) -> MicroBatch:
@@ -69,7 +75,7 @@ def share(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
     )
 
 
-def _gather(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[PackedRows, Tensor]:
+def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[PackedRows, Tensor]:
     """The rows of all ranks, one rank's after the other's, and [R] int64, the rank that each is of."""
     own = torch.cat([rows.offsets.diff(), rows.prompt_lengths, rows.tokens])
     sizes = _all_gather(torch.tensor([len(rows), len(rows.tokens)]), ranks.group, device)

@@ -30,3 +30,13 @@ def test_the_exchange_is_tabled_for_any_number_of_workers(tmp_path):
     out = tmp_path / "exchange.md"
     run("exchange.py", "--workers", 1, 5, 40, "--rows", 3, "--out", out)
     assert "| 40 | 120 | 2 | 78 |" in out.read_text()
+
+
+def test_packed_rows_are_learned_from_faster_than_padded_ones_and_alike(tmp_path):
+    """The script itself holds log-probs and losses of the two against each other."""
+    out = tmp_path / "packing.md"
+    size = ["--rows", 12, "--longest", 512, "--micro-batch", 1024, "--hidden", 64, "--layers", 1]
+    run("packing.py", "--families", "llama", *size, "--rounds", 2, "--out", out)
+    cells = out.read_text().partition("| llama |")[2].split("|")
+    packed, padded = (float(cell.replace(",", "")) for cell in cells[:2])
+    assert packed > padded

@@ -12,12 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from siirl_dask.cli import dags, main
 from siirl_dask.configfile import load, shipped
+from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.memory import memory_of
 from siirl_dask.parameters import Parameters, count_parameters
 from siirl_dask.phases import plan_phases, worker_names
 from siirl_dask.planner import dag_from_spec
 from siirl_dask.run import run
+from siirl_dask.testing.checkpoints import flat
+from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
 
 KL = str(shipped("grpo_kl.yaml"))
@@ -100,6 +103,28 @@ def memories(overrides):
     return {tuple(one.roles): one for one in memory_of(file.config, phases)}
 
 
+@pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora_rank=4"]])
+def test_a_checkpoint_written_meanwhile_counts_as_much_as_the_trainers_state(digits, options):
+    found, config = memories([*digits, *options]), load(KL, [*digits, *options]).config
+    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    tensors = [tensor for tensor in flat(trainer.state()).values() if tensor.ndim]
+    assert found["policy",].checkpoint == sum(4 * tensor.numel() for tensor in tensors)
+    assert found["reference",].checkpoint == found["rollout", "reward"].checkpoint == 0
+    two = ["cluster.placement={rollout: [0], reward: [0], policy: [1, 2], reference: [3]}", "trainer.backend=fsdp"]
+    assert memories([*digits, *options, *two])["policy",].checkpoint == -(-found["policy",].checkpoint // 2)
+    for none in ("checkpoint.asynchronous=false", "checkpoint.every=0"):
+        assert memories([*digits, *options, none])["policy",].checkpoint == 0
+
+
+def test_vllm_counts_with_the_cache_that_it_has_on_a_cpu(digits):
+    def rollout(*options):
+        return memories([*digits, *options])["rollout", "reward"].roles["rollout"]
+
+    weights = rollout()
+    assert rollout("rollout.engine=vllm") == weights + 2**30
+    assert rollout("rollout.engine=vllm", "rollout.kv_cache_memory=64MiB") == weights + 2**26
+
+
 def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
     small, large = memories(digits), memories([*digits, "data.batch_size=800", "data.memory_limit=1MiB"])
     assert large["policy",].tables > 5 * small["policy",].tables
@@ -124,6 +149,10 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
         (
             ["data.memory_limit=1MiB", "cluster.memory_limit=500MB", "data.batch_size=99999"],
             ["tables (at reward of train)", "lower data.batch_size, rollout.n", "workers 0, 1 (rollout, reward)"],
+        ),
+        (
+            ["data.memory_limit=1MiB", "cluster.memory_limit=453MB", "data.batch_size=2", "trainer.ema_decay=0"],
+            ["x"],
         ),
         (["cluster.memory_limit=100MB"], ["process 450.0 MB", "a process takes that much, or raise cluster.memory"]),
     ],
@@ -173,7 +202,8 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     assert edges["rollout", "reward"]["bytes"] == 0
     assert {tuple(one["workers"]) for one in given["memory"]} == {("0", "1"), ("2",), ("3",)}
     for one in given["memory"]:
-        assert one["total"] == one["process"] + one["tables"] + one["moving"] + sum(one["roles"].values())
+        parts = ("process", "checkpoint", "tables", "moving")
+        assert one["total"] == sum(one[part] for part in parts) + sum(one["roles"].values())
     assert set(given["phases"]) == {"train"}  # the digits task has no validation
 
 

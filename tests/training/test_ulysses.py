@@ -1,4 +1,6 @@
-"""Ranks that share the tokens of their rows against a single process, and long rows in little memory."""
+"""Ranks that share the tokens of their rows, or the layers that these go through, against a single process; and long
+rows in little memory.
+"""
 
 import json
 import resource
@@ -16,6 +18,8 @@ from siirl_dask.algorithms import gmpo, policy_loss, sequence_mean_token_mean, v
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.parameters import count_parameters
+from siirl_dask.testing.checkpoints import flat, load_state, save_state
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, random_rows, response_tokens, signs, split_rows
 from siirl_dask.testing.tiny import tiny_model
@@ -24,7 +28,7 @@ from siirl_dask.training.attention import packed_attention
 from siirl_dask.training.fsdp_trainer import FsdpCritic, FsdpTrainer
 from siirl_dask.training.mesh import sequence_ranks
 from siirl_dask.training.packing import Packing, micro_batches
-from siirl_dask.training.shards import whole
+from siirl_dask.training.shards import local, whole
 from siirl_dask.training.shared_rows import share
 from siirl_dask.training.torch_critic import TorchCritic
 from siirl_dask.training.torch_trainer import TorchTrainer
@@ -33,6 +37,7 @@ MODELS = {
     "qwen3 tied": {"family": "qwen3", "heads": 4, "kv_heads": 1},
     "qwen2 untied": {"family": "qwen2", "heads": 2, "kv_heads": 2, "tied": False},
     "llama tied": {"family": "llama", "heads": 4, "kv_heads": 2},
+    "qwen3, two keys": {"family": "qwen3", "heads": 4, "kv_heads": 2},
 }
 CASES = {
     "2 share": (2, "qwen3 tied", {"sequence_parallel": 2}),
@@ -45,10 +50,26 @@ CASES = {
         "llama tied",
         {"sequence_parallel": 4, "shard_size": 2, "gradient_checkpointing": True},
     ),
+    "2 split layers": (2, "qwen3, two keys", {"tensor_parallel": 2}),
+    "2 times 2 split layers": (4, "qwen2 untied", {"tensor_parallel": 2}),
+    "2 times 2 split layers of llama": (4, "llama tied", {"tensor_parallel": 2}),
+    "2 times 2 split layers, recomputed": (
+        4,
+        "qwen3, two keys",
+        {"tensor_parallel": 2, "gradient_checkpointing": True},
+    ),
     "bfloat16": (2, "llama tied", {"sequence_parallel": 2, "dtype": Dtype.bfloat16}),
+    "bfloat16, split layers": (2, "llama tied", {"tensor_parallel": 2, "dtype": Dtype.bfloat16}),
 }
-EXACT = [name for name in CASES if name != "bfloat16"]
-CRITICS = {"2 share": (2, {"sequence_parallel": 2}), "2 times 2 share": (4, {"sequence_parallel": 2})}
+BFLOAT16 = [name for name in CASES if name.startswith("bfloat16")]
+EXACT = [name for name in CASES if name not in BFLOAT16]
+MOVED_FROM = "2 times 2 split layers of llama"
+MOVED_TO = {"2 split layers": {"tensor_parallel": 2}, "2 have shards": {}}
+CRITICS = {
+    "2 share": (2, {"sequence_parallel": 2}),
+    "2 times 2 share": (4, {"sequence_parallel": 2}),
+    "2 times 2 split layers": (4, {"tensor_parallel": 2}),
+}
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12}
 ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
 """Of an update's rows, where each of four ranks' begin: some have none, and of pairs that share, one or both."""
@@ -65,7 +86,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
-    return run_ranks(4, partial(in_each_rank, folders), tmp_path_factory.mktemp("ranks"))
+    state = tmp_path_factory.mktemp("state") / "policy"
+    return run_ranks(4, partial(in_each_rank, folders, state), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +96,8 @@ def alone(folders):
     for name, folder in folders.items():
         model = ModelConfig(path=str(folder))
         trainer = TorchTrainer(model, config(), temperature=0.7, rank=Rank())
-        found[name] = learn(trainer, Rank(), policy_batch, LOSS)
-    critic = TorchCritic(ModelConfig(path=str(folders["qwen3 tied"])), config(), rank=Rank())
+        found[name] = learn(trainer, Rank(), policy_batch, LOSS) | {"next": again(trainer, Rank())}
+    critic = TorchCritic(ModelConfig(path=str(folders["llama tied"])), config(), rank=Rank())
     return found | {"critic": learn(critic, Rank(), value_batch, partial(value_clip, clip=1e6))}
 
 
@@ -83,7 +105,7 @@ def config(**options):
     return TrainerConfig(**SETTINGS | options)
 
 
-def in_each_rank(folders, world):
+def in_each_rank(folders, state, world):
     pair = dist.new_group([0, 1])
     found = {}
     for name, (size, model, options) in CASES.items():
@@ -93,10 +115,19 @@ def in_each_rank(folders, world):
             path = ModelConfig(path=str(folders[model]), dtype=options.pop("dtype", Dtype.float32))
             trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
             found[name] = learn(trainer, rank, policy_batch, LOSS)
+            if name == MOVED_FROM:
+                save_state(trainer, state, rank)
+                dist.barrier()  # else one of two ranks could load before four have saved
+    for name, options in MOVED_TO.items():
+        if world.rank < 2:
+            rank, path = Rank(world.rank, 2, pair), ModelConfig(path=str(folders["llama tied"]))
+            trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
+            load_state(trainer, state, rank)
+            found[f"moved to {name}"] = again(trainer, rank)
     for name, (size, options) in CRITICS.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
-            path = ModelConfig(path=str(folders["qwen3 tied"]))
+            path = ModelConfig(path=str(folders["llama tied"]))
             critic = FsdpCritic(path, config(backend="fsdp", **options), rank=rank)
             found[f"critic, {name}"] = learn(critic, rank, value_batch, partial(value_clip, clip=1e6))
     return found
@@ -113,7 +144,14 @@ def learn(learner, rank, batch, loss):
             named = learner._network.by_name()
             seen["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in named.items()}
     seen["weights"] = {name: tensor.clone() for name, tensor in learner.weights()}
+    seen["held"] = sum(local(tensor).numel() for tensor in flat(learner.state()).values())
     return seen
+
+
+def again(trainer, rank):
+    """Metrics of another update, on the rows of the first, and the weights after it."""
+    metrics = trainer.update([policy_batch(trainer, mine(rank, 0))[1]], LOSS, sequence_mean_token_mean)
+    return metrics, {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
 def mine(rank, at):
@@ -153,20 +191,39 @@ def assert_learned_alike(ranks, expected):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_sharing_tokens_a_policy_learns_what_a_single_process_does(name, seen, alone):
+def test_sharing_tokens_or_layers_a_policy_learns_what_a_single_process_does(name, seen, alone):
     size, model, _ = CASES[name]
     assert_learned_alike([seen[rank][name] for rank in range(size)], alone[model])
 
 
+def test_with_split_layers_a_rank_holds_its_share_and_what_is_beside_the_layers_twice(seen, folders):
+    for name in (name for name in EXACT if "split" in name):
+        size, model, _ = CASES[name]
+        numbers = count_parameters(str(folders[model]))
+        for rank in range(size):
+            assert seen[rank][name]["held"] < 3.1 * (numbers.total + 2 * numbers.largest) / size, name
+
+
 @pytest.mark.parametrize("name", CRITICS)
-def test_sharing_tokens_a_critic_learns_what_a_single_process_does(name, seen, alone):
+def test_sharing_tokens_or_layers_a_critic_learns_what_a_single_process_does(name, seen, alone):
     size, _ = CRITICS[name]
     assert_learned_alike([seen[rank][f"critic, {name}"] for rank in range(size)], alone["critic"])
 
 
-def test_bfloat16_goes_from_rank_to_rank(seen, alone):
+def test_a_checkpoint_of_split_layers_goes_on_with_fewer_ranks_and_without_splitting(seen, alone):
+    expected, weights = alone["llama tied"]["next"]
     for rank in range(2):
-        metrics = seen[rank]["bfloat16"]["metrics"][0]
+        for name in MOVED_TO:
+            metrics, moved = seen[rank][f"moved to {name}"]
+            assert metrics == pytest.approx(expected, abs=1e-6, rel=1e-6), name
+            for key, weight in weights.items():
+                assert_close(moved[key], weight, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_goes_from_rank_to_rank(name, seen, alone):
+    for rank in range(2):
+        metrics = seen[rank][name]["metrics"][0]
         assert metrics["grad_norm"] == pytest.approx(alone["llama tied"]["metrics"][0]["grad_norm"], rel=0.05)
 
 
@@ -249,9 +306,20 @@ def test_ranks_or_heads_that_cannot_be_shared_are_refused(folders, make):
         build("llama tied", 2)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("shard_size", 2), ("offload", True), ("sequence_parallel", 2), ("compile", True), ("lora_rank", 4)],
+)
+def test_what_does_not_go_together_with_split_layers_is_refused(option, value):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{option}; leave one out"):
+        config(backend="fsdp", tensor_parallel=2, **{option: value})
+
+
 def test_a_backend_that_does_not_share_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"sequence_parallel=2: .* take trainer\.backend=fsdp"):
         config(sequence_parallel=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: .* take trainer\.backend=fsdp"):
+        config(tensor_parallel=2)
     with pytest.raises(ConfigError, match="sequence_parallel=0: expected at least 1"):
         config(sequence_parallel=0)
     with pytest.raises(ConfigError, match="expected a divisor of the role's 3 workers"):
