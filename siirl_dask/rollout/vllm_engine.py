@@ -116,7 +116,7 @@ class VllmEngine:
         on a CPU, where all memory is the host's.
         """
         if self._sleep_level and not self._asleep:
-            self._llm.sleep(self._sleep_level)
+            self._llm.sleep(self._depth())
             self._asleep = True
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class VllmEngine:
             ) from error
 
     def _wake(self) -> None:
-        if self._asleep and self._sleep_level == _FORGETS:
+        if self._asleep and self._depth() == _FORGETS:
             raise RunError(
                 "vLLM let go of its weights (rollout.sleep_level=2) and none were loaded since: expected a node that "
                 "loads weights after each update, or rollout.sleep_level=1"
@@ -151,6 +151,10 @@ class VllmEngine:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
+
+    def _depth(self) -> int:
+        """The level of its sleep. The folder's weights are needed until others come: nobody would load them again."""
+        return self._sleep_level if self.version else min(self._sleep_level, 1)
 
     def _eager(self) -> Any:
         """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
@@ -221,7 +225,7 @@ def _settings(model: ModelConfig, rollout: RolloutConfig, device: Device) -> dic
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
         "logits_processors": [TokenChoice],
         "logprobs_mode": LOGPROBS_MODE,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization / device.sharers,
         "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
         "max_num_seqs": rollout.max_num_seqs or rollout.max_rows,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
