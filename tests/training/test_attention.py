@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from siirl_dask.training.attention import attend_varlen, computed_in, packed_attention, takes_varlen
+from siirl_dask.training.network import rounding
 from siirl_dask.training.packing import Packing
 
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
@@ -103,3 +104,10 @@ def test_it_computes_in_what_torchs_other_kernels_would(autocast):
     rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert computed_in(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+
+
+@pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])
+def test_packed_logits_may_be_off_by_a_few_last_digits_of_their_type_and_no_more(dtype, of_largest):
+    for largest in (0.5, 1.0, 23.0):
+        digit = torch.finfo(dtype).eps * largest
+        assert 3 * digit < rounding(largest, dtype) <= of_largest * max(1.0, largest)
