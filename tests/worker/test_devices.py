@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
+from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.worker import groups
 from siirl_dask.worker.building import build_roles
 from siirl_dask.worker.devices import Sight, assign, exchange, find_devices, look, npu_cards, read_sight
@@ -166,6 +168,26 @@ def test_npus_that_nothing_can_join_are_refused_by_name(devices):
     assert groups.backend_of(devices) == "gloo"  # of the world, over which nothing goes
     with pytest.raises(ConfigError, match=r"role 'policy' has workers 'w0' on h/npu0.*cluster\.workers.*placement"):
         groups.role_backend("policy", devices)
+
+
+def join_on_one_card(rank):
+    """Backends of the world and of a role of both workers, and two sums over that."""
+    hosted, port = groups.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
+    ports = torch.tensor([port])
+    dist.broadcast(ports, 0)
+    store = hosted or groups.join_store("127.0.0.1", int(ports), 60)
+    dist.destroy_process_group()
+    devices = {device.worker: device for device in on(CUDA, "a", "a")}
+    roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
+    ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
+    sums = [groups.all_sum(devices["w0"], ranks[role], [0.5, rank.rank]) for role in ranks]
+    return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums]
+
+
+def test_workers_that_share_a_card_join_and_add_up(tmp_path):
+    first, second = run_ranks(2, join_on_one_card, tmp_path)
+    assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]]]
+    assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]]]
 
 
 @dataclass
