@@ -46,7 +46,8 @@ def packed_attention(
         raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
-    if takes_varlen(query.device.type, dtype := computed_in(query), query.shape[-1]) and _has_varlen(query.device):
+    dtype, widths = computed_in(query), (query.shape[-1], value.shape[-1])
+    if takes_varlen(query.device.type, dtype, *widths) and _has_varlen(query.device):
         from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
         query, key, value = (each.to(dtype) for each in (query, key, value))
@@ -56,11 +57,12 @@ def packed_attention(
     return (output if ranks is None else to_tokens(output, ranks))[None], None
 
 
-def takes_varlen(device: str, dtype: torch.dtype, width: int) -> bool:
+def takes_varlen(device: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Whether torch's kernel for rows of any length can compute it, with or without a sliding window: on CUDA devices,
-    in two-byte numbers, for heads of ``width`` 32, 64, 96 .. 256, which is what it is compiled for.
+    in two-byte numbers, for heads of ``width`` 32, 64, 96 .. 256, which is what it is compiled for, and values as wide.
     """
-    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width % 32 == 0 and 0 < width <= 256
+    fits = width == value_width and width % 32 == 0 and 0 < width <= 256
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
 
 def attend_varlen(
@@ -68,7 +70,8 @@ def attend_varlen(
 ) -> Tensor:
     """[1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D], of all rows in one call of ``kernel``."""
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    lengths = torch.tensor([length for count, length in runs for _ in range(count)])
+    counts, lengths = torch.tensor(runs).unbind(1)
+    lengths = lengths.repeat_interleave(counts)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(query.device, torch.int32)
     longest = max(length for _, length in runs)
     before = -1 if window is None else window - 1  # a window counts the token itself, the kernel those before it

@@ -83,20 +83,21 @@ def test_torchs_kernel_takes_what_it_is_called_with(window):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "width", "taken"),
+    ("device", "dtype", "widths", "taken"),
     [
-        ("cuda", torch.bfloat16, 128, True),
-        ("cuda", torch.float16, 64, True),
-        ("cuda", torch.bfloat16, 256, True),
-        ("cuda", torch.float32, 128, False),
-        ("cuda", torch.bfloat16, 80, False),
-        ("cuda", torch.bfloat16, 512, False),
-        ("cpu", torch.bfloat16, 128, False),
-        ("npu", torch.bfloat16, 128, False),
+        ("cuda", torch.bfloat16, (128, 128), True),
+        ("cuda", torch.float16, (64, 64), True),
+        ("cuda", torch.bfloat16, (256, 256), True),
+        ("cuda", torch.float32, (128, 128), False),
+        ("cuda", torch.bfloat16, (80, 80), False),
+        ("cuda", torch.bfloat16, (512, 512), False),
+        ("cuda", torch.bfloat16, (192, 128), False),
+        ("cpu", torch.bfloat16, (128, 128), False),
+        ("npu", torch.bfloat16, (128, 128), False),
     ],
 )
-def test_torchs_kernel_is_taken_where_it_can_be(device, dtype, width, taken):
-    assert takes_varlen(device, dtype, width) == taken
+def test_torchs_kernel_is_taken_where_it_can_be(device, dtype, widths, taken):
+    assert takes_varlen(device, dtype, *widths) == taken
 
 
 @pytest.mark.parametrize("autocast", [False, True])
