@@ -25,6 +25,11 @@ class Device:
     worker: str
     kind: DeviceKind = DeviceKind.CPU
     index: int = 0
+    """Among those that this worker sees, in its own order."""
+    card: str = ""
+    """Names an accelerator in all of the run: workers that have the same one share it. Empty on a CPU."""
+    sharers: int = 1
+    """Workers of the run that compute on it, this one included."""
 
     @property
     def torch_name(self) -> str:

@@ -130,7 +130,7 @@ class VllmEngine:
         on a CPU, where all memory is the host's.
         """
         if self._sleep_level and not self._asleep:
-            self._llm.sleep(self._sleep_level)
+            self._llm.sleep(self._depth())
             self._asleep = True
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class VllmEngine:
             ) from error
 
     def _wake(self) -> None:
-        if self._asleep and self._sleep_level == _FORGETS:
+        if self._asleep and self._depth() == _FORGETS:
             raise RunError(
                 "vLLM let go of its weights (rollout.sleep_level=2) and none were loaded since: expected a node that "
                 "loads weights after each update, or rollout.sleep_level=1"
@@ -166,6 +166,10 @@ class VllmEngine:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
+
+    def _depth(self) -> int:
+        """The level of its sleep. The folder's weights are needed until others come: nobody would load them again."""
+        return self._sleep_level if self.version else min(self._sleep_level, 1)
 
     def _eager(self) -> Any:
         """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""

@@ -28,7 +28,7 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
         "logits_processors": [TokenChoice],
         "logprobs_mode": LOGPROBS_MODE,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization / device.sharers,
         "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
         "max_num_seqs": rollout.max_num_seqs or rollout.max_rows * ranks.size,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

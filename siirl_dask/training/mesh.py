@@ -77,9 +77,11 @@ def _even_out(role: Any, device: torch.device) -> None:
         _group(role, [dist.get_rank()])
 
 
-def _group(beside: Any, ranks: list[int]) -> Any:
-    """A group that only its own ranks make. gloo's listens where ``beside`` does."""
-    backend = dist.get_backend(beside)
+def _group(beside: Any, ranks: list[int], backend: str | None = None) -> Any:
+    """A group that only its own ranks make, with the backend of ``beside`` if no other is given. gloo's listens where
+    ``beside`` does.
+    """
+    backend = backend or dist.get_backend(beside)
     options = None
     if backend == "gloo":
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
@@ -90,7 +92,7 @@ def _group(beside: Any, ranks: list[int]) -> Any:
 def _group_of_one(backend: str) -> Any:
     """FSDP wants a group also for a rank that is alone."""
     if dist.is_initialized():
-        return _group(dist.group.WORLD, [dist.get_rank()])
+        return _group(dist.group.WORLD, [dist.get_rank()], backend)  # where devices are shared, the world's is gloo
     options = None
     if backend == "gloo":
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs

@@ -20,6 +20,7 @@ from distributed.metrics import context_meter
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
+from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
 from siirl_dask.coordinator.stealing import Stealing
@@ -27,8 +28,9 @@ from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Plan
 from siirl_dask.worker import groups
+from siirl_dask.worker.building import build_roles
 from siirl_dask.worker.dataplane import DataPlane, DataSettings
-from siirl_dask.worker.devices import find_device
+from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
 from siirl_dask.worker.keeping import Keeper, Restored, StateStore
@@ -133,12 +135,9 @@ class DAGWorker(WorkerPlugin):
         self._plane.check()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # a run that failed on this process may not have come to it
-        names = list(self.spec.members)
-        device = find_device(self.worker_name, names.index(self.worker_name))
         plan = self._phases["train"][0]
-        ranks = self._join_groups(device, plan)
-        roles = {role.name: role for role in plan.dag.roles}
-        resources = {name: roles[name].build(device, rank) for name, rank in ranks.items()}
+        device, ranks = self._join_groups(plan)
+        resources = build_roles(plan.dag.roles, device, ranks)
         if self.spec.store is not None:
             self._keeper = Keeper(self.spec.store, resources, {role: rank.beside for role, rank in ranks.items()})
             if self.spec.restored is not None:
@@ -216,19 +215,23 @@ class DAGWorker(WorkerPlugin):
         self._bench = self._keeper = None
         groups.leave()
 
-    def _join_groups(self, device: Any, plan: Plan) -> dict[str, Any]:
-        mine = {role: members for role, members in plan.placement.items() if self.worker_name in members}
-        workers = list(self.spec.members)
-        if len(workers) == 1:
-            return groups.alone(mine)
-        host, timeout = get_address_host(self._worker.address), self.spec.data.stall_timeout
-        if workers[0] == self.worker_name:
+    def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank]]:
+        """The device that this worker computes on, and its rank in each of its roles."""
+        name, workers, timeout = self.worker_name, list(self.spec.members), self.spec.data.stall_timeout
+        host = get_address_host(self._worker.address)
+        store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
+        devices = find_devices(name, workers, store, timeout, self.stop)
+        if store is None:
+            return devices[name], groups.alone(plan.placement)
+        return devices[name], groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
+
+    def _join_store(self, first: str, host: str, timeout: float) -> Any:
+        if first == self.worker_name:
             store, port = groups.host_store(host, timeout)
             self._loop.call_soon_threadsafe(self._store_port.set_result, port)
-        else:
-            first = get_address_host(self.spec.members[workers[0]])
-            store = groups.join_store(first, wait_for(self._ask_store_port(workers[0]), self._loop, self.stop), timeout)
-        return groups.join(store, self.spec.run, self.worker_name, workers, plan.placement, device, host, timeout)
+            return store
+        port = wait_for(self._ask_store_port(first), self._loop, self.stop)
+        return groups.join_store(get_address_host(self.spec.members[first]), port, timeout)
 
     def _watch_next(self) -> None:
         """Each worker watches the next: one that stands still is noticed also where others wait in a collective."""

@@ -7,7 +7,7 @@ worker itself is reached at, which is loopback for a cluster on one machine.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.errors import ConfigError
 
 _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
 
@@ -44,15 +45,18 @@ def join(
     store: TCPStore,
     run: str,
     worker: str,
-    workers: Sequence[str],
+    devices: Mapping[str, Device],
     roles: Mapping[str, Sequence[str]],
-    device: Device,
     host: str,
     timeout: float,
 ) -> dict[str, Rank]:
-    """This worker's rank in each of its roles. Every worker makes every group, in the same order, as torch demands."""
-    backend = _BACKENDS[device.kind]
-    options = _gloo_options(host, timeout) if backend == "gloo" else None
+    """This worker's rank in each of its roles. ``devices`` are those of all workers, in the order of ranks. Every
+    worker makes every group, in the same order, as torch demands. ConfigError where a role's workers have no common
+    backend.
+    """
+    workers = list(devices)
+    backends = {role: role_backend(role, [devices[member] for member in members]) for role, members in roles.items()}
+    backend = backend_of(devices.values())
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
         backend,
@@ -60,17 +64,42 @@ def join(
         rank=workers.index(worker),
         world_size=len(workers),
         timeout=limit,
-        pg_options=options,
+        pg_options=_options(backend, host, timeout),
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
-        group, places = None, [workers.index(member) for member in members]
+        group, places, backend = None, [workers.index(member) for member in members], backends[role]
         if len(members) > 1:
+            options = _options(backend, host, timeout)
             group = dist.new_group(places, timeout=limit, backend=backend, pg_options=options)
-        beside = dist.new_group(places, timeout=limit, backend="gloo", pg_options=_gloo_options(host, timeout))
+        beside = dist.new_group(places, timeout=limit, backend="gloo", pg_options=_options("gloo", host, timeout))
         if worker in members:
             ranks[role] = Rank(members.index(worker), len(members), group, beside, host)
     return ranks
+
+
+def backend_of(devices: Iterable[Device]) -> str:
+    """What workers on these devices speak over. nccl and hccl refuse two ranks on one device; gloo takes any, through
+    the host's memory.
+    """
+    devices = list(devices)
+    alike = len({device.kind for device in devices}) == 1
+    apart = len({device.card for device in devices}) == len(devices)
+    return _BACKENDS[devices[0].kind] if alike and apart else "gloo"
+
+
+def role_backend(role: str, devices: Sequence[Device]) -> str:
+    """That of a role with a worker on each of them. ConfigError where gloo is left and cannot be: it takes tensors of
+    CPUs and CUDA devices alone.
+    """
+    backend = backend_of(devices)
+    if len(devices) == 1 or backend != "gloo" or all(device.kind is not DeviceKind.NPU for device in devices):
+        return backend
+    where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
+    raise ConfigError(
+        f"role {role!r} has workers {where}: expected an npu of its own for each, since hccl takes no two workers of a "
+        "role on one; have fewer workers (cluster.workers), or give the role others (cluster.placement)"
+    )
 
 
 def alone(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
@@ -82,7 +111,8 @@ def all_sum(device: Device, rank: Rank, values: Sequence[float]) -> list[float]:
     """Each number summed over the ranks, in float64; every rank gets the same bits."""
     if rank.group is None:
         return list(values)
-    numbers = torch.tensor(values, dtype=torch.float64, device=device.torch_name)
+    on_host = dist.get_backend(rank.group) == "gloo"
+    numbers = torch.tensor(values, dtype=torch.float64, device="cpu" if on_host else device.torch_name)
     dist.all_reduce(numbers, group=rank.group)
     return numbers.tolist()
 
@@ -92,7 +122,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _gloo_options(host: str, timeout: float) -> Any:
+def _options(backend: str, host: str, timeout: float) -> Any:
+    """gloo's say where it listens; the others go by torch's."""
+    if backend != "gloo":
+        return None
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)

@@ -30,6 +30,11 @@ class StopFlag:
     def is_set(self) -> bool:
         return self._event.is_set()
 
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass. Aborted as soon as the flag is set."""
+        self._event.wait(seconds)
+        self.check()
+
     def check(self) -> None:
         """Aborted when the flag is set."""
         if self._event.is_set():

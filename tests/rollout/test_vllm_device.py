@@ -1,0 +1,151 @@
+"""What vLLM is told on an accelerator. None is needed: a stand-in for ``vllm.LLM`` writes down how it is called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+
+from safetensors.torch import load_file
+from vllm import LLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.errors import RunError
+from siirl_dask.rollout import Sampling
+from siirl_dask.rollout.vllm_engine import VllmEngine
+from siirl_dask.rollout.vllm_groups import EngineRanks
+from siirl_dask.rollout.vllm_settings import llm_arguments
+from siirl_dask.testing.tiny import tiny_model
+
+MODEL = ModelConfig(path="model", dtype=Dtype.bfloat16)
+
+
+def settings_on(device, **rollout):
+    return llm_arguments(MODEL, RolloutConfig(engine=Engine.vllm, **rollout), device, EngineRanks(Rank(), 1))
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
+def test_on_an_accelerator_it_may_sleep_compiles_and_takes_its_share_of_the_memory(kind):
+    alone = settings_on(Device("w", kind, 0, "card"))
+    assert (alone["dtype"], alone["enable_sleep_mode"], alone["enforce_eager"]) == ("bfloat16", True, False)
+    assert (alone["gpu_memory_utilization"], alone["kv_cache_memory_bytes"]) == (0.9, None)
+    assert "distributed_executor_backend" not in alone
+    shared = settings_on(Device("w", kind, 0, "card", 4), gpu_memory_utilization=0.8, sleep_level=0)
+    assert (shared["gpu_memory_utilization"], shared["enable_sleep_mode"]) == (0.2, False)
+
+
+def test_on_a_cpu_it_neither_sleeps_nor_compiles():
+    given = settings_on(Device("w"))
+    assert (given["enable_sleep_mode"], given["enforce_eager"], given["kv_cache_memory_bytes"]) == (False, True, 2**30)
+
+
+def test_on_a_device_that_is_not_the_first_its_only_rank_is_put_on_that():
+    executor = settings_on(Device("w", DeviceKind.CUDA, 3, "card"))["distributed_executor_backend"]
+    assert issubclass(executor, UniProcExecutor)
+    made = executor.__new__(executor)
+    made.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device="cuda"))
+    _, rank, local_rank = made._distributed_args()
+    assert (rank, local_rank) == (0, 3)
+
+
+class Recorder:
+    """In the place of a ``vllm.LLM``."""
+
+    def __init__(self):
+        core = SimpleNamespace(shutdown=lambda: None)
+        self.llm_engine = SimpleNamespace(engine_core=core, model_config=SimpleNamespace(max_model_len=64))
+        self.calls = []
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        self.calls.append(f"wake {' '.join(tags) if tags else 'all'}")
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append(f"{method} of {len(list(kwargs['weights_iterator']))}")
+
+    def reset_prefix_cache(self):
+        self.calls.append("forget prefixes")
+
+
+class Recorded(VllmEngine):
+    def _start(self, model, settings):
+        return Recorder()
+
+    def calls(self):
+        """Since the last time that they were asked for."""
+        said, self._llm.calls = self._llm.calls, []
+        return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+def recorded(folder, kind=DeviceKind.CUDA, **rollout):
+    engine = Recorded(ModelConfig(path=str(folder)), RolloutConfig(engine=Engine.vllm, **rollout), Device("w", kind))
+    weights = load_file(folder / "model.safetensors")
+    reload = [f"reload_weights of {len(weights)}", "forget prefixes"]
+    return engine, weights, reload
+
+
+def generate(engine):
+    engine.generate([], [], Sampling(max_tokens=1))
+    return engine.calls()
+
+
+def test_the_recorder_has_the_methods_that_vllm_has():
+    assert all(hasattr(LLM, name) for name in ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache"))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_before_weights_were_loaded_it_sleeps_so_that_it_can_generate_with_the_folders(folder, level):
+    engine, _, _ = recorded(folder, sleep_level=level)
+    engine.sleep()
+    assert engine.calls() == ["sleep 1"]
+    assert generate(engine) == ["wake all"]
+    assert generate(engine) == []
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_it_makes_room_for_new_weights_first_and_for_the_cache_when_they_are_there(folder, level):
+    engine, weights, reload = recorded(folder, sleep_level=level)
+    engine.load_weights(weights.items(), 1)
+    assert engine.calls() == reload
+    for version in (2, 3):
+        engine.sleep()
+        engine.sleep()
+        assert engine.calls() == [f"sleep {level}"]
+        engine.load_weights(weights.items(), version)
+        assert engine.calls() == ["wake weights", reload[0], "wake kv_cache", reload[1]]
+        assert generate(engine) == []
+
+
+def test_it_wakes_with_the_weights_it_kept_and_refuses_to_without_those_it_let_go_of(folder):
+    for level in (1, 2):
+        engine, weights, _ = recorded(folder, sleep_level=level)
+        engine.load_weights(weights.items(), 1)
+        engine.sleep()
+        engine.calls()
+        if level == 1:
+            assert generate(engine) == ["wake all"]
+        else:
+            with pytest.raises(RunError, match="none were loaded since"):
+                generate(engine)
+
+
+@pytest.mark.parametrize(("kind", "level"), [(DeviceKind.CUDA, 0), (DeviceKind.CPU, 2)])
+def test_it_stays_awake_where_it_is_told_to_or_has_nothing_to_give(folder, kind, level):
+    engine, weights, reload = recorded(folder, kind, sleep_level=level)
+    engine.sleep()
+    assert engine.calls() == generate(engine) == []
+    if kind is not DeviceKind.CPU:  # there it packs the head anew as well
+        engine.load_weights(weights.items(), 1)
+        engine.sleep()
+        assert engine.calls() == reload

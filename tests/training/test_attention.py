@@ -1,0 +1,114 @@
+"""Packed attention by one call for all rows, as on GPUs, against one call for each length. torch's own kernel needs a
+GPU: in its place is one of the same signature that goes through the rows one by one.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from siirl_dask.training.attention import attend_varlen, computed_in, packed_attention, takes_varlen
+from siirl_dask.training.network import rounding
+from siirl_dask.training.packing import Packing
+
+RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def reference_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """As torch documents ``varlen_attn``: [T, H, D], [T, H_kv, D] twice -> [T, H, D]; the window is of tokens before a
+    token, all of them with -1, and after it.
+    """
+    left, right = window_size
+    assert cu_seq_q is cu_seq_k
+    assert cu_seq_q.dtype == torch.int32
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    outputs = []
+    for start, stop in pairwise(cu_seq_q.tolist()):
+        q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
+        behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        mask = (behind >= -right) & ((behind <= left) | torch.tensor(left == -1))
+        one = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(one.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def random_heads(runs, heads, seed=0):
+    tokens, generator = sum(count * length for count, length in runs), torch.Generator().manual_seed(seed)
+    return [torch.randn(1, each, tokens, 8, generator=generator, requires_grad=True) for each in (4, heads, heads)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    runs=RUNS,
+    heads=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 10),
+    scaling=st.none() | st.just(0.3),
+)
+def test_all_rows_in_one_call_give_what_a_call_for_each_length_does(runs, heads, window, scaling):
+    packed = random_heads(runs, heads)
+    expected, _ = packed_attention(
+        torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=scaling, sliding_window=window
+    )
+    given_ = attend_varlen(reference_varlen, *packed, tuple(runs), scaling, window)
+    assert_close(given_[None], expected)
+    for one, other in zip(
+        torch.autograd.grad(given_.square().sum(), packed),
+        torch.autograd.grad(expected.square().sum(), packed),
+        strict=True,
+    ):
+        assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_torchs_kernel_takes_what_it_is_called_with(window):
+    """Its shapes are checked without a GPU, on tensors without memory."""
+    runs, calls = ((2, 3), (1, 5)), []
+
+    def kernel(*arguments, **options):
+        bound = signature(varlen_attn).bind(*arguments, **options)
+        calls.append({name: bound.arguments[name] for name in ("max_q", "window_size", "enable_gqa")})
+        return varlen_attn(*(each.to("meta") if torch.is_tensor(each) else each for each in arguments), **options)
+
+    output = attend_varlen(kernel, *random_heads(runs, 2), runs, None, window)
+    assert output.shape == (11, 4, 8)
+    assert calls == [{"max_q": 5, "window_size": (-1 if window is None else 2, 0), "enable_gqa": True}]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "taken"),
+    [
+        ("cuda", torch.bfloat16, (128, 128), True),
+        ("cuda", torch.float16, (64, 64), True),
+        ("cuda", torch.bfloat16, (256, 256), True),
+        ("cuda", torch.float32, (128, 128), False),
+        ("cuda", torch.bfloat16, (80, 80), False),
+        ("cuda", torch.bfloat16, (512, 512), False),
+        ("cuda", torch.bfloat16, (192, 128), False),
+        ("cpu", torch.bfloat16, (128, 128), False),
+        ("npu", torch.bfloat16, (128, 128), False),
+    ],
+)
+def test_torchs_kernel_is_taken_where_it_can_be(device, dtype, widths, taken):
+    assert takes_varlen(device, dtype, *widths) == taken
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_computes_in_what_torchs_other_kernels_would(autocast):
+    rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert computed_in(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+
+
+@pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])
+def test_packed_logits_may_be_off_by_a_few_last_digits_of_their_type_and_no_more(dtype, of_largest):
+    for largest in (0.5, 1.0, 23.0):
+        digit = torch.finfo(dtype).eps * largest
+        assert 3 * digit < rounding(largest, dtype) <= of_largest * max(1.0, largest)

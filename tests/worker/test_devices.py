@@ -1,0 +1,228 @@
+"""Which device a worker takes, what the workers of a role speak over, and who sleeps while a worker is built."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.errors import Aborted, ConfigError, PeerError
+from siirl_dask.planner import Role
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.worker import groups
+from siirl_dask.worker.building import build_roles
+from siirl_dask.worker.devices import Sight, assign, exchange, find_devices, look, npu_cards, read_sight
+from siirl_dask.worker.stop import StopFlag
+
+CPU, CUDA, NPU = DeviceKind
+
+
+@st.composite
+def runs(draw):
+    """{worker: Sight}: each sees all cards of its host, from any of them on, or one, or on a host without any, none."""
+    hosts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    sights = {}
+    for worker in draw(st.permutations(range(draw(st.integers(1, 10))))):
+        host = draw(st.integers(0, len(hosts) - 1))
+        cards = [f"{host}/{card}" for card in range(hosts[host])]
+        first = draw(st.integers(0, max(0, len(cards) - 1)))
+        rotated = cards[first:] + cards[:first]
+        seen = rotated[:1] if draw(st.booleans()) else rotated
+        sights[str(worker)] = Sight(CUDA if seen else CPU, tuple(seen))
+    return sights
+
+
+@given(sights=runs())
+def test_no_card_is_shared_while_another_that_a_sharer_sees_is_free(sights):
+    devices = assign(sights)
+    takers = [device.card for device in devices.values() if device.card]
+    assert list(devices) == list(sights)
+    for worker, device in devices.items():
+        cards = sights[worker].cards
+        assert device.worker == worker
+        assert (device.kind, device.card) == ((CUDA, cards[device.index]) if cards else (CPU, ""))
+        assert device.sharers == max(1, takers.count(device.card))
+        assert device.sharers == 1 or all(card in takers for card in cards)
+
+
+@given(sights=runs())
+def test_cards_that_all_of_a_host_see_are_shared_evenly(sights):
+    whole = {worker: sight for worker, sight in sights.items() if len(sight.cards) != 1}
+    devices = assign(whole)
+    for worker, sight in whole.items():
+        takers = [sum(device.card == card for device in devices.values()) for card in sight.cards]
+        assert not takers or max(takers) - min(takers) <= 1, worker
+
+
+def test_workers_on_one_host_take_one_card_each_in_the_order_of_the_run():
+    cards = ("a", "b", "c")
+    assert [device.index for device in assign({name: Sight(CUDA, cards) for name in "xyz"}).values()] == [0, 1, 2]
+    rotated = {name: Sight(CUDA, cards[at:] + cards[:at]) for at, name in enumerate("xyz")}
+    assert [(device.index, device.card) for device in assign(rotated).values()] == [(0, "a"), (0, "b"), (0, "c")]
+
+
+@given(sights=runs())
+def test_what_a_worker_says_is_what_the_others_read(sights):
+    for sight in sights.values():
+        raw = json.dumps({"kind": str(sight.kind), "cards": sight.cards}).encode()
+        assert read_sight("w", raw) == sight
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff", b"[]", b"{", b"[" * 60_000, b" " * 70_000, b'{"kind": "cuda"}', b'{"kind": "tpu", "cards": ["a"]}',
+        b'{"kind": "cuda", "cards": "ab"}', b'{"kind": "cuda", "cards": []}', b'{"kind": "cpu", "cards": ["a"]}',
+        b'{"kind": "cuda", "cards": ["a", "a"]}', b'{"kind": "cuda", "cards": [1]}', b'{"kind": "cuda", "cards": [""]}',
+        json.dumps({"kind": "cuda", "cards": ["a" * 201]}).encode(),
+        json.dumps({"kind": "cuda", "cards": [str(card) for card in range(257)]}).encode(),
+    ],
+    ids=lambda said: repr(said[:40]),
+)  # fmt: skip
+def test_a_worker_that_says_anything_else_is_named(said):
+    with pytest.raises(PeerError, match="worker 'w3' says that it sees"):
+        read_sight("w3", said)
+
+
+def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
+    workers = [f"w{rank}" for rank in range(4)]
+    sights = {worker: Sight(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
+    hosted, port = groups.host_store("127.0.0.1", 20)
+
+    def meet(worker):
+        store = hosted if worker == workers[0] else groups.join_store("127.0.0.1", port, 20)
+        return assign(exchange(worker, workers, sights[worker], store, 20, StopFlag()))
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        answers = list(threads.map(meet, workers))
+    assert answers == [assign(sights)] * len(workers)
+    assert list(answers[0]) == workers
+
+
+def test_a_worker_that_does_not_say_what_it_sees_is_named_and_an_abort_is_heard():
+    store, _ = groups.host_store("127.0.0.1", 20)
+    with pytest.raises(PeerError, match=r"workers \['w1', 'w2'\] did not say within 0.2 s"):
+        exchange("w0", ["w0", "w1", "w2"], Sight(), store, 0.2, StopFlag())
+    stop = StopFlag()
+    stop.set("another failed")
+    with pytest.raises(Aborted, match="another failed"):
+        exchange("w1", ["w0", "w1", "w2"], Sight(), store, 20, stop)
+
+
+def test_a_worker_that_is_alone_needs_no_store():
+    assert find_devices("w0", ["w0"], None, 1, StopFlag()) == assign({"w0": look()})
+
+
+def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the_one_it_takes(monkeypatch):
+    uuids, chosen = ["uuid-2", "uuid-3", "uuid-1"], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert look() == Sight(CUDA, tuple(uuids))
+    store, _ = groups.host_store("127.0.0.1", 20)
+    exchange("w1", ["w1"], Sight(CUDA, ("uuid-2",)), store, 1, StopFlag())  # the other worker's say, of rank 0
+    devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
+    assert devices["w0"] == Device("w0", CUDA, 1, "uuid-3")
+    assert devices["w0"].torch_name == "cuda:1"
+    assert chosen == [1]
+
+
+def test_npus_are_told_apart_by_their_place_on_the_host_which_a_process_may_see_from_any_on():
+    assert npu_cards("host", 2, None) == npu_cards("host", 2, "") == ("host/npu0", "host/npu1")
+    assert npu_cards("host", 2, "5, 4") == ("host/npu5", "host/npu4")
+    assert npu_cards("host", 2, "0-1") == ("host/npu0", "host/npu1")
+
+
+def on(kind, *cards):
+    return [Device(f"w{at}", kind, 0, card, cards.count(card)) for at, card in enumerate(cards)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        (on(CPU, "", ""), "gloo"),
+        (on(CUDA, "a", "b", "c"), "nccl"),
+        (on(CUDA, "a"), "nccl"),
+        (on(CUDA, "a", "b", "a"), "gloo"),
+        ([*on(CUDA, "a"), *on(CPU, "")], "gloo"),
+        (on(NPU, "h/npu0", "h/npu1"), "hccl"),
+        (on(NPU, "h/npu0"), "hccl"),
+    ],
+)
+def test_workers_on_devices_of_their_own_speak_over_the_devices_backend_and_others_over_gloo(devices, backend):
+    assert groups.backend_of(devices) == groups.role_backend("policy", devices) == backend
+
+
+@pytest.mark.parametrize("devices", [on(NPU, "h/npu0", "h/npu0"), [*on(NPU, "h/npu0"), *on(CPU, "")]])
+def test_npus_that_nothing_can_join_are_refused_by_name(devices):
+    assert groups.backend_of(devices) == "gloo"  # of the world, over which nothing goes
+    with pytest.raises(ConfigError, match=r"role 'policy' has workers 'w0' on h/npu0.*cluster\.workers.*placement"):
+        groups.role_backend("policy", devices)
+
+
+def join_on_one_card(rank):
+    """Backends of the world and of a role of both workers, and two sums over that."""
+    hosted, port = groups.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
+    ports = torch.tensor([port])
+    dist.broadcast(ports, 0)
+    store = hosted or groups.join_store("127.0.0.1", int(ports), 60)
+    dist.destroy_process_group()
+    devices = {device.worker: device for device in on(CUDA, "a", "a")}
+    roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
+    ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
+    sums = [groups.all_sum(devices["w0"], ranks[role], [0.5, rank.rank]) for role in ranks]
+    return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums]
+
+
+def test_workers_that_share_a_card_join_and_add_up(tmp_path):
+    first, second = run_ranks(2, join_on_one_card, tmp_path)
+    assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]]]
+    assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]]]
+
+
+@dataclass
+class Sleeper:
+    """What a role builds, that writes down when it is sent to sleep."""
+
+    name: str
+    log: list[str]
+
+    def sleep(self):
+        self.log.append(f"{self.name} sleeps")
+
+
+def build_sleeper(device, rank, *, name, log):
+    build_other(device, rank, name=name, log=log)
+    return Sleeper(name, log)
+
+
+def build_other(device, rank, *, name, log):
+    log.append(f"{name} built on {device.index} as {rank.rank}")
+
+
+def built(kind):
+    log = []
+    builds = {"engine": build_sleeper, "elsewhere": build_sleeper, "policy": build_other, "last": build_sleeper}
+    roles = [Role(name, partial(build, name=name, log=log)) for name, build in builds.items()]
+    ranks = {"engine": Rank(1, 2), "policy": Rank(), "last": Rank()}
+    return list(build_roles(roles, Device("w", kind, 2), ranks)), log
+
+
+def test_what_can_sleep_does_while_the_next_roles_of_its_worker_are_built_on_an_accelerator():
+    names, log = built(CUDA)
+    assert names == ["engine", "policy", "last"]
+    assert log == ["engine built on 2 as 1", "engine sleeps", "policy built on 2 as 0", "last built on 2 as 0"]
+
+
+def test_nothing_sleeps_where_roles_share_the_hosts_memory():
+    assert not any("sleeps" in line for line in built(CPU)[1])
