@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,6 +39,9 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of it, without gradient. Of a DTensor it is a copy, and every rank must ask for it."""
-    if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
-    return tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    held: DTensor = tensor.detach()  # type: ignore[assignment]
+    if held.device_mesh.ndim > 1:  # one axis after the other: torch does no better by itself, and warns of it
+        held = held.redistribute(placements=[Replicate(), *held.placements[1:]])
+    return held.full_tensor()
