@@ -18,7 +18,8 @@ from siirl_dask.context import Metric
 from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
-from siirl_dask.worker.dag_worker import DAGWorker, RunSpec, finish_worker, run_chain, save_worker, start_worker
+from siirl_dask.worker.dag_worker import DAGWorker, finish_worker, run_chain, save_worker, start_worker
+from siirl_dask.worker.runspec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
 CHECKPOINT = "checkpoint"

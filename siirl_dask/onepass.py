@@ -13,8 +13,8 @@ from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Progress, values
 from siirl_dask.phases import Phases
 from siirl_dask.planner import DAG, compile_chains
-from siirl_dask.worker.dag_worker import RunSpec
 from siirl_dask.worker.parcel import pack
+from siirl_dask.worker.runspec import RunSpec
 
 _PHASE = "train"  # the one whose roles a worker builds
 

@@ -26,8 +26,8 @@ from siirl_dask.runfolder import Description, describe, remove_run, remove_steps
 from siirl_dask.runlog import RunLog
 from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
 from siirl_dask.training.checkpoint import DistributedCheckpoint
-from siirl_dask.worker.dag_worker import RunSpec
 from siirl_dask.worker.parcel import pack
+from siirl_dask.worker.runspec import RunSpec
 
 
 def run(

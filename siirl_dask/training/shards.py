@@ -7,7 +7,7 @@ from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _BUCKET = 16 * 2**20  # bytes of whole tensors that one message brings: a message each costs small ones more
 
@@ -43,9 +43,12 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of it, without gradient. Of a DTensor it is a copy, and every rank must ask for it."""
-    if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
-    return tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    held: DTensor = tensor.detach()  # type: ignore[assignment]
+    if held.device_mesh.ndim > 1:  # one axis after the other: torch does no better by itself, and warns of it
+        held = held.redistribute(placements=[Replicate(), *held.placements[1:]])
+    return held.full_tensor()
 
 
 def whole_each(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

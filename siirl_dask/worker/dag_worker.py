@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +15,7 @@ import torch
 from distributed import WorkerPlugin, get_worker
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
-from siirl_storage.files import absolute
 
-from siirl_dask.config import Config
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
@@ -29,13 +25,13 @@ from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Plan
 from siirl_dask.worker import groups
 from siirl_dask.worker.building import build_roles
-from siirl_dask.worker.dataplane import DataPlane, DataSettings
+from siirl_dask.worker.dataplane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
-from siirl_dask.worker.keeping import Keeper, Restored, StateStore
-from siirl_dask.worker.parcel import Phases, unpack
-from siirl_dask.worker.parcel import pack as pack_phases
+from siirl_dask.worker.keeping import Keeper
+from siirl_dask.worker.parcel import unpack
+from siirl_dask.worker.runspec import RunSpec
 from siirl_dask.worker.sharing import Sharing
 from siirl_dask.worker.stop import StopFlag, wait_for
 
@@ -46,56 +42,6 @@ logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers."""
 _SLICE = 0.1  # seconds: an abort is heard within one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
-    """All that a worker is told about a run: plans and settings, no data."""
-
-    run: str
-    """Unique to this start of the run; messages of any other are refused."""
-    url: str
-    seed: int
-    members: Mapping[str, str]
-    """{worker name: address}, in rank order, fixed for the run."""
-    parcel: bytes
-    """Plan and dataset of each phase, ``train``, ``validation``, ``test``: see parcel.py."""
-    threads: int
-    data: DataSettings
-    store: StateStore | None = None
-    """Where roles' states are saved to and restored from; None, neither is asked for."""
-    restored: Restored | None = None
-    """The checkpoint that the run goes on from."""
-
-    @staticmethod
-    def of(
-        config: Config,
-        members: Mapping[str, str],
-        phases: Phases,
-        store: StateStore | None = None,
-        restored: Restored | None = None,
-    ) -> RunSpec:
-        """Of one more start of the run that ``config`` describes."""
-        return RunSpec(
-            run=uuid.uuid4().hex[:12],
-            url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
-            seed=config.run.seed,
-            members=members,
-            parcel=pack_phases(phases),
-            threads=config.cluster.threads,
-            data=DataSettings.of(config),
-            store=store,
-            restored=restored,
-        )
-
-    @property
-    def plugin(self) -> str:
-        return f"siirl-{self.run}"
-
-    @property
-    def topic(self) -> str:
-        """Dask event topic on which workers and the supervisor report."""
-        return f"siirl-{self.run}"
 
 
 class DAGWorker(WorkerPlugin):
