@@ -44,6 +44,8 @@ class RolloutConfig:
     """Tokens less likely than this share of the likeliest are not drawn; 0 is off."""
     max_response_length: int = 256
     """Tokens."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response, besides those that the model and its tokenizer name."""
     max_rows: int = 256
     """Rows generated at once on a worker."""
     max_staleness: int = 0
@@ -118,6 +120,10 @@ class RolloutConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (given := getattr(self, name)) is not None:
                 at_least("rollout", 1, **{name: given})
+        if wrong := [token for token in self.stop_token_ids if token < 0]:
+            raise ConfigError(
+                f"rollout.stop_token_ids={self.stop_token_ids}: {wrong[0]} is no token; expected ids from 0"
+            )
         self._check_ahead()
         self._check_tensor_parallel()
         if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:

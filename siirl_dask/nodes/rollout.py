@@ -53,8 +53,7 @@ def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
     """``validation.n`` samples of each prompt, drawn as ``validation`` says, numbered as those of ``generate``."""
-    temperature = validation.temperature or 0.0
-    way = Sampling(max_tokens=rollout.max_response_length, temperature=temperature, top_p=validation.top_p)
+    way = _answering(rollout, validation.temperature or 0.0, validation.top_p)
     return _generate(ctx, table, [way] * validation.n)
 
 
@@ -65,11 +64,21 @@ def _sampling(rollout: RolloutConfig) -> Sampling:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
 
 def _greedy(rollout: RolloutConfig) -> Sampling:
-    return Sampling(max_tokens=rollout.max_response_length, temperature=0.0)
+    return _answering(rollout, temperature=0.0)
+
+
+def _answering(rollout: RolloutConfig, temperature: float, top_p: float = 1.0) -> Sampling:
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=temperature,
+        top_p=top_p,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
 
 
 def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:

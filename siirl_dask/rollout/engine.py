@@ -33,6 +33,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest are not drawn (arXiv:2407.01082)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides those that the model and its tokenizer name."""
 
 
 @dataclass(frozen=True, slots=True)

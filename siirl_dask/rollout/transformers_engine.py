@@ -87,7 +87,8 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
-        sampler = Sampler(seeds, requests[0].sampling, begun)
+        way = requests[0].sampling
+        sampler, ends = Sampler(seeds, way, begun), self._end_tokens | {*way.stop_token_ids}
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -95,16 +96,16 @@ class TransformersEngine:
             generation_config=GenerationConfig(
                 max_new_tokens=max(limits),
                 do_sample=False,  # the sampler leaves one token to choose from
-                eos_token_id=sorted(self._end_tokens) or None,
+                eos_token_id=sorted(ends) or None,
                 pad_token_id=self._pad_token,
             ),
         )
         tokens, logprobs = sampler.result()
-        return [self._cut(*row) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
+        return [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
 
-    def _cut(self, tokens: list[int], logprobs: list[float], limit: int) -> Generation:
+    def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
         """The row up to its end token, or its limit."""
-        end = next((at for at, token in enumerate(tokens[:limit]) if token in self._end_tokens), None)
+        end = next((at for at, token in enumerate(tokens[:limit]) if token in ends), None)
         length = min(len(tokens), limit) if end is None else end + 1
         if not all(logprob > -torch.inf for logprob in logprobs[:length]):
             raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")

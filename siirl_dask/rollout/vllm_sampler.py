@@ -31,7 +31,7 @@ def request_params(seed: int, sampling: Sampling, end_tokens: list[int], begun: 
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens,
-        stop_token_ids=end_tokens,
+        stop_token_ids=[*end_tokens, *sampling.stop_token_ids],
         ignore_eos=True,  # the end tokens are given
         logprobs=0,  # the chosen token's alone
         detokenize=False,

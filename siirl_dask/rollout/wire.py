@@ -67,9 +67,13 @@ def read_sampled(value: object) -> Sampled:
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     known = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
-    if given.keys() != known.keys() or not all(isinstance(given[name], int | kind) for name, kind in known.items()):
+    stops = given.get("stop_token_ids")
+    if not isinstance(stops, list | tuple) or not all(isinstance(token, int) for token in stops):
+        raise PeerError(f"received {str(stops)[:80]!r} for tokens that end a response")
+    valid = given.keys() == {*known, "stop_token_ids"}
+    if not valid or not all(isinstance(given[name], int | kind) for name, kind in known.items()):
         raise PeerError(f"received {str(given)[:80]!r}, which is no way of sampling")
-    return Sampling(**{name: kind(given[name]) for name, kind in known.items()})
+    return Sampling(**{name: kind(given[name]) for name, kind in known.items()}, stop_token_ids=tuple(stops))
 
 
 def _numbers(packed: bytes, kind: str) -> list[Any]:

@@ -149,6 +149,17 @@ class EngineTests(AnnouncedWeightsTests):
                 assert len(sample.token_ids) == 32
         assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
 
+    def test_a_stop_token_of_the_users_ends_a_sample_and_changes_nothing_before_it(self, engine: RolloutEngine) -> None:
+        prompts, free = _prompts(32), Sampling(max_tokens=12)
+        samples = engine.generate(prompts, list(range(32)), free)
+        stop = max(token for sample in samples for token in sample.token_ids[:-1])
+        stopped = engine.generate(prompts, list(range(32)), replace(free, stop_token_ids=(stop,)))
+        for sample, cut in zip(samples, stopped, strict=True):
+            length = sample.token_ids.index(stop) + 1 if stop in sample.token_ids else len(sample.token_ids)
+            assert cut.token_ids == sample.token_ids[:length]
+            assert cut.finish_reason is (FinishReason.STOP if stop in sample.token_ids else sample.finish_reason)
+        assert sum(len(cut.token_ids) for cut in stopped) < sum(len(sample.token_ids) for sample in samples)
+
     def test_greedy_takes_the_likeliest_token_whatever_the_seed(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:

@@ -15,7 +15,13 @@ SAMPLED = Sampled(Generation([7, 8], [-0.1, -2.5], FinishReason.STOP), "w3")
 @given(
     prompt=st.lists(st.integers(0, 2**31), max_size=9),
     seed=st.integers(0, 2**63 - 1),
-    sampling=st.builds(Sampling, max_tokens=st.integers(1, 99), temperature=st.floats(0, 2), top_k=st.integers(0, 9)),
+    sampling=st.builds(
+        Sampling,
+        max_tokens=st.integers(1, 99),
+        temperature=st.floats(0, 2),
+        top_k=st.integers(0, 9),
+        stop_token_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    ),
 )
 def test_a_request_is_the_same_after_the_way(prompt, seed, sampling):
     request = GenerationRequest(prompt, seed, sampling)
@@ -38,7 +44,15 @@ def test_a_request_for_other_weights_is_refused_by_version():
 
 @pytest.mark.parametrize(
     "change",
-    [{"prompt": b"123"}, {"prompt": [1]}, {"seed": "1"}, {"sampling": {}}, {"sampling": {"max_tokens": "x"}}],
+    [
+        {"prompt": b"123"},
+        {"prompt": [1]},
+        {"seed": "1"},
+        {"sampling": {}},
+        {"sampling": {"max_tokens": "x"}},
+        {"sampling": {**pack_request(REQUEST, 1)["sampling"], "stop_token_ids": ["x"]}},
+        {"sampling": {**pack_request(REQUEST, 1)["sampling"], "stop_token_ids": None}},
+    ],
 )
 def test_what_is_no_request_is_refused(change):
     with pytest.raises(PeerError, match="received"):
