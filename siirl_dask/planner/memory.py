@@ -18,7 +18,7 @@ from siirl_dask.planner.widths import Sizes, width_of
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_GIVEN, _TAKEN = 2, 3  # parts of a table that are there at once: see worker/streaming.py
+_GIVEN, _TAKEN = 4, 3  # parts of a table that are there at once: see worker/streaming.py
 _READ = 2  # what is loaded, and that of the next step, which is read ahead
 
 

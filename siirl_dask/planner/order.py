@@ -8,7 +8,7 @@ nobody: what they need has been run, or is being run by workers that are at the 
 wait for belongs to a turn that all workers take before.
 
 A ``Stream`` is two nodes at one place in that order. Its workers go through its parts in one order too: whoever gives
-makes part k when all who take have part k - 2, and whoever takes asks for part k when it has made its own. So of those
+makes part k when all who take have part k - 4, and whoever takes asks for part k when it has made its own. So of those
 in a stream, the ones at the earliest part wait for nobody.
 """
 

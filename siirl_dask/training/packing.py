@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from siirl_dask.context import Rank
@@ -14,6 +15,7 @@ from siirl_dask.training.own_scores import Own
 from siirl_dask.training.trainer import PackedRows
 from siirl_dask.training.ulysses import Route
 
+Ints = NDArray[np.int64]
 Runs = tuple[tuple[int, int], ...]
 """``(count, length)`` of neighbouring sequences of equal length, in the order they are packed."""
 
@@ -68,12 +70,13 @@ def response_offsets(rows: PackedRows) -> Tensor:
 
 
 def micro_batches(rows: PackedRows, budget: int) -> list[MicroBatch]:
-    """Rows in their order, as many at once as ``budget`` tokens allow; a row that is longer goes alone.
+    """Rows in their order, in as few as ``budget`` tokens in each allow, and those as even as they can be; a row that
+    is longer goes alone.
 
     At least one: of no rows, an empty one.
     """
     response = response_offsets(rows)
-    return [_pack(rows, response, start, stop) for start, stop in _cut(rows.offsets.tolist(), budget)]
+    return [_pack(rows, response, start, stop) for start, stop in _cut(rows.offsets.numpy(), budget)]
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:
@@ -91,14 +94,27 @@ def idle_batch(rows: PackedRows) -> MicroBatch:
     )
 
 
-def _cut(offsets: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """First and last row of each micro-batch."""
+def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
+    """First and last row of each micro-batch: with the smallest budget that needs no more of them."""
+    cuts = _filled(offsets, budget)
+    low, high = -(-int(offsets[-1]) // len(cuts)), budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(tried := _filled(offsets, middle)) <= len(cuts):
+            cuts, high = tried, middle
+        else:
+            low = middle + 1
+    return cuts
+
+
+def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
+    """Each has as many rows as there is room for, at least one."""
     cuts, start, rows = [], 0, len(offsets) - 1
-    for row in range(1, rows):
-        if offsets[row + 1] - offsets[start] > budget:
-            cuts.append((start, row))
-            start = row
-    return [*cuts, (start, rows)]
+    while start < rows:
+        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1)
+        cuts.append((start, stop))
+        start = stop
+    return cuts or [(0, 0)]
 
 
 def _pack(rows: PackedRows, response: Tensor, start: int, stop: int) -> MicroBatch:

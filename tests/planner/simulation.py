@@ -19,7 +19,8 @@ from siirl_dask.schema import IDENTITY
 from tests.planner.random_dags import SOURCE
 
 PROMPTS = 9
-PART = 5  # rows
+PART = 2  # rows
+AHEAD = 4  # parts
 Table = dict[int, dict[str, Any]]
 """Row id -> column -> value; a value says who wrote it, from what."""
 
@@ -192,8 +193,8 @@ class Worker:
         for number in count():
             part = f"{link.name}/{number}"
             if link.gives:
-                before = f"{link.name}/{number - 2}"
-                while number >= 2 and cluster.taken.get(before, set()) != set(takers):
+                before = f"{link.name}/{number - AHEAD}"
+                while number >= AHEAD and cluster.taken.get(before, set()) != set(takers):
                     yield
                 yield from self.meet(part, givers)
                 rows = sorted(row for worker in givers for row in cluster.published[source.name, worker])

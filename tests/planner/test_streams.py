@@ -14,7 +14,7 @@ from tests.planner.random_dags import SOURCE, build, gives, same_rows, takes
 
 WORKERS = ("w0", "w1", "w2")
 PLACED = {"learns": [0, 1], "samples": [1, 2]}
-SIZES = Sizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1500)})
+SIZES = Sizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1000)})
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ def test_an_order_in_which_workers_could_wait_for_each_other_is_refused(plan):
 
 
 def test_a_worker_needs_memory_for_a_few_parts_and_not_for_the_table(plan):
-    needs = {size: usage(plan, replace(SIZES, part=size)) for size in (1, 1500, 2000, 10**6)}
+    needs = {size: usage(plan, replace(SIZES, part=size)) for size in (1, 1000, 1200, 10**6)}
     tables = {size: [used[worker].tables for worker in ("w0", "w2")] for size, used in needs.items()}
-    others = [tables[2000][0] - 2 * 2000, tables[2000][1] - 3 * 2000]
+    others = [tables[1200][0] - 4 * 1200, tables[1200][1] - 3 * 1200]
     assert all(0 < size < 200 for size in others)
-    assert tables[1] == tables[1500] == [2 * 1500 + others[0], 3 * 1500 + others[1]]  # its largest row
-    assert tables[10**6] == [5 * 1500 + others[0], 9000 + others[1]]  # half of the rows, all of them
-    assert {used.moving for used in needs[2000].values()} == {0}
+    assert tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]  # its largest row
+    assert tables[10**6] == [5 * 1000 + others[0], 9000 + others[1]]  # half of the rows, all of them
+    assert {used.moving for used in needs[1200].values()} == {0}

@@ -1,3 +1,5 @@
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +32,23 @@ def test_every_row_is_in_one_micro_batch_in_order_and_within_the_budget(lengths,
     assert found == responses(rows)
     for batch in batches:
         assert batch.input_ids.numel() <= budget or len(batch.offsets) == 2
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), budget=st.integers(1, 40))
+def test_there_are_as_few_as_can_be_and_the_largest_is_as_small_as_it_can_be(lengths, budget):
+    """Against every way to cut so few rows."""
+    ways = [
+        [sum(lengths[a:b]) for a, b in pairwise((0, *cuts, len(lengths)))]
+        for count in range(len(lengths))
+        for cuts in combinations(range(1, len(lengths)), count)
+    ]
+    allowed = [way for way in ways if max(way) <= budget]
+    sizes = [batch.input_ids.numel() for batch in micro_batches(pack([(length, 0) for length in lengths]), budget)]
+    if max(lengths) <= budget:
+        fewest = min(map(len, allowed))
+        assert (len(sizes), max(sizes)) == (fewest, min(max(way) for way in allowed if len(way) == fewest))
+    else:
+        assert max(sizes) == max(lengths)
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 40))
