@@ -3,6 +3,8 @@ it.
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,18 @@ def digits_task(tmp_path_factory):
     from siirl_dask.testing.sorting import write_digits_task
 
     return write_digits_task(tmp_path_factory.mktemp("digits"))
+
+
+S3_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+"""In a process of its own, which ends with its standard input: vLLM cannot start in one that has imported Flask."""
 
 
 @dataclass
@@ -63,20 +77,19 @@ def digits_overrides(task, url):
 def s3():
     """A bucket of an S3 API on loopback, which processes that are started from here on reach as well."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            environment.setenv(name, "test")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        s3fs.S3FileSystem().mkdir("tests")
-        yield "s3://tests"
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    command = [sys.executable, "-c", S3_SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        with pytest.MonkeyPatch.context() as environment:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                environment.setenv(name, "test")
+            environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+            s3fs.S3FileSystem().mkdir("tests")
+            yield "s3://tests"
+            s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,8 @@ def table_of(out, step):
 def test_table_and_numbers_are_the_same_on_any_number_of_workers(digits_task, cluster_address, data, tmp_path, capsys):
     def run(workers):
         out = tmp_path / str(workers)
-        options = ["--n", "4", "--k", "1,2,4", "--temperature", "1", "--max-tokens", "8", "--reward", REWARD]
+        options = ["--n=4", "--k=1,2,4", "--temperature=1", "--max-tokens=8", f"--reward={REWARD}"]
+        options.append("rollout.engine=transformers")
         placed = [f"--workers={workers}", f"--out={out}", f"cluster.address={cluster_address}"]
         model = [str(digits_task.model), "--data", data]
         main(["eval", *model, *options, *placed, "validation.source=info.source", "observe.progress=false"])
@@ -61,7 +62,7 @@ def test_a_checkpoint_says_what_validation_said_and_its_export_the_same(train, c
     assert table_of(out, 2).select(SAME).equals(run.table("validation", 2).select(SAME))
     main(["export", str(run.url), str(tmp_path / "model"), "--step", "1"])
     greedy = ["validation.n=1", "validation.temperature=0", f"cluster.address={cluster_address}"]
-    greedy += ["rollout.max_response_length=8", f"rewards.function={REWARD}"]
+    greedy += ["rollout.engine=transformers", "rollout.max_response_length=8", f"rewards.function={REWARD}"]
     asked = {"data": data, "overrides": greedy}
     evaluate(Evaluation(model=str(run.url), step=1, out=f"{tmp_path}/of run", **asked))
     evaluate(Evaluation(model=str(tmp_path / "model"), out=f"{tmp_path}/of model", **asked))

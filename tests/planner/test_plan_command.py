@@ -150,10 +150,6 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
             ["data.memory_limit=1MiB", "cluster.memory_limit=500MB", "data.batch_size=99999"],
             ["tables (at reward of train)", "lower data.batch_size, rollout.n", "workers 0, 1 (rollout, reward)"],
         ),
-        (
-            ["data.memory_limit=1MiB", "cluster.memory_limit=453MB", "data.batch_size=2", "trainer.ema_decay=0"],
-            ["x"],
-        ),
         (["cluster.memory_limit=100MB"], ["process 450.0 MB", "a process takes that much, or raise cluster.memory"]),
     ],
 )
