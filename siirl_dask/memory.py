@@ -4,9 +4,9 @@
     roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, 20
                 with an average of the weights; the reference: 4; with trainer.lora_rank 4 a parameter, and what
                 learns is the adapters; with trainer.backend=fsdp a worker's shard of that, and whole, with gradients,
-                the embeddings of both ends; an engine or a reward model: 4, or 2 in bfloat16, of an engine with
-                rollout.tensor_parallel_size a slice of that, and rollout.kv_cache_memory, or for vLLM the 1 GiB that it
-                takes on a CPU
+                the embeddings of both ends and trainer.gather_size of layers; an engine or a reward model: 4, or 2 in
+                bfloat16, of an engine with rollout.tensor_parallel_size a slice of that, and rollout.kv_cache_memory,
+                or for vLLM the 1 GiB that it takes on a CPU
     checkpoint  where it is written while training goes on: a copy of what learns and its moments, 12 bytes a parameter,
                 16 with an average; of adapters with trainer.lora_rank, of a worker's shard with trainer.backend=fsdp
     tables      at that node of the chain where there are most: see planner/memory.py
@@ -230,7 +230,15 @@ def _trained(role: Role, each: int, parameters: Parameters, config: Config, work
     each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
     held = _numbers(parameters, trainer)
     size = each * held if adapters is None else _SCORES * held + each * adapters.total
-    return _share(size, trainer, workers) + (_GATHERED * parameters.largest if trainer.backend is Backend.fsdp else 0)
+    return _share(size, trainer, workers) + (_gathered(parameters, trainer) if trainer.backend is Backend.fsdp else 0)
+
+
+def _gathered(parameters: Parameters, trainer: TrainerConfig) -> int:
+    """Of what is whole for a moment: the embeddings of both ends, and layers that are gathered together, with their
+    gradients.
+    """
+    layers = min(parse_bytes("trainer.gather_size", trainer.gather_size), 4 * parameters.total)
+    return _GATHERED * parameters.largest + 2 * layers
 
 
 def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int:

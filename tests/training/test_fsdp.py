@@ -189,7 +189,7 @@ def test_a_worker_is_planned_to_hold_its_share(digits_task):
     for each, options in (learns, averages):
         for backend, expected in (
             ("torch", each * parameters.total),
-            ("fsdp", each * parameters.total // 2 + 16 * parameters.largest),
+            ("fsdp", each * parameters.total // 2 + 16 * parameters.largest + 2 * 4 * parameters.total),
         ):
             given = {"trainer.backend": backend, **options}
             overrides = [*digits_overrides(digits_task, "run"), *(f"{key}={value}" for key, value in given.items())]
