@@ -21,6 +21,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.export import refuse_used, write_folder
 from siirl_dask.nodes import ColumnPath, encode_prompts, generate_answers, list_samples, measure_answers, score
 from siirl_dask.nodes.listing import SOURCE, listed
+from siirl_dask.nodes.rollout import answering
 from siirl_dask.observe import Standing, write_standing
 from siirl_dask.onepass import one_pass
 from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
@@ -59,8 +60,6 @@ def evaluate(asked: Evaluation) -> tuple[Standing, str]:
     refuse_used(out, "--out")
     with TemporaryDirectory() as folder:
         settings = {**_settings(asked.data, out), "model.path": folder if run else asked.model}
-        if run and not recorded_config(asked.model).validation.temperature:
-            settings["validation.temperature"] = None  # 0 was for one sample a prompt; here there may be more
         overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *asked.overrides]
         config = recorded_config(asked.model, overrides) if run else loaded(b"{}", "the defaults", overrides)
         own = not run or any(text.startswith(_REWARD) for text in asked.overrides)
@@ -156,7 +155,7 @@ def _standing(
         samples=round(metrics["samples"]),
         n=given.n,
         k=given.k,
-        temperature=given.temperature or 0.0,
+        temperature=answering(config.rollout, given).temperature,
         top_p=given.top_p,
         max_tokens=config.rollout.max_response_length,
         seed=config.run.seed,

@@ -22,9 +22,11 @@ def refuse_wrong_layouts(config: Config, plan: Plan) -> None:
     Of a model that is not on this machine, its workers see the heads when they build the role.
     """
     for role in plan.dag.roles:
+        if function_name(bare(role.build)) not in _HAVE_TRAINERS:
+            continue
         options = options_of(role.build)
         trainer, path = options.get("trainer", config.trainer), options.get("model", config.model).path
-        if function_name(bare(role.build)) not in _HAVE_TRAINERS or trainer.backend is Backend.torch:
+        if trainer.backend is Backend.torch:
             continue
         from siirl_dask.training.shares import check_heads, check_workers  # imports torch and transformers
 

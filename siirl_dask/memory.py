@@ -237,7 +237,8 @@ def _gathered(parameters: Parameters, trainer: TrainerConfig) -> int:
     """Of what is whole for a moment: the embeddings of both ends, and layers that are gathered together, with their
     gradients.
     """
-    layers = min(parse_bytes("trainer.gather_size", trainer.gather_size), 4 * parameters.total)
+    most = parse_bytes("trainer.gather_size", trainer.gather_size) + 4 * parameters.layer  # the last one goes beyond it
+    layers = min(most, 4 * parameters.total)
     return _GATHERED * parameters.largest + 2 * layers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +13,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
 
+_LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _LARGEST_HEADER = 10**8  # bytes, by the specification of safetensors
 
 
@@ -22,12 +24,19 @@ class Parameters:
     total: int
     tensors: int
     largest: int
+    layer: int = 0
+    """In the largest of its layers, where names tell them apart."""
 
 
 def count_parameters(path: str) -> Parameters | None:
     """Of the ``*.safetensors`` in a folder, on any fsspec URL; None when there are none. ConfigError for damage."""
-    sizes = [prod(shape) for shape in weight_shapes(path).values()]
-    return Parameters(sum(sizes), len(sizes), max(sizes)) if sizes else None
+    sizes = {name: prod(shape) for name, shape in weight_shapes(path).items()}
+    layers: dict[str, int] = {}
+    for name, size in sizes.items():
+        if found := _LAYER.search(name):
+            layers[found[0]] = layers.get(found[0], 0) + size
+    layer = max(layers.values(), default=0)
+    return Parameters(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:

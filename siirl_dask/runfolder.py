@@ -34,6 +34,10 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
     "data.transport",
     "data.memory_limit",
     "data.spill_directory",
+    "rollout.weights_bucket",
+    "rollout.tensor_parallel_size",
+    "trainer.tensor_parallel",
+    "trainer.gather_size",
 }
 """Groups and keys that extend or observe a run: what is learned does not depend on them."""
 _Spec = Mapping[str, Any]
@@ -60,7 +64,8 @@ class Description:
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
         mine, others = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
-        names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
+        free = tuple(f".with.{key}" for key in _MAY_CHANGE)  # as options of a role or node
+        names = [name for name in {**mine, **others} if mine.get(name) != others.get(name) and not name.endswith(free)]
         return [f"{name}: {_shown(mine.get(name))} -> {_shown(others.get(name))}" for name in names]
 
 

@@ -81,7 +81,8 @@ def s3():
     command = [sys.executable, "-c", S3_SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        port = int(server.stdout.readline())
+        port = server.stdout.readline().strip()
+        assert port, "moto's server did not start"
         with pytest.MonkeyPatch.context() as environment:
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
                 environment.setenv(name, "test")

@@ -16,7 +16,7 @@ WRONG = {
     "tokens": (["trainer.sequence_parallel=4"], r"sequence_parallel=4: expected a divisor of the role's 6 workers"),
     "heads": (["trainer.sequence_parallel=3"], r"sequence_parallel=3: expected a divisor of the 4 heads of "),
     "layers": (["trainer.tensor_parallel=4"], r"tensor_parallel=4: expected a divisor of the role's 6 workers"),
-    "keys": (["trainer.tensor_parallel=3"], r"tensor_parallel=3: expected a divisor of the 2 key heads of "),
+    "keys": (["trainer.tensor_parallel=3"], r"tensor_parallel=3: expected a divisor of num_key_value_heads=2 of "),
     "placed": (
         ["trainer.sequence_parallel=2", "cluster.placement={policy: [1, 3, 5]}"],
         r"sequence_parallel=2: expected a divisor of the role's 3 workers",

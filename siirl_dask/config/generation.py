@@ -156,7 +156,6 @@ class RolloutConfig:
                 f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
                 "all rows together, so that there are none to take over; leave work_stealing out, or give false"
             )
-        self.work_stealing = size == 1 if self.work_stealing is None else self.work_stealing
 
     def _check_ahead(self) -> None:
         if self.partial != (self.max_tokens_per_step is not None):

@@ -91,9 +91,7 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         at_least("validation", 1, every=self.every, n=self.n)
-        if self.temperature is None:
-            self.temperature = 0.0 if self.n == 1 else 1.0
-        at_least("validation", 0, temperature=self.temperature)
+        at_least("validation", 0, temperature=self.temperature or 0)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"validation.top_p={self.top_p}: expected more than 0 and at most 1")
         if self.n > 1 and self.temperature == 0:

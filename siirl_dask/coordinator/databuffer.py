@@ -170,7 +170,8 @@ class Databuffer:
 
     def _edge(self, key: TransitionKey) -> Edge | None:
         """That of a key, or of the key of a part."""
-        return self._edges.get(key.edge) or self._edges.get(key.edge.rpartition("/")[0])
+        whole, _, part = key.edge.rpartition("/")
+        return self._edges.get(key.edge) or (self._edges.get(whole) if part.isdecimal() else None)
 
     def _all_published(self) -> Iterator[Published]:
         done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())

@@ -53,5 +53,5 @@ class Releases:
         body = {"taken": [[key.sequence, key.edge, count] for key, count in items]}
         try:
             await self._transport.request(source, Request(Op.RELEASE, items[0][0], body))
-        except SiirlError as error:  # the rows are here: what a source that is gone still holds matters to nobody
-            logger.info("worker %r did not hear what has arrived: %s", source, error)
+        except SiirlError as error:  # the rows are here; a source that waits for this ends the run if it never hears
+            logger.warning("worker %r did not hear what has arrived: %s", source, error)

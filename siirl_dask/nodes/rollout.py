@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -53,8 +54,15 @@ def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
     """``validation.n`` samples of each prompt, drawn as ``validation`` says, numbered as those of ``generate``."""
-    way = _answering(rollout, validation.temperature or 0.0, validation.top_p)
-    return _generate(ctx, table, [way] * validation.n)
+    return _generate(ctx, table, [answering(rollout, validation)] * validation.n)
+
+
+def answering(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
+    """How ``generate_answers`` draws: where no temperature is given, one sample greedily and several at 1."""
+    temperature = validation.temperature
+    if temperature is None:
+        temperature = 0.0 if validation.n == 1 else 1.0
+    return replace(_greedy(rollout), temperature=temperature, top_p=validation.top_p)
 
 
 def _sampling(rollout: RolloutConfig) -> Sampling:
@@ -69,15 +77,8 @@ def _sampling(rollout: RolloutConfig) -> Sampling:
 
 
 def _greedy(rollout: RolloutConfig) -> Sampling:
-    return _answering(rollout, temperature=0.0)
-
-
-def _answering(rollout: RolloutConfig, temperature: float, top_p: float = 1.0) -> Sampling:
     return Sampling(
-        max_tokens=rollout.max_response_length,
-        temperature=temperature,
-        top_p=top_p,
-        stop_token_ids=tuple(rollout.stop_token_ids),
+        max_tokens=rollout.max_response_length, temperature=0.0, stop_token_ids=tuple(rollout.stop_token_ids)
     )
 
 

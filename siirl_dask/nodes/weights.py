@@ -91,6 +91,8 @@ def _parts(
             del tensor  # it may be gathered: one at a time
         yield _rows(mine, [parameters[number] for number in mine], data.array())
         del data
+    if (more := next(weights, None)) is not None:
+        raise TypeError(f"weights() gave {more[0]!r} as well, which was not there before: expected the same")
 
 
 def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:

@@ -126,10 +126,6 @@ class Stream:
     edge: Edge | None
     """None where one worker does both, alone."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.source.name}->{self.target.name}"
-
 
 Link = Load | Run | Send | Recv | Keep | Drop | Behind | Stream
 

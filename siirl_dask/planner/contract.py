@@ -71,6 +71,10 @@ def columns(
     **options)`` in this one's place where the only node that reads the table, and that nothing comes after, declares
     ``takes_parts``: what it does with ``(Context, Parts, **options)`` where a whole table would take too much memory.
     """
+    if gives_parts is not None and not (new_rows or expand):
+        raise TypeError(
+            f"gives_parts={gives_parts.__name__}: only a function that makes new_rows can make them in parts"
+        )
     contract = Contract(
         tuple(reads),
         make_schema(writes or {}),

@@ -41,6 +41,7 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
     """The engine the config names, or this rank of it, on this device. ConfigError when ``model.path`` is missing or
     cannot be loaded.
     """
+    _refuse_unknown_tokens(model, rollout)
     if choose_engine(rollout.engine) is Engine.vllm:
         try:
             from siirl_dask.rollout.vllm_engine import VllmEngine  # imports torch, transformers and vLLM
@@ -58,6 +59,23 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
     return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)
+
+
+def _refuse_unknown_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """ConfigError for a ``stop_token_ids`` that the model can never sample."""
+    if not rollout.stop_token_ids:
+        return
+    from transformers import AutoConfig
+
+    from siirl_dask.pretrained import refused_by_name
+
+    with refused_by_name(model.path, f"model.path={model.path!r}"):
+        vocabulary = AutoConfig.from_pretrained(model.path, local_files_only=True).get_text_config().vocab_size
+    if unknown := [token for token in rollout.stop_token_ids if token >= vocabulary]:
+        raise ConfigError(
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has {vocabulary} tokens and "
+            f"no {unknown[0]}"
+        )
 
 
 def choose_engine(engine: Engine) -> Engine:

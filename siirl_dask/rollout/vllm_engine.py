@@ -64,6 +64,7 @@ class VllmEngine:
         if not Path(model.path).is_dir():
             raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
+        self._ranks.refuse_one_card(device)
         settings = llm_arguments(model, rollout, device, self._ranks)
         self._parameters, tokenizer, self._end_tokens = _describe(model)
         self.tokenizer: Tokenizer = tokenizer
@@ -147,9 +148,10 @@ class VllmEngine:
                 "vLLM runs one engine in a process, and this one has one: close it first, give the roles workers of "
                 "their own (cluster.placement), or take rollout.engine=transformers"
             )
+        with self._world.entered():
+            self._ranks.join(current_platform.dist_backend)
         try:
             with self._world.entered(), vllm_process.untouched(self._ranks.interface), self._eager():
-                self._ranks.join(current_platform.dist_backend)
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
-from siirl_dask.context import Rank
+from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
 _FIRST_NAME = 1_000_000  # groups are found by name in the whole process: these must not be those of the worker's
@@ -65,6 +65,17 @@ class EngineRanks:
         lengths = torch.cat(self._all_gather(torch.tensor([len(own)]))).tolist()
         parts = self._all_gather(pad(own, (0, max(lengths) - len(own))))
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def refuse_one_card(self, device: Device) -> None:
+        """ConfigError where two ranks have one accelerator, on which nccl and hccl take no two; all ranks must call."""
+        if self.size == 1 or device.kind is DeviceKind.CPU:
+            return
+        cards = [card.decode() for card in self.gather(device.card.encode())]
+        if twice := [card for card in cards if cards.count(card) > 1]:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the device {twice[0]}; give "
+                "each one of its own (cluster.placement.rollout, cluster.workers), or take a smaller size"
+            )
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[n] of each rank; the same n."""

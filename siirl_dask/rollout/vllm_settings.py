@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from vllm import EngineArgs
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
 from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
@@ -57,6 +57,9 @@ def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLaunch
 
     class InWorker(ExecutorWithExternalLauncher):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
         def _distributed_args(self) -> tuple[str, int, int]:
+            if ranks.size == 1:
+                method, rank, _ = UniProcExecutor._distributed_args(self)
+                return method, rank, index
             # Ranks that differ in this name speak over gloo on a CPU. Those with the same share memory instead, and
             # wait there in a loop that nothing ends when one of them dies.
             return f"file:///{ranks.name}-{ranks.rank}", ranks.rank, index

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from siirl_dask.context import Rank
 
 _TIMEOUT = timedelta(seconds=60)
+_PRELOADED = [
+    "siirl_dask.testing.forward",
+    "torch.distributed.tensor",
+]  # once, not 4 s in every rank
 
 
 def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
@@ -25,7 +30,8 @@ def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[
     An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
-    spawn(_run_rank, (size, payload, str(folder)), nprocs=size)
+    forkserver.set_forkserver_preload(_PRELOADED)
+    start_processes(_run_rank, (size, payload, str(folder)), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 

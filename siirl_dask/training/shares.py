@@ -30,10 +30,7 @@ def check_heads(trainer: TrainerConfig, path: str) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     if (heads := config.num_attention_heads) % tokens:
         raise ConfigError(f"trainer.sequence_parallel={tokens}: expected a divisor of the {heads} heads of {path!r}")
-    if (heads := config.num_key_value_heads) % tensors:
-        raise ConfigError(f"trainer.tensor_parallel={tensors}: expected a divisor of the {heads} key heads of {path!r}")
-    if config.intermediate_size % tensors:
-        raise ConfigError(
-            f"trainer.tensor_parallel={tensors}: expected a divisor of intermediate_size={config.intermediate_size} "
-            f"of {path!r}"
-        )
+    for key in ("num_key_value_heads", "intermediate_size") if tensors > 1 else ():
+        width = getattr(config, key, None)
+        if not isinstance(width, int) or width % tensors:
+            raise ConfigError(f"trainer.tensor_parallel={tensors}: expected a divisor of {key}={width} of {path!r}")

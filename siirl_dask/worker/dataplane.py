@@ -53,7 +53,7 @@ class DataSettings:
             quadratic_from=data.quadratic_from,
             peer_timeout=cluster.peer_timeout,
             stall_timeout=cluster.stall_timeout,
-            stealing=bool(config.rollout.work_stealing),
+            stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
             part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
         )
 

@@ -52,8 +52,8 @@ def finished(future: Future[_T], stop: StopFlag) -> _T:
         try:
             return future.result(timeout=_SLICE)
         except FutureTimeout:
-            if future.done():
-                raise  # the work's own timeout
+            if future.done():  # it may have ended since; or it is the work's own timeout
+                return future.result()
             try:
                 stop.check()
             except Aborted:

@@ -1,10 +1,12 @@
 """A run whose data, rollouts and checkpoints are on S3: the one that it is on local files."""
 
 import json
+import os
 from uuid import uuid4
 
 import pyarrow.parquet as pq
 import pytest
+from distributed import Client
 from siirl_storage import open_fs, open_table
 from transformers import AutoModelForCausalLM
 
@@ -14,13 +16,14 @@ from siirl_dask.configfile import shipped
 from siirl_dask.training.checkpoint import read_model
 from tests.conftest import digits_overrides
 
-TWO = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}", "checkpoint.every=1"]
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 
 
 @pytest.fixture
-def bucket(s3, digits_task):
-    """A folder of a bucket with the data, and a few rows of it to evaluate on."""
+def bucket(s3, digits_task, cluster_address):
+    """A folder of a bucket with the data, and a few rows of it to evaluate on; the cluster's workers reach it."""
+    with Client(cluster_address) as client:
+        client.run(os.environ.update, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
     url = f"{s3}/{uuid4().hex}"
     fs, path = open_fs(url)
     fs.put(str(digits_task.train), f"{path}/train.parquet")
@@ -29,9 +32,13 @@ def bucket(s3, digits_task):
     return url
 
 
-def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(bucket, digits_task, tmp_path, capsys):
+def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(
+    bucket, digits_task, cluster_address, tmp_path, capsys
+):
+    shared = f"cluster.address={cluster_address}"
+
     def run(url, steps, *overrides):
-        given = [*digits_overrides(digits_task, url), *TWO, f"run.steps={steps}", *overrides]
+        given = [*digits_overrides(digits_task, url), shared, "checkpoint.every=1", f"run.steps={steps}", *overrides]
         main(["run", str(shipped("quickstart.yaml")), *given])
         return url
 
@@ -58,7 +65,7 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(bucket, digi
     assert exported.keys() == trained.keys()
     assert all(exported[name].equal(trained[name]) for name in trained)
 
-    options = ["--n=2", "--max-tokens=4", "--workers=1", f"--out={bucket}/eval", "observe.progress=false"]
+    options = ["--n=2", "--max-tokens=4", "--workers=1", f"--out={bucket}/eval", shared, "observe.progress=false"]
     main(["eval", stored, f"--data={bucket}/test.parquet", *options])
     found = json.loads(fs.cat_file(f"{path}/eval/metrics.json"))
     assert (found["prompts"]["all"], found["samples"]) == (6, 12)

@@ -44,9 +44,9 @@ def test_every_script_is_run_here():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_script_runs_as_its_first_lines_say(name, digits_task, tmp_path):
+def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_address, tmp_path):
     command = [sys.executable, str(PIPELINES / f"{name}.py"), str(shipped(SCRIPTS[name]))]
-    settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1"]
+    settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1", f"cluster.address={cluster_address}"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [*command, *digits_overrides(digits_task, tmp_path / "run"), *settings],

@@ -191,16 +191,17 @@ class Worker:
             made = {r: {c: values[c] for c in link.columns} for r, values in applied(source, table).items()}
             cluster.published[source.name, me] = made
         for number in count():
-            part = f"{link.name}/{number}"
+            stream = f"{source.name}->{target.name}"
+            part = f"{stream}/{number}"
             if link.gives:
-                before = f"{link.name}/{number - AHEAD}"
+                before = f"{stream}/{number - AHEAD}"
                 while number >= AHEAD and cluster.taken.get(before, set()) != set(takers):
                     yield
                 yield from self.meet(part, givers)
                 rows = sorted(row for worker in givers for row in cluster.published[source.name, worker])
                 here = rows[PART * (number - 1) : PART * number] if number else []
                 cluster.published[part, me] = {r: made[r] for r in here if r in made}
-                mine = [name for name, worker in cluster.published if worker == me and name.startswith(f"{link.name}/")]
+                mine = [name for name, worker in cluster.published if worker == me and name.startswith(f"{stream}/")]
                 left = sum(cluster.taken.get(name, set()) != set(takers) for name in mine)
                 cluster.untaken = max(cluster.untaken, left)
             if link.takes:

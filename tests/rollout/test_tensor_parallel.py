@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.cli import dags, main
-from siirl_dask.config import Engine, RolloutConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config import Config, Engine, RolloutConfig
+from siirl_dask.configfile import dump, load, shipped
 from siirl_dask.errors import ConfigError, PeerError, PlanError
 from siirl_dask.memory import memory_of
 from siirl_dask.phases import plan_phases, worker_names
@@ -17,6 +17,7 @@ from siirl_dask.plan import describe_run
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, Sampling
 from siirl_dask.rollout.tensor_parallel import JointWork
 from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.worker.dataplane import DataSettings
 from tests.conftest import digits_overrides
 
 REQUESTS = st.builds(
@@ -98,8 +99,21 @@ def test_settings_that_cannot_be_are_refused_by_name(settings, text):
 
 
 def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
-    assert RolloutConfig().work_stealing is True
-    assert RolloutConfig(tensor_parallel_size=2).work_stealing is False
+    def taken_over(**rollout):
+        return DataSettings.of(Config(rollout=RolloutConfig(**rollout))).stealing
+
+    assert taken_over()
+    assert not taken_over(work_stealing=False)
+    assert not taken_over(tensor_parallel_size=2)
+    assert not taken_over(tensor_parallel_size=2, work_stealing=False)
+
+
+def test_what_was_left_out_is_left_out_of_what_a_run_writes_down(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump(Config()))
+    again = load(
+        tmp_path / "config.yaml", ["rollout.tensor_parallel_size=2", "validation.n=8", "data.url=x", "model.path=y"]
+    )
+    assert again.config.validation.temperature is None
 
 
 @pytest.fixture

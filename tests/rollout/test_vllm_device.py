@@ -48,8 +48,10 @@ def test_on_a_device_that_is_not_the_first_its_only_rank_is_put_on_that():
     assert issubclass(executor, UniProcExecutor)
     made = executor.__new__(executor)
     made.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device="cuda"))
-    _, rank, local_rank = made._distributed_args()
+    method, rank, local_rank = made._distributed_args()
     assert (rank, local_rank) == (0, 3)
+    assert method.partition(":")[0] == UniProcExecutor._distributed_args(made)[0].partition(":")[0]
+    assert method != made._distributed_args()[0], "two engines of a machine would meet in one place"
 
 
 class Recorder:
