@@ -25,8 +25,9 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two at a time, and one torch thread each; what holds times runs alone, afterwards.
+# Two at a time, the slowest first, and one torch thread each; what holds times runs alone, afterwards.
+SLOWEST := tests/rollout tests/e2e tests/training
 test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(SLOWEST) tests
 	$(BIN)/pytest -m alone
