@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -168,6 +170,7 @@ def _train(config: Config, dag: DAG, validation: DAG | None, chosen: argparse.Na
 def _exit_with_message(work: Callable[[], None]) -> None:
     """Run ``work``; what it raises on purpose becomes one message, what it does not (a bug) stays a traceback."""
     signal.signal(signal.SIGTERM, _as_interrupt)
+    atexit.register(gc.freeze)  # going through all that torch made once more would take the end of the process a second
     sys.path.insert(0, str(Path.cwd()))  # functions named module:function in a config are looked for here too
     try:
         work()
