@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from siirl_dask.config import Config, TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.parameters import Parameters, weight_shapes
-from siirl_dask.planner import DAG, Node, Role
+from siirl_dask.planner import DAG, Node
 from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.planner.contract import bare
+from siirl_dask.roles import model_of, trainer_of
 
 PUBLISHES = "siirl_dask.nodes.weights:publish_adapters"
 _NEED_ADAPTERS = (PUBLISHES, "siirl_dask.nodes.logprobs:base_logprobs")
 _LOADS = "siirl_dask.nodes.weights:load_adapters"
-_LEARNS = ("siirl_dask.training:build_trainer", "siirl_dask.training:build_critic")
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -39,12 +39,6 @@ def count_adapters(path: str, trainer: TrainerConfig) -> Parameters | None:
     return Parameters(sum(sizes), len(sizes), max(sizes, default=0))
 
 
-def trainer_of(role: Role, config: Config) -> TrainerConfig | None:
-    """How the role learns; None when it does not, or when nobody knows."""
-    learns = function_name(bare(role.build)) in _LEARNS
-    return options_of(role.build).get("trainer", config.trainer) if learns else None
-
-
 def refuse_wrong_adapters(config: Config, dag: DAG) -> None:
     """ConfigError for adapters of layers that the model has not, for nodes that ask for adapters where there are none,
     and where peft is not installed.
@@ -55,7 +49,7 @@ def refuse_wrong_adapters(config: Config, dag: DAG) -> None:
             continue
         if find_spec("peft") is None:
             raise ConfigError(f"trainer.lora_rank={trainer.lora_rank} needs peft: pip install 'siirl_dask[lora]'")
-        count_adapters(options_of(role.build).get("model", config.model).path, trainer)
+        count_adapters(model_of(role, config).path, trainer)
     roles = {role.name: role for role in dag.roles}
     for node in dag.nodes:
         _refuse_without_adapters(node, trainer_of(roles[node.role], config))

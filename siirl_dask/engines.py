@@ -13,19 +13,11 @@ from siirl_storage import open_fs
 from siirl_dask.config import Config, Engine, RolloutConfig
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import Plan, Role
-from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.text import who
+from siirl_dask.roles import model_of, rollout_of
 from siirl_dask.rollout import choose_engine
 
-BUILDS = "siirl_dask.rollout:build_engine"
 _PADDED_TO = 64  # what vLLM fills a vocabulary up to
-
-
-def rollout_of(role: Role, config: Config) -> RolloutConfig | None:
-    """How the role generates; None when it does not, or when nobody knows."""
-    generates = function_name(bare(role.build)) == BUILDS
-    return options_of(role.build).get("rollout", config.rollout) if generates else None
 
 
 def refuse_wrong_engines(config: Config, plan: Plan) -> None:
@@ -45,7 +37,7 @@ def refuse_wrong_engines(config: Config, plan: Plan) -> None:
                 f"({who(workers, tuple(plan.chains))}): expected a multiple of {size}; change cluster.workers or "
                 f"cluster.placement.{role.name}, or take another size"
             )
-        _refuse_model(options_of(role.build).get("model", config.model).path, size)
+        _refuse_model(model_of(role, config).path, size)
 
 
 def engine_notes(config: Config, plan: Plan) -> list[str]:

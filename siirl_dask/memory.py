@@ -21,19 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-from siirl_dask.adapters import PUBLISHES, count_adapters, trainer_of
+from siirl_dask.adapters import PUBLISHES, count_adapters
 from siirl_dask.config import Backend, Config, Dtype, Engine, RolloutConfig, TrainerConfig, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
-from siirl_dask.engines import BUILDS, rollout_of
 from siirl_dask.errors import PlanError
 from siirl_dask.parameters import Parameters, count_parameters
 from siirl_dask.phases import Phases, exists
 from siirl_dask.planner import Node, Plan, Role, Sizes, Usage, usage
 from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.planner.contract import bare
 from siirl_dask.planner.text import readable_bytes, who
+from siirl_dask.roles import ENGINE, REFERENCE, builder_of, model_of, placed_by, rollout_of, trainer_of
 from siirl_dask.rollout import choose_engine
 from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.schema import PARAMETER_DATA
@@ -45,10 +44,10 @@ _GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and th
 _PER_PARAMETER = {
     "siirl_dask.training:build_trainer": _LEARNS,
     "siirl_dask.training:build_critic": _LEARNS,
-    "siirl_dask.training:build_reference": _SCORES,
+    REFERENCE: _SCORES,
 }
 _SCORER = "siirl_dask.rewards.scorer:build_scorer"
-_IN_DTYPE = (BUILDS, "siirl_dask.training:build_reward_model")
+_IN_DTYPE = (ENGINE, "siirl_dask.training:build_reward_model")
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids: names of 400 letters would be long
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # what to do about the largest part
@@ -201,8 +200,7 @@ def _published(
 
 def _built(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
     """Bytes of what the role builds on each of its workers; None where that is not known."""
-    options: Mapping[str, Any] = options_of(role.build)
-    name, model = function_name(bare(role.build)), options.get("model", config.model)
+    name, model = builder_of(role), model_of(role, config)
     if name == _SCORER:
         return 0
     each = _BYTES[model.dtype] if name in _IN_DTYPE else _PER_PARAMETER.get(name)
@@ -225,7 +223,8 @@ def _cache(rollout: RolloutConfig) -> int:
 
 def _trained(role: Role, each: int, parameters: Parameters, config: Config, workers: int) -> int:
     """``each`` bytes a parameter, or a parameter of the adapters, of all of them or of a shard."""
-    trainer = options_of(role.build).get("trainer", config.trainer)
+    trainer = placed_by(role, config)
+    assert trainer is not None  # its builder is one of ours
     adapters = _adapters(role, config)
     each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
     held = _numbers(parameters, trainer)
@@ -247,7 +246,7 @@ def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Par
     trainer = trainer_of(role, config)
     if trainer is None or not (config.checkpoint.every and config.checkpoint.asynchronous):
         return 0
-    learned = _adapters(role, config) or count(options_of(role.build).get("model", config.model).path)
+    learned = _adapters(role, config) or count(model_of(role, config).path)
     each = _LEARNS - _GRADIENT + (_AVERAGE if trainer.ema_decay else 0)
     return 0 if learned is None else _share(each * _numbers(learned, trainer), trainer, workers)
 
@@ -255,8 +254,9 @@ def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Par
 def _adapters(role: Role, config: Config) -> Parameters | None:
     """What learns in place of the model; None where the model does, or nothing."""
     trainer = trainer_of(role, config)
-    path = options_of(role.build).get("model", config.model).path
-    return count_adapters(path, trainer) if trainer is not None and trainer.lora_rank else None
+    if trainer is None or not trainer.lora_rank:
+        return None
+    return count_adapters(model_of(role, config).path, trainer)
 
 
 def _numbers(parameters: Parameters, trainer: TrainerConfig) -> int:

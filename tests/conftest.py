@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow.parquet as pq
 import pytest
@@ -93,15 +94,35 @@ def s3():
             s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.fixture(params=["local", "memory", "s3"])
+def store_url(request, tmp_path):
+    """Where nothing is yet, on each kind of store."""
+    match request.param:
+        case "local":
+            return str(tmp_path / "store")
+        case "memory":
+            return f"memory://tests/{uuid4().hex}"
+    return f"{request.getfixturevalue('s3')}/{uuid4().hex}"
+
+
 @pytest.fixture(scope="session")
-def cluster_address():
-    """Four worker processes on this machine, shared by every test that can live with workers that have run before."""
+def shared_cluster():
+    """Four worker processes on this machine."""
     from distributed import LocalCluster
 
     with LocalCluster(
         n_workers=4, threads_per_worker=1, memory_limit=0, host="127.0.0.1", dashboard_address="127.0.0.1:0"
     ) as cluster:
-        yield cluster.scheduler_address
+        yield cluster
+
+
+@pytest.fixture
+def cluster_address(shared_cluster):
+    """Of a cluster shared by every test that can live with workers that have run before, and leaves them alive."""
+    before = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
+    yield shared_cluster.scheduler_address
+    after = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
+    assert after == before, "a worker of the shared cluster died and was started again"
 
 
 @pytest.fixture

@@ -10,21 +10,18 @@ pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
 
-from siirl_dask.algorithms import TokenLoss
-from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine import VllmEngine
+from siirl_dask.testing.agreement import PROMPTS, assert_says_what_the_trainer_says
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.tiny import tiny_model
-from siirl_dask.training import PackedRows, TrainBatch, build_trainer
 
 DEVICE = Device("w0")
-PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
 
 
 def rollout_of(**settings):
@@ -54,40 +51,13 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("vllm") / "model", seed=1)
 
 
-def packed(prompts, samples):
-    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
-    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-    return PackedRows(
-        torch.tensor([token for row in rows for token in row]),
-        offsets,
-        torch.tensor([len(prompt) for prompt in prompts]),
-    )
-
-
 @pytest.mark.parametrize(
     ("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)]
 )
 def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(tmp_path, family, tied):
     folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
-    sampling = Sampling(max_tokens=6, temperature=0.7)
-    trainer = build_trainer(
-        DEVICE, Rank(), model=ModelConfig(path=str(folder)), trainer=TrainerConfig(lr=3e-3),
-        rollout=RolloutConfig(temperature=sampling.temperature),
-    )  # fmt: skip
     with running(folder) as engine:
-        for version in range(6):
-            samples = engine.generate(PROMPTS, range(6), sampling)
-            sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-            rows = packed(PROMPTS, samples)
-            trained = trainer.logprobs(rows).logprobs
-            if version in (0, 1, 5):
-                assert_close(sampled, trained, atol=1e-4, rtol=0)
-            batch = TrainBatch(
-                rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
-            )
-            trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
-            assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
-            engine.load_weights(trainer.weights(), version + 1)
+        assert_says_what_the_trainer_says(engine, folder, after=(0, 1, 5))
 
 
 def test_the_same_seeds_give_what_the_transformers_engine_samples(folder):

@@ -7,17 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import TokenLoss
-from siirl_dask.config import Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.vllm_engine import VllmEngine
+from siirl_dask.testing.agreement import PROMPTS, assert_says_what_the_trainer_says
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.forward import load_model
-from siirl_dask.training import PackedRows, TrainBatch, build_trainer
-
-PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
 
 
 def place():
@@ -70,7 +67,7 @@ class TestTwoRanks(EngineTests):
         return load_model(models / "other")
 
     def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
-        says_what_the_trainer_says(engine, folder)
+        assert_says_what_the_trainer_says(engine, folder, after=(0, 1))
 
 
 def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(models):
@@ -87,36 +84,8 @@ def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(mode
         with running(folder, size, kv_cache_memory="1MiB", enable_prefix_caching=False) as engine:
             given.append([engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls])
             if size == 2:
-                says_what_the_trainer_says(engine, folder)
+                assert_says_what_the_trainer_says(engine, folder, after=(0, 1))
     for together, alone in zip(*given, strict=True):
         assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
         for one, other in zip(together, alone, strict=True):
             assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
-
-
-def says_what_the_trainer_says(engine, folder):
-    trainer = build_trainer(
-        Device("w0"), Rank(), model=ModelConfig(path=str(folder)), trainer=TrainerConfig(lr=3e-3),
-        rollout=RolloutConfig(temperature=0.7),
-    )  # fmt: skip
-    for version in range(2):
-        samples = engine.generate(PROMPTS, range(6), Sampling(max_tokens=6, temperature=0.7))
-        sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-        rows = packed(PROMPTS, samples)
-        trained = trainer.logprobs(rows).logprobs
-        assert_close(sampled, trained, atol=1e-4, rtol=0)
-        batch = TrainBatch(
-            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
-        )
-        trainer.update([batch], lambda inputs: TokenLoss(loss=-inputs.logprobs))
-        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2
-        engine.load_weights(trainer.weights(), version + 1)
-
-
-def packed(prompts, samples):
-    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
-    return PackedRows(
-        torch.tensor([token for row in rows for token in row]),
-        torch.tensor([0, *map(len, rows)]).cumsum(0),
-        torch.tensor([len(prompt) for prompt in prompts]),
-    )

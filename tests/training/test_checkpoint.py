@@ -4,7 +4,6 @@ import os
 import pickle
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
@@ -17,14 +16,9 @@ from siirl_dask.training.checkpoint import DistributedCheckpoint, read_model
 ROWS = 7  # of the sharded matrix: more than one rank's share, and no multiple of it
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
-def url(request, tmp_path):
-    match request.param:
-        case "local":
-            return str(tmp_path / "policy")
-        case "memory":
-            return f"memory://{uuid4().hex}/policy"
-    return f"{request.getfixturevalue('s3')}/{uuid4().hex}/policy"
+@pytest.fixture
+def url(store_url):
+    return f"{store_url}/policy"
 
 
 def state(weight, lr=1e-3):

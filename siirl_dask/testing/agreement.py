@@ -1,0 +1,57 @@
+"""An engine and a trainer of one model say the same of the same tokens, before and after updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import LossInputs, TokenLoss
+from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.rollout import Generation, RolloutEngine, Sampling
+from siirl_dask.training import PackedRows, TrainBatch, build_trainer
+
+PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
+"""Of one token and of many, and two alike."""
+
+
+def assert_says_what_the_trainer_says(engine: RolloutEngine, folder: Path, after: Sequence[int]) -> None:
+    """Log-probs of what is sampled, within 1e-4 in float32, after so many updates with the weights of each."""
+    sampling = Sampling(max_tokens=6, temperature=0.7)
+    trainer = build_trainer(
+        Device("w0"),
+        Rank(),
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(lr=3e-3),
+        rollout=RolloutConfig(temperature=sampling.temperature),
+    )
+    for updates in range(max(after) + 1):
+        samples = engine.generate(PROMPTS, range(len(PROMPTS)), sampling)
+        sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+        rows = pack_samples(PROMPTS, samples)
+        trained = trainer.logprobs(rows).logprobs
+        if updates in after:
+            assert_close(sampled, trained, atol=1e-4, rtol=0)
+        batch = TrainBatch(
+            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+        )
+        trainer.update([batch], _likelier)
+        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2, "the update changed nothing"
+        engine.load_weights(trainer.weights(), updates + 1)
+
+
+def pack_samples(prompts: Sequence[Sequence[int]], samples: Sequence[Generation]) -> PackedRows:
+    """Prompts and what was sampled for them, as a trainer takes them."""
+    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
+    return PackedRows(
+        torch.tensor([token for row in rows for token in row]),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+        torch.tensor([len(prompt) for prompt in prompts]),
+    )
+
+
+def _likelier(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(loss=-inputs.logprobs)
