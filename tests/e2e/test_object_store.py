@@ -19,11 +19,16 @@ from tests.conftest import digits_overrides
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 
 
+def set_environment(names):
+    """Where this runs: ``os.environ.update`` would travel with a copy of this process's, and change that."""
+    os.environ.update(names)
+
+
 @pytest.fixture
 def bucket(s3, digits_task, cluster_address):
     """A folder of a bucket with the data, and a few rows of it to evaluate on; the cluster's workers reach it."""
     with Client(cluster_address) as client:
-        client.run(os.environ.update, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+        client.run(set_environment, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
     url = f"{s3}/{uuid4().hex}"
     fs, path = open_fs(url)
     fs.put(str(digits_task.train), f"{path}/train.parquet")
