@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.vllm_process import ENVIRONMENT
+from siirl_dask.worker.processes import START_METHOD, prepare_processes
 
 _PATIENCE = 3.0  # seconds that workers have to close by themselves after a run that is complete
 _HASTE = 0.5  # the same after a failure or Ctrl-C, which has to be over within five
@@ -62,7 +63,7 @@ def _local(config: Config) -> Iterator[LocalCluster]:
     )
     try:
         resource_tracker.ensure_running()  # started later, it would take the mask below off again
-        cluster.sync(_block_interrupts)
+        cluster.sync(_prepare_processes)
         cluster.scale(config.cluster.workers)
         yield cluster
     except BaseException:
@@ -87,11 +88,12 @@ def _kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def _block_interrupts() -> None:
+async def _prepare_processes() -> None:
     """Ctrl-C reaches every process of the terminal. Those that this thread starts inherit the mask and live on; the
     driver, whose main thread is not masked, hears it and stops them in order.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    prepare_processes(dask.config.get("distributed.nanny.pre-spawn-environ"))
 
 
 def _local_settings(config: Config) -> dict[str, object]:
@@ -104,6 +106,7 @@ def _local_settings(config: Config) -> dict[str, object]:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": 1,
         },
+        "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.scheduler.allowed-failures": 0,
         "distributed.logging.distributed": "critical",
     }

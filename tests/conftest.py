@@ -108,11 +108,9 @@ def store_url(request, tmp_path):
 @pytest.fixture(scope="session")
 def shared_cluster():
     """Four worker processes on this machine."""
-    from distributed import LocalCluster
+    from tests.clusters import local_cluster
 
-    with LocalCluster(
-        n_workers=4, threads_per_worker=1, memory_limit=0, host="127.0.0.1", dashboard_address="127.0.0.1:0"
-    ) as cluster:
+    with local_cluster(4) as cluster:
         yield cluster
 
 

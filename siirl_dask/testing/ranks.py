@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from siirl_dask.context import Rank
+from siirl_dask.worker.processes import START_METHOD, prepare_processes
 
 _TIMEOUT = timedelta(seconds=60)
-_PRELOADED = [
-    "siirl_dask.testing.forward",
-    "torch.distributed.tensor",
-]  # once, not 4 s in every rank
 
 
 def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
@@ -30,8 +26,8 @@ def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[
     An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
-    forkserver.set_forkserver_preload(_PRELOADED)
-    start_processes(_run_rank, (size, payload, str(folder)), nprocs=size, start_method="forkserver")
+    prepare_processes()
+    start_processes(_run_rank, (size, payload, str(folder)), nprocs=size, start_method=START_METHOD)
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 

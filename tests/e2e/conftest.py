@@ -36,9 +36,9 @@ class Started:
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self):
-        """Dask names them where setproctitle is installed, as vLLM has it."""
-        commands = {child: " ".join(child.cmdline()) for child in self.family}
-        return [child for child, text in commands.items() if "spawn_main" in text or "dask worker" in text]
+        """Forked from one child, which names them as it is named; or by Dask, where setproctitle is installed."""
+        commands = {child: " ".join(child.cmdline()) for child in self.family if child.ppid() != self.process.pid}
+        return [child for child, text in commands.items() if "forkserver" in text or "dask worker" in text]
 
     def end(self, timeout):
         """Seconds until it ended, and what it printed; whatever of it is still there fails the test."""

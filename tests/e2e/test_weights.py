@@ -5,11 +5,11 @@ import signal
 from dataclasses import replace
 
 import pytest
-from distributed import LocalCluster
 
 from siirl_dask.errors import RunError
 from siirl_dask.nodes import load_weights
 from siirl_dask.planner import DAG, columns
+from tests.clusters import local_cluster
 from tests.e2e.test_invariance import EXACT
 
 READS = ["parameter", "dtype", "shape", "data"]
@@ -59,7 +59,7 @@ def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapp
 
 
 def test_a_worker_that_dies_while_weights_come_ends_the_run(train):
-    with LocalCluster(n_workers=4, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0") as cluster:
+    with local_cluster(4) as cluster:
         address = f"cluster.address={cluster.scheduler_address}"
         with pytest.raises(RunError, match=r"worker '0'.* left the cluster during train step 1"):
             train("dies", SMALL, address, change=loading_with(load_and_die))

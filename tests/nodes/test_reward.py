@@ -197,16 +197,15 @@ def test_closing_leaves_no_process(scored, tmp_path):
 
 
 def test_a_worker_that_is_killed_takes_its_scorers_with_it_even_one_that_hangs(tmp_path):
-    from distributed import Client, LocalCluster
+    from distributed import Client
+
+    from tests.clusters import local_cluster
 
     def start(file):
         scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=tells_its_process)
         scorer.score([{"prompt": "hang", "response": file, "answer": ""}])
 
-    with (
-        LocalCluster(1, threads_per_worker=1, dashboard_address=None, memory_limit=0, host="127.0.0.1") as cluster,
-        Client(cluster) as client,
-    ):
+    with local_cluster(1) as cluster, Client(cluster) as client:
         told = tmp_path / "pid"
         client.submit(start, str(told), pure=False)
         worker = psutil.Process(next(iter(client.run(os.getpid).values())))

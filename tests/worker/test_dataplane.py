@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from distributed import Client, LocalCluster, WorkerPlugin, get_worker, wait
+from distributed import Client, WorkerPlugin, get_worker, wait
 
 from siirl_dask.config import Way
 from siirl_dask.coordinator.limits import Limits
@@ -20,6 +20,7 @@ from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.worker.dataplane import DataPlane, DataSettings
+from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.alone
 
@@ -167,17 +168,7 @@ def client(cluster_address):
 @pytest.fixture
 def own_client():
     """Of three workers that a test may kill."""
-    with (
-        LocalCluster(
-            n_workers=3,
-            threads_per_worker=1,
-            memory_limit=0,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",
-            silence_logs=50,
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with local_cluster(3) as cluster, Client(cluster) as client:
         yield client
 
 
