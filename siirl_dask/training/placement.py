@@ -73,4 +73,10 @@ def whole_weights(
     """One parameter after the other: of those in shards no more are whole at a time than one message brings, if the
     caller keeps none. Every rank must go through all of them.
     """
-    return whole_each((name, like(parameter, local(parameter).to(device, dtype))) for name, parameter in named)
+
+    def moved(parameter: Tensor) -> Tensor:
+        held = local(parameter)
+        there = held.to(device, dtype)
+        return parameter if there is held else like(parameter, there)
+
+    return whole_each((name, moved(parameter)) for name, parameter in named)

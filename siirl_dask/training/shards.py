@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,9 +15,10 @@ _BUCKET = 16 * 2**20  # bytes of whole tensors that one message brings: a messag
 
 def local(tensor: Tensor) -> Tensor:
     """The part that is on this rank, without gradient; it shares the parameter's memory."""
-    if isinstance(tensor, DTensor):
-        return tensor.detach().to_local()  # type: ignore[attr-defined,no-any-return]
-    return tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # many times as fast as through autograd
+        return tensor.to_local()
 
 
 def pieces(tensor: Tensor) -> int:
