@@ -115,9 +115,9 @@ def _existing(cluster: ClusterConfig) -> Iterator[Client]:
         client = Client(address=cluster.address, scheduler_file=cluster.scheduler_file, timeout=cluster.start_timeout)
     except (OSError, ValueError, TypeError) as error:  # nobody there; an address that is none; tls without certificates
         where = f"cluster.address={cluster.address!r}" if cluster.address else f"{cluster.scheduler_file!r}"
+        told = f"no Dask scheduler answers at {where}: {error}"
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
-        told = f"{error}{hint if 'tls' in str(error).lower() else ''}"
-        raise ConfigError(f"no Dask scheduler answers at {where}: {told}") from error
+        raise ConfigError(told + (hint if "tls" in told.lower() else "")) from error
     with client:
         _wait_for_workers(client, cluster)
         yield client

@@ -61,7 +61,17 @@ def test_rollouts_over_tls_are_those_over_tcp(train, tls_cluster, security, tmp_
         assert over_tls.table("rollouts", step).select(SAMPLED).equals(over_tcp.table("rollouts", step).select(SAMPLED))
 
 
-def test_a_tls_cluster_without_certificates_for_it_is_refused_by_name(tls_cluster):
-    config = Config(cluster=ClusterConfig(address=tls_cluster.scheduler_address, start_timeout=5.0))
-    with pytest.raises(ConfigError, match=r"cluster\.address='tls://.*distributed\.comm\.tls"), connect(config):
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("tls://127.0.0.1:9", r"certificates are named in Dask's configuration, under distributed\.comm\.tls"),
+        ("tlss://127.0.0.1:9", "unknown address scheme"),
+        ("127.0.0.1", "missing port number"),
+    ],
+)
+def test_an_address_that_cannot_be_reached_so_is_refused_by_name(address, said):
+    with (
+        pytest.raises(ConfigError, match=rf"no Dask scheduler answers at cluster\.address='{address}': .*{said}"),
+        connect(Config(cluster=ClusterConfig(address=address, start_timeout=5.0))),
+    ):
         pass
