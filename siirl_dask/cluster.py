@@ -116,9 +116,11 @@ def _local_settings(config: Config) -> dict[str, object]:
 def _existing(cluster: ClusterConfig) -> Iterator[Client]:
     try:
         client = Client(address=cluster.address, scheduler_file=cluster.scheduler_file, timeout=cluster.start_timeout)
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # nobody there; an address that is none; tls without certificates
         where = f"cluster.address={cluster.address!r}" if cluster.address else f"{cluster.scheduler_file!r}"
-        raise ConfigError(f"no Dask scheduler answers at {where}: {error}") from error
+        told = f"no Dask scheduler answers at {where}: {error}"
+        hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
+        raise ConfigError(told + (hint if "tls" in told.lower() else "")) from error
     with client:
         _wait_for_workers(client, cluster)
         yield client

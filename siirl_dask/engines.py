@@ -4,14 +4,11 @@ starts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from siirl_storage import open_fs
+from collections.abc import Iterator
 
 from siirl_dask.config import Config, Engine, RolloutConfig
 from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.parameters import read_widths
 from siirl_dask.planner import Plan, Role
 from siirl_dask.planner.text import who
 from siirl_dask.roles import model_of, rollout_of
@@ -59,9 +56,10 @@ def _shared(config: Config, plan: Plan) -> Iterator[tuple[Role, RolloutConfig]]:
 
 
 def _refuse_model(path: str, size: int) -> None:
-    found = _described(path)
-    heads, intermediate, vocabulary = map(found.get, ("num_attention_heads", "intermediate_size", "vocab_size"))
-    kv_heads = found.get("num_key_value_heads", heads)
+    if (widths := read_widths(path)) is None:
+        return
+    heads, intermediate, vocabulary = widths.heads, widths.intermediate, widths.vocabulary
+    kv_heads = widths.kv_heads or heads
     wrong = {
         "attention heads": heads if heads and heads % size else None,
         # each rank has some of them, or some ranks have the same one
@@ -76,15 +74,3 @@ def _refuse_model(path: str, size: int) -> None:
             f"rollout.tensor_parallel_size={size}: the model in model.path={path!r} has {', '.join(told)}, which "
             f"{size} workers cannot share evenly; take a divisor of its {heads} attention heads"
         )
-
-
-def _described(path: str) -> Mapping[str, Any]:
-    """``config.json`` of a Hugging Face folder; empty when there is none. ConfigError for damage."""
-    fs, folder = open_fs(path)
-    try:
-        if not fs.exists(f"{folder}/config.json"):
-            return {}
-        given = json.loads(fs.cat_file(f"{folder}/config.json"))
-        return dict(given.get("text_config", given))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error

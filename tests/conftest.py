@@ -142,5 +142,18 @@ def train(digits_task, cluster_address, tmp_path):
 
 
 @pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a file and be in its folder; gives its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="run.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+        return name
+
+    return write
+
+
+@pytest.fixture
 def digits_config(digits_task, tmp_path) -> Config:
     return load(shipped("quickstart.yaml"), digits_overrides(digits_task, tmp_path / "run")).config

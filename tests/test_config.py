@@ -23,19 +23,6 @@ NEEDED = "data: {url: rows}\nmodel: {path: model}\n"
 GROUPS = get_type_hints(Config)
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write a file and be in its folder; gives its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str, name: str = "run.yaml") -> str:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
-        return name
-
-    return write
-
-
 def plain(value: object) -> bool:
     """No OmegaConf container in it."""
     if is_dataclass(value):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -30,14 +29,8 @@ validation_nodes: [{name: one, run: "m:f", role: r}]
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write a file and be in its folder; gives its name. There is a ``base.yaml``."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str, name: str = "run.yaml") -> str:
-        Path(name).write_text(text)
-        return name
-
+def write(write):
+    """There is a ``base.yaml``."""
     write(BASE, "base.yaml")
     return write
 

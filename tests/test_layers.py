@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ("errors", "schema", "context", "config", "configfile", "pretrained")
+BASE = ("errors", "schema", "context", "config", "configfile", "parameters", "pretrained")
 COMMANDS = ("cli", "quickstart", "rollouts", "plan")
 LAYERS = (
     {"siirl_storage"},
@@ -30,7 +30,7 @@ DASK = ("coordinator/dask_comms.py", "observe/dashboard.py", "worker/", "run.py"
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
-    "transformers": ("pretrained.py", "rollout/", "training/", "testing/"),
+    "transformers": ("parameters.py", "pretrained.py", "rollout/", "training/", "testing/"),
     "vllm": ("rollout/", "testing/"),
     "torch.distributed": ("worker/groups.py", "training/", "rollout/vllm_groups.py", "testing/"),
     "omegaconf": ("configfile/",),
@@ -46,6 +46,7 @@ NEEDS_ONLY = {
     "schema": {"pyarrow"},
     "context": set(),
     "config": set(),
+    "parameters": {"transformers"},
     "pretrained": {"torch", "transformers"},
     "configfile": {"omegaconf", "yaml"},
 }

@@ -31,7 +31,9 @@ class ClusterConfig:
     workers: int = 2
     """Processes started on this machine; of a cluster given by address, how many of its workers to take."""
     address: str | None = None
-    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``."""
+    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``; for ``tls://`` certificates are those
+    that Dask's configuration names.
+    """
     scheduler_file: str | None = None
     """Scheduler file of an existing cluster."""
     placement: dict[str, list[int]] = field(default_factory=dict)

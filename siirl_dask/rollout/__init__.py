@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.parameters import read_widths
 from siirl_dask.rollout.engine import (
     AnnouncedWeights,
     FinishReason,
@@ -65,12 +66,9 @@ def _refuse_unknown_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
     """ConfigError for a ``stop_token_ids`` that the model can never sample."""
     if not rollout.stop_token_ids:
         return
-    from transformers import AutoConfig
-
-    from siirl_dask.pretrained import refused_by_name
-
-    with refused_by_name(model.path, f"model.path={model.path!r}"):
-        vocabulary = AutoConfig.from_pretrained(model.path, local_files_only=True).get_text_config().vocab_size
+    widths = read_widths(model.path)
+    if widths is None or (vocabulary := widths.vocabulary) is None:
+        return  # the engine says what is wrong with the folder
     if unknown := [token for token in rollout.stop_token_ids if token >= vocabulary]:
         raise ConfigError(
             f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has {vocabulary} tokens and "

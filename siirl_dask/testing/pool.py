@@ -20,6 +20,7 @@ from math import fsum
 from types import TracebackType
 from typing import Any
 
+from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader, Source
@@ -56,7 +57,7 @@ class LocalPool:
     source: Source
     url: str
     seed: int = 0
-    part: int = 2**28
+    part: int = parse_bytes("rollout.weights_bucket", RolloutConfig().weights_bucket)
     """Bytes at most of what moves at once of a table that moves in parts."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)

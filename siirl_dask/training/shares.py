@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig
-
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import refused_by_name
+from siirl_dask.parameters import read_widths
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:
@@ -22,15 +20,15 @@ def check_divides(option: str, size: int, workers: int) -> None:
 
 
 def check_heads(trainer: TrainerConfig, path: str) -> None:
-    """ConfigError where workers cannot share the heads of the model in the folder ``path``."""
+    """ConfigError where workers cannot share the heads of the model in the folder ``path``, as far as it is there."""
     tokens, tensors = trainer.sequence_parallel, trainer.tensor_parallel
-    if tokens == tensors == 1:
+    if tokens == tensors == 1 or (widths := read_widths(path)) is None:
         return
-    with refused_by_name(path, f"model.path={path!r}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    if (heads := config.num_attention_heads) % tokens:
-        raise ConfigError(f"trainer.sequence_parallel={tokens}: expected a divisor of the {heads} heads of {path!r}")
-    for key in ("num_key_value_heads", "intermediate_size") if tensors > 1 else ():
-        width = getattr(config, key, None)
-        if not isinstance(width, int) or width % tensors:
+    if tokens > 1 and (widths.heads is None or widths.heads % tokens):
+        raise ConfigError(
+            f"trainer.sequence_parallel={tokens}: expected a divisor of the {widths.heads} heads of {path!r}"
+        )
+    shared = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
+    for key, width in shared.items() if tensors > 1 else ():
+        if width is None or width % tensors:
             raise ConfigError(f"trainer.tensor_parallel={tensors}: expected a divisor of {key}={width} of {path!r}")

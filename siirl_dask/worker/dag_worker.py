@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from siirl_dask.worker.keeping import Keeper
 from siirl_dask.worker.parcel import unpack
 from siirl_dask.worker.runspec import RunSpec
 from siirl_dask.worker.sharing import Sharing
-from siirl_dask.worker.stop import StopFlag, wait_for
+from siirl_dask.worker.stop import StopFlag, finished, wait_for
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers."""
-_SLICE = 0.1  # seconds: an abort is heard within one
 
 
 class DAGWorker(WorkerPlugin):
@@ -122,9 +121,8 @@ class DAGWorker(WorkerPlugin):
         """Begin to write this worker's part of a checkpoint at ``url``, when that of the one before is written."""
         self._enter(turn, completed)
         assert self._keeper is not None
-        while self._written is not None and not self._written.done():
-            self.stop.check()
-            wait([self._written], timeout=_SLICE)
+        if self._written is not None:
+            finished(self._written, self.stop)
         saved = self._keeper.save(url)
         positions = {phase: loader.position for phase, loader in self._loaders.items() if loader.position is not None}
         self._written = asyncio.run_coroutine_threadsafe(self._report_written(turn, saved.writes), self._loop)

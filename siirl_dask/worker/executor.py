@@ -50,7 +50,7 @@ class Bench:
     stop: StopFlag
     meter: Meter
     """Shows a node's time by its name wherever the process is watched."""
-    part: int = 2**28
+    part: int
     """Bytes at most of what moves at once of a table that moves in parts."""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What nodes keep from one turn to the next, by phase and name."""

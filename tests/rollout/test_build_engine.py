@@ -12,9 +12,9 @@ from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.testing.tiny import tiny_model
 
 
-def build(folder, dtype=Dtype.float32):
+def build(folder, dtype=Dtype.float32, **options):
     model = ModelConfig(path=str(folder), dtype=dtype)
-    rollout = RolloutConfig(engine=Engine.transformers)
+    rollout = RolloutConfig(engine=Engine.transformers, **options)
     return build_engine(Device("w0"), Rank(), model=model, rollout=rollout)
 
 
@@ -76,6 +76,13 @@ def test_a_missing_folder_is_named(tmp_path):
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path=.*transformers cannot load it"):
         build(tmp_path)
+
+
+def test_an_end_that_the_model_can_never_sample_is_refused(tmp_path):
+    folder = tiny_model(tmp_path / "model")
+    build(folder, stop_token_ids=[263])
+    with pytest.raises(ConfigError, match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264"):
+        build(folder, stop_token_ids=[7, 264])
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path):

@@ -1,0 +1,55 @@
+"""What a model's config says of its widths."""
+
+import json
+
+import pytest
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.parameters import Widths, read_widths
+from siirl_dask.testing.tiny import tiny_model
+
+GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "intermediate_size": 96}}
+
+
+def widths_of(folder, text):
+    (folder / "config.json").write_text(text)
+    return read_widths(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("given", "widths"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 50},
+         Widths(6, 2, 96, 50)),
+        ({"model_type": "never heard of", "vocab_size": 50}, Widths(None, None, None, 50)),
+        ({"model_type": "gpt2", "n_head": 6, "vocab_size": 50}, Widths(6, None, None, 50)),
+        ({"model_type": "llama", "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 50},
+         Widths(8, 8, 96, 50)),
+        (GEMMA, Widths(8, 4, 96, 262208)),
+    ],
+    ids=["all", "unknown", "other names", "left out", "nested, left out"],
+)  # fmt: skip
+def test_a_config_says_how_wide_its_layers_are_or_leaves_it_to_transformers(tmp_path, given, widths):
+    assert widths_of(tmp_path, json.dumps(given)) == widths
+
+
+def test_a_model_that_was_written_here_says_all_of_it_and_a_folder_without_a_config_nothing(tmp_path):
+    model = tiny_model(tmp_path / "model", heads=4, kv_heads=2, intermediate=96)
+    assert read_widths(str(model)) == Widths(4, 2, 96, 264)
+    assert read_widths(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "{",
+        '{"text_config": 5}',
+        '{"model_type": ["x"]}',
+        '{"model_type": "llama", "num_attention_heads": 7}',
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_name(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"model\.path='.*': its config\.json cannot be read"):
+        widths_of(tmp_path, text)
