@@ -10,8 +10,8 @@ from siirl_dask.worker.processes import START_METHOD, prepare_processes
 
 
 @contextmanager
-def local_cluster(workers: int) -> Iterator[LocalCluster]:
-    """As a run starts one, without its settings."""
+def local_cluster(workers: int, **options: object) -> Iterator[LocalCluster]:
+    """As a run starts one, without its settings. ``options`` are LocalCluster's."""
     prepare_processes()
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": START_METHOD}),
@@ -22,6 +22,7 @@ def local_cluster(workers: int) -> Iterator[LocalCluster]:
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",
             silence_logs=50,
+            **options,
         ) as cluster,
     ):
         yield cluster

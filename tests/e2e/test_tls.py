@@ -4,12 +4,12 @@ from contextlib import contextmanager
 
 import dask
 import pytest
-from distributed import LocalCluster
 from distributed.security import Security
 
 from siirl_dask.cluster import connect
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.errors import ConfigError
+from tests.clusters import local_cluster
 
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], policy: [1]}", "data.transport=dask", "run.steps=2"]
 SAMPLED = ["row_id", "prompt", "response_ids", "rollout_logprobs", "reward", "advantage"]
@@ -22,15 +22,7 @@ def security():
 
 @pytest.fixture(scope="module")
 def tls_cluster(security):
-    with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        memory_limit=0,
-        protocol="tls://",
-        security=security,
-        host="127.0.0.1",
-        dashboard_address="127.0.0.1:0",
-    ) as cluster:
+    with local_cluster(2, protocol="tls://", security=security) as cluster:
         yield cluster
 
 
