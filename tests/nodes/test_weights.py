@@ -78,7 +78,7 @@ def source(tmp_path_factory):
     return Source(url=str(url), prompt="prompt", answer="answer", batch_size=2, seed=0)
 
 
-def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None):
+def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None, broadcast=False):
     roles = (
         Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
         Role("rollout", partial(build, kind=Collector, options=engine or {})),
@@ -86,7 +86,8 @@ def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, 
     nodes = (Node("weights", publish_weights, "policy"), Node("load", reader, "rollout", ("weights",), Rows.REPLICATED))
     workers = [f"w{number}" for number in range(1 + max(map(max, placement.values())))]
     schema = source_schema(open_source(source).schema, source)
-    return LocalPool(compile_chains(DAG(roles, nodes), workers, schema, placement), source, url="", part=part)
+    plan = compile_chains(DAG(roles, nodes), workers, schema, placement)
+    return LocalPool(plan, source, url="", part=part, broadcast=broadcast)
 
 
 def engines(workers):
@@ -111,11 +112,11 @@ shapes = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=
 
 
 @settings(max_examples=25, derandomize=True, database=None)
-@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]))
+@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans())
 def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_stays_behind(
-    source, placement, shapes, part
+    source, placement, shapes, part, broadcast
 ):
-    with pool(source, placement, shapes, part) as workers:
+    with pool(source, placement, shapes, part, broadcast=broadcast) as workers:
         assert workers.plan.streams == {"weights": "load"}
         for step in (1, 2):
             workers.run(step)
