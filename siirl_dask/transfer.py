@@ -42,7 +42,7 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
         else:
             both = who((*giving, *taking), workers)
             told = f"{broadcast} if workers {both} have an accelerator each, else as rows"
-        notes.append(f"weights of {source.node.name} go to {target.node.name} {told}")
+        notes.append(f"new weights ({source.node.name} -> {target.node.name}) go {told}")
     return notes
 
 

@@ -29,12 +29,12 @@ def why_no_broadcast(
     giver, taker = source.node, target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
     if taker.behind:
-        return f"{taker.label} is {steps_behind(taker.behind)} (rollout.max_staleness)"
+        return f"node {taker.name!r} is {steps_behind(taker.behind)} (rollout.max_staleness)"
     if giver.gives_tensors is None or taker.takes_tensors is None:
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
         return f"{functions} do not both know tensors (@columns: gives_tensors, takes_tensors)"
     if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.kept):
-        return f"the table of {giver.label} is kept, has other readers, or does not go whole to each worker"
+        return f"the table of node {giver.name!r} is kept, has other readers, or does not go whole to each worker"
     if both:
         return f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} (cluster.placement)"
     return None

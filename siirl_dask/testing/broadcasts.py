@@ -13,7 +13,7 @@ from siirl_dask.planner import Plan, Stream
 from siirl_dask.worker.broadcast import Broadcast
 from siirl_dask.worker.stop import StopFlag
 
-_TIMEOUT = timedelta(seconds=10)  # of a peer that failed: its group is given up when nobody waits in it any more
+_TIMEOUT = timedelta(seconds=4)  # what is still under way when a worker fails keeps its group for so long
 
 
 def broadcasts(plan: Plan, stop: StopFlag, part: int) -> dict[str, dict[tuple[str, ...], Broadcast]]:
