@@ -97,7 +97,7 @@ class Broadcast:
         with waiting():
             self._finish(work)
         if next(tensors, None) is not None:
-            raise NodeError(f"more tensors were given than the {about.num_rows} that were announced")
+            raise NodeError(f"worker {self.members[0]!r} announced {about.num_rows} tensors, and its node gave more")
         return sent
 
     def receive(self, about: pa.Table, waiting: Waiting) -> Generator[Tensor]:
@@ -122,7 +122,8 @@ class Broadcast:
             tensor = next(tensors, None)
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (place.dtype, place.shape):
                 given = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-                raise NodeError(f"a tensor was announced as {place.dtype} of shape {list(place.shape)}, given: {given}")
+                told = f"{place.dtype} of shape {list(place.shape)}"
+                raise NodeError(f"worker {self.members[0]!r} announced a tensor, {told}, and its node gave {given}")
             place.within(buffer).copy_(tensor.detach())
             del tensor  # it may be gathered: one at a time
         return buffer
