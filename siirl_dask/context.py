@@ -117,7 +117,8 @@ class Parts:
     """The whole table's rows, by row id, all of them on each worker; binary columns are empty."""
     tables: Generator[Any]
     """Each holds the rows that follow in ``about``: a maker's those that it gives of them, which may be none, a
-    reader's all. A part's memory is given back when it is let go of.
+    reader's all. A part's memory is given back when it is let go of. Or tensors, one a row, where a function declares
+    ``gives_tensors`` or ``takes_tensors``: all of them, on any worker.
     """
 
 

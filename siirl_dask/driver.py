@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from siirl_dask.worker.dag_worker import DAGWorker, finish_worker, run_chain, sa
 from siirl_dask.worker.runspec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
+logger = logging.getLogger("siirl_dask.driver")
 CHECKPOINT = "checkpoint"
 """Phase of a turn in which states are saved in place of a chain that is gone through."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still come in
@@ -107,7 +109,7 @@ class Driver:
         self._undo.callback(client.unregister_scheduler_plugin, plugin)
         self._started = True
         client.register_plugin(DAGWorker(self._spec))
-        self._undo.callback(client.unregister_worker_plugin, plugin)
+        self._undo.callback(self._take_off_workers)
         self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
@@ -166,6 +168,15 @@ class Driver:
     def close(self) -> None:
         """Take the run off the cluster."""
         self._undo.close()
+
+    def _take_off_workers(self) -> None:
+        async def take_off() -> None:
+            await self._client.unregister_worker_plugin(self._spec.plugin)
+
+        try:
+            self._client.sync(take_off, callback_timeout=_CALL_TIMEOUT)
+        except TimeoutError:
+            logger.warning("a worker does not answer: what this run built on it stays there until it is restarted")
 
     def _hand_out(self, turn: Turn) -> None:
         completed = self._pending[0].turn.sequence if self._pending else turn.sequence

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from siirl_dask.adapters import PUBLISHES, count_adapters
-from siirl_dask.config import Backend, Config, Dtype, Engine, RolloutConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import Backend, Config, Dtype, Engine, RolloutConfig, TrainerConfig, WeightsBy, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
 from siirl_dask.errors import PlanError
 from siirl_dask.parameters import Parameters, count_parameters
@@ -177,6 +177,7 @@ def sizes_of(
         totals={name: found.total * each + found.tensors * _ROW for name, (found, each) in weights.items()},
         pieces={name: (found.tensors, found.largest * each + _ROW) for name, (found, each) in weights.items()},
         part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
+        buffers=config.rollout.weights_by is WeightsBy.broadcast,
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )

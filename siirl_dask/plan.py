@@ -14,6 +14,7 @@ from siirl_dask.memory import WorkerMemory, memory_of, refuse_what_cannot_fit, s
 from siirl_dask.phases import PREPARED, Phases, exists, plan_phases, worker_names
 from siirl_dask.planner import DAG, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.text import readable_bytes, table, who
+from siirl_dask.transfer import refuse_wrong_transfers, transfer_notes
 
 
 def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "text") -> str:
@@ -25,6 +26,7 @@ def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "
     refuse_wrong_adapters(config, dag)
     refuse_wrong_engines(config, phases["train"][0])
     refuse_wrong_layouts(config, phases["train"][0])
+    refuse_wrong_transfers(config, phases["train"][0])
     refuse_what_cannot_fit(config, phases)
     notes, shown = _notes(config, phases), _shown(config, phases)
     match form:
@@ -55,7 +57,7 @@ def _notes(config: Config, phases: Phases) -> list[str]:
         notes.append(
             f"workers {who(idle, tuple(plan.chains))} have nothing to do: cluster.placement gives every role other ones"
         )
-    return [*notes, *engine_notes(config, plan)]
+    return [*notes, *engine_notes(config, plan), *transfer_notes(config, plan)]
 
 
 def _memory(config: Config, found: Sequence[WorkerMemory], workers: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from siirl_dask.runfolder import Description, describe, remove_run, remove_steps
 from siirl_dask.runlog import RunLog
 from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
 from siirl_dask.training.checkpoint import DistributedCheckpoint
+from siirl_dask.transfer import refuse_wrong_transfers
 from siirl_dask.worker.parcel import pack
 from siirl_dask.worker.runspec import RunSpec
 
@@ -44,6 +45,7 @@ def run(
     beginning = find_beginning(config, dag, fresh=fresh, force=force)
     assumed = PREPARED if config.data.prepare else None
     planned = _plan(config, dag, validation, worker_names(config), beginning, assumed)
+    refuse_wrong_transfers(config, planned["train"][0])
     pack(planned)
     prepare(config)
     refuse_wrong_adapters(config, dag)  # of a model that is there by now, as the next two

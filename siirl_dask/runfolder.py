@@ -35,6 +35,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
     "data.memory_limit",
     "data.spill_directory",
     "rollout.weights_bucket",
+    "rollout.weights_by",
     "rollout.tensor_parallel_size",
     "trainer.tensor_parallel",
     "trainer.gather_size",

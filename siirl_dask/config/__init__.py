@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from siirl_dask.config.checks import parse_bytes
 from siirl_dask.config.data import DataConfig, Way
-from siirl_dask.config.generation import Dtype, Engine, ModelConfig, RewardsConfig, RolloutConfig
+from siirl_dask.config.generation import Dtype, Engine, ModelConfig, RewardsConfig, RolloutConfig, WeightsBy
 from siirl_dask.config.learning import AlgorithmConfig, Backend, Schedule, TrainerConfig
 from siirl_dask.config.running import CheckpointConfig, ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
 from siirl_dask.errors import ConfigError
@@ -29,6 +29,7 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "Way",
+    "WeightsBy",
     "parse_bytes",
 ]
 

@@ -24,6 +24,17 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class WeightsBy(StrEnum):
+    """How the policy's new weights go to the engines; see docs/engines.md."""
+
+    auto = "auto"
+    """The broadcast where it is nccl's or hccl's, rows elsewhere."""
+    rows = "rows"
+    """As all rows go, through the host's memory."""
+    broadcast = "broadcast"
+    """From the device of one of the policy's workers to those of the engines, always."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = "???"
@@ -62,6 +73,10 @@ class RolloutConfig:
     """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
     weights_bucket: str = "256MiB"
     """Of the policy's new weights, what is on its way to the engines at once; a parameter that is larger goes alone."""
+    weights_by: WeightsBy = WeightsBy.auto
+    """How they go: ``auto`` broadcasts them from device to device where policy and engines have workers of their own
+    and each of these an accelerator; ``rows``; ``broadcast``, or the run is refused.
+    """
     work_stealing: bool | None = None
     """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``; none, so
     where each worker has an engine of its own.

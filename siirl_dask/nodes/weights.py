@@ -1,5 +1,6 @@
 """The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker, in parts of
-``rollout.weights_bucket`` where nothing else reads them and no later step does.
+``rollout.weights_bucket`` where nothing else reads them and no later step does; or as tensors, from device to device
+(``rollout.weights_by``).
 
 Of a policy with adapters (``trainer.lora_rank``) either all of its parameters, with what the adapters add, or the
 adapters alone, to workers that can read ``model.path`` and merge them.
@@ -67,30 +68,54 @@ def weights_in_parts(ctx: Context, table: pa.Table, *, most: int) -> Parts:
     A part is made when it is asked for, and of a model in shards every rank gathers every parameter. The first time in
     a run they are gathered once more, for their shapes: engines refuse what does not fit before anything is loaded.
     """
+    parameters = _announced(ctx)
+    return Parts(_about(parameters), _parts(ctx, parameters, most))
+
+
+def weights_as_tensors(ctx: Context, table: pa.Table) -> Parts:
+    """The same as tensors on the trainer's device, whole on every rank, each gathered when it is asked for."""
+    parameters = _announced(ctx)
+    return Parts(_about(parameters), _as_announced(ctx, parameters))
+
+
+def _announced(ctx: Context) -> list[_Parameter]:
     trainer: Trainer = ctx.resource
     if _ANNOUNCED not in ctx.kept:
         ctx.kept[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
     parameters: list[_Parameter] = ctx.kept[_ANNOUNCED]
+    return parameters
+
+
+def _about(parameters: Sequence[_Parameter]) -> pa.Table:
     nothing = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
-    about = _rows(range(len(parameters)), parameters, nothing)
-    return Parts(about, _parts(ctx, parameters, iter(trainer.weights()), most))
+    return _rows(range(len(parameters)), parameters, nothing)
 
 
-def _parts(
-    ctx: Context, parameters: Sequence[_Parameter], weights: Iterator[tuple[str, Tensor]], most: int
-) -> Generator[pa.Table]:
+def _parts(ctx: Context, parameters: Sequence[_Parameter], most: int) -> Generator[pa.Table]:
+    tensors = _as_announced(ctx, parameters)
     for numbers in _runs([parameter.nbytes for parameter in parameters], most):
         mine = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
         data = _Binary([parameters[number].nbytes for number in mine])
         for number in numbers:
-            name, tensor = next(weights, ("nothing", torch.empty(0)))
-            if (given := _Parameter.of(name, tensor)) != parameters[number]:
-                raise TypeError(f"weights() gave {given} where {parameters[number]} was before: expected the same")
+            tensor = next(tensors)
             if number in mine:
                 data.add(tensor)
             del tensor  # it may be gathered: one at a time
         yield _rows(mine, [parameters[number] for number in mine], data.array())
         del data
+    next(tensors, None)  # there are no more
+
+
+def _as_announced(ctx: Context, parameters: Sequence[_Parameter]) -> Generator[Tensor]:
+    """The weights. TypeError when they are others than before."""
+    trainer: Trainer = ctx.resource
+    weights = iter(trainer.weights())
+    for expected in parameters:
+        name, tensor = next(weights, ("nothing", torch.empty(0)))
+        if (given := _Parameter.of(name, tensor)) != expected:
+            raise TypeError(f"weights() gave {given} where {expected} was before: expected the same")
+        yield tensor
+        del tensor  # it may be gathered: one at a time
     if (more := next(weights, None)) is not None:
         raise TypeError(f"weights() gave {more[0]!r} as well, which was not there before: expected the same")
 
@@ -107,7 +132,13 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-@columns(writes=_WEIGHTS, new_rows=True, passes=False, gives_parts=weights_in_parts)
+@columns(
+    writes=_WEIGHTS,
+    new_rows=True,
+    passes=False,
+    gives_parts=weights_in_parts,
+    gives_tensors=weights_as_tensors,
+)
 def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """This worker's share of the parameters: each is published by one worker of the role, and all share the load.
 
@@ -156,9 +187,19 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
 def load_weights_in_parts(ctx: Context, parts: Parts) -> None:
     """What ``load_weights`` does, one parameter after the other. PeerError when others come than were announced."""
     engine: RolloutEngine = ctx.resource
-    described = parts.about.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
-    shapes = {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
-    engine.load_weights(AnnouncedWeights(shapes, _arriving(parts)), ctx.step)
+    engine.load_weights(AnnouncedWeights(_shapes(parts.about), _arriving(parts)), ctx.step)
+
+
+def load_weights_from_tensors(ctx: Context, parts: Parts) -> None:
+    """The same of tensors that are on the engine's device already."""
+    engine: RolloutEngine = ctx.resource
+    shapes = _shapes(parts.about)
+    engine.load_weights(AnnouncedWeights(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
+
+
+def _shapes(about: pa.Table) -> dict[str, list[int]]:
+    described = about.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
+    return {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
 
 
 def _arriving(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +212,11 @@ def _arriving(parts: Parts) -> Iterator[tuple[str, Tensor]]:
         del table  # or it would be there while the next part comes
 
 
-@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], takes_parts=load_weights_in_parts)
+@columns(
+    reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA],
+    takes_parts=load_weights_in_parts,
+    takes_tensors=load_weights_from_tensors,
+)
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps
     trained.

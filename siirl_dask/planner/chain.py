@@ -125,6 +125,10 @@ class Stream:
     """Of a part."""
     edge: Edge | None
     """None where one worker does both, alone."""
+    joins: tuple[str, ...] = ()
+    """Workers of a broadcast that can bring the table as tensors: the first that gives it, and all that take it. None
+    where there can be no such.
+    """
 
 
 Link = Load | Run | Send | Recv | Keep | Drop | Behind | Stream

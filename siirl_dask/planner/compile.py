@@ -15,7 +15,7 @@ from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.flow import DATA, Stage, trace
 from siirl_dask.planner.order import check_order
-from siirl_dask.planner.streams import find_streams
+from siirl_dask.planner.streams import find_streams, why_no_broadcast
 from siirl_dask.planner.text import steps_behind
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
@@ -234,7 +234,7 @@ def _chains(
     taking = set(streams.values())
     for name, stage in ((name, stage) for name, stage in stages.items() if name not in taking):
         node, move = stage.node, moves[name]
-        streaming = _streaming(stage, stages[streams[name]], moves, placed) if name in streams else {}
+        streaming = _streaming(stage, stages[streams[name]], moves, placed, streams) if name in streams else {}
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
         run, sends = Run(node, move.inputs, stage.kept), [Send(edge) for edge in outgoing[name] if not streaming]
@@ -254,11 +254,16 @@ def _chains(
 
 
 def _streaming(
-    source: Stage, target: Stage, moves: Mapping[str, _Move], placed: Mapping[str, tuple[str, ...]]
+    source: Stage,
+    target: Stage,
+    moves: Mapping[str, _Move],
+    placed: Mapping[str, tuple[str, ...]],
+    streams: Mapping[str, str],
 ) -> dict[str, Link]:
     """The link of each worker of either node, those of the source first."""
     edge = next(iter(moves[target.node.name].edges), None)
     giving, taking = placed[source.node.role], placed[target.node.role]
+    joins = () if why_no_broadcast(source, target, placed, streams) else (giving[0], *taking)
     return {
         worker: Stream(
             source.node,
@@ -268,6 +273,7 @@ def _streaming(
             inputs=moves[source.node.name].inputs if worker in giving else (),
             columns=source.kept,
             edge=edge,
+            joins=joins,
         )
         for worker in dict.fromkeys((*giving, *taking))
     }

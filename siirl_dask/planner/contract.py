@@ -58,6 +58,8 @@ def columns(
     trial: Callable[..., None] | None = None,
     gives_parts: Callable[..., Any] | None = None,
     takes_parts: Callable[..., Any] | None = None,
+    gives_tensors: Callable[..., Any] | None = None,
+    takes_tensors: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
@@ -70,11 +72,17 @@ def columns(
     of at most ``most`` bytes, all workers of the role as many and alike. It is called ``(Context, pa.Table, most=most,
     **options)`` in this one's place where the only node that reads the table, and that nothing comes after, declares
     ``takes_parts``: what it does with ``(Context, Parts, **options)`` where a whole table would take too much memory.
+
+    ``gives_tensors`` and ``takes_tensors``, of functions that declare these: the same with ``Parts`` that hold tensors,
+    one a row, of which the columns ``dtype`` and ``shape`` tell, and that may go from device to device. The first is
+    called ``(Context, pa.Table, **options)``, and only the first worker's tensors are sent.
     """
     if gives_parts is not None and not (new_rows or expand):
         raise TypeError(
             f"gives_parts={gives_parts.__name__}: only a function that makes new_rows can make them in parts"
         )
+    if (gives_tensors and not gives_parts) or (takes_tensors and not takes_parts):
+        raise TypeError("gives_tensors and takes_tensors: expected gives_parts and takes_parts with them")
     contract = Contract(
         tuple(reads),
         make_schema(writes or {}),
@@ -94,6 +102,8 @@ def columns(
         fn.__trial__ = trial  # type: ignore[attr-defined]
         fn.__gives_parts__ = gives_parts  # type: ignore[attr-defined]
         fn.__takes_parts__ = takes_parts  # type: ignore[attr-defined]
+        fn.__gives_tensors__ = gives_tensors  # type: ignore[attr-defined]
+        fn.__takes_tensors__ = takes_tensors  # type: ignore[attr-defined]
         return fn
 
     return attach

@@ -129,6 +129,16 @@ class Node:
         """What takes its table in parts, with the node's options."""
         return self._bound("__takes_parts__")
 
+    @property
+    def gives_tensors(self) -> Callable[..., Any] | None:
+        """What makes it in tensors, with the node's options."""
+        return self._bound("__gives_tensors__")
+
+    @property
+    def takes_tensors(self) -> Callable[..., Any] | None:
+        """What takes it in tensors, with the node's options."""
+        return self._bound("__takes_tensors__")
+
     def _bound(self, attribute: str) -> Callable[..., Any] | None:
         found = getattr(bare(self.fn), attribute, None)
         return None if found is None else partial(found, **self.options)

@@ -19,6 +19,7 @@ from siirl_dask.planner.widths import Sizes, width_of
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
 _GIVEN, _TAKEN = 4, 3  # parts of a table that are there at once: see worker/streaming.py
+_BUFFERS = 2  # that are there at once on either side: see worker/broadcast.py
 _READ = 2  # what is loaded, and that of the next step, which is read ahead
 
 
@@ -68,7 +69,10 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 live[ran.name] = weigh.kept[ran.name]
                 unknown |= dict.fromkeys(weigh.unknown[ran.name])
             case Stream(source, target, gives, takes):
-                now = sum(live.values()) + gives * weigh.given(source.name) + takes * weigh.taken(link)
+                moved = weigh.buffers(link, chain.worker)
+                if moved is None:
+                    moved = gives * weigh.given(source.name) + takes * weigh.taken(link)
+                now = sum(live.values()) + moved
                 most, node = max((most, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
                 unknown |= dict.fromkeys(weigh.unknown[source.name] if gives else ())
             case Send(edge) if edge.moves:
@@ -104,6 +108,14 @@ class _Weighing:
             waiting = 1 + plan.stages[edge.target].node.behind  # steps whose rows nobody has taken yet
             sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
             self.sent[edge.name] = waiting * sent
+
+    def buffers(self, link: Stream, worker: str) -> int | None:
+        """Of a table that goes by broadcast, what is there of it at once; None of any other."""
+        if not (self._sizes.buffers and link.joins):
+            return None
+        name = link.source.name
+        total = self._sizes.totals.get(name, self.made[name])
+        return min(total, _BUFFERS * self._part(name)) if worker in link.joins else 0
 
     def given(self, source: str) -> int:
         """Of a table that is made in parts, what is there of it at once: never more than this worker's share."""

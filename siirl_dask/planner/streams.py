@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.flow import Stage
+from siirl_dask.planner.text import short_name, steps_behind
+from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 
 
 def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
@@ -18,6 +20,24 @@ def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
             readers[giver].append(name)
     alone = {source: names[0] for source, names in readers.items() if len(names) == 1 and not readers[names[0]]}
     return {source: target for source, target in alone.items() if _fit(stages[source].node, stages[target].node)}
+
+
+def why_no_broadcast(
+    source: Stage, target: Stage, placed: Mapping[str, tuple[str, ...]], streams: Mapping[str, str]
+) -> str | None:
+    """Why no broadcast can bring the tensors of ``source`` to ``target``, in words; None where one can."""
+    giver, taker = source.node, target.node
+    both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
+    if taker.behind:
+        return f"node {taker.name!r} is {steps_behind(taker.behind)} (rollout.max_staleness)"
+    if giver.gives_tensors is None or taker.takes_tensors is None:
+        functions = " and ".join(short_name(node.fn) for node in (giver, taker))
+        return f"{functions} do not both know tensors (@columns: gives_tensors, takes_tensors)"
+    if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.kept):
+        return f"the table of node {giver.name!r} is kept, has other readers, or does not go whole to each worker"
+    if both:
+        return f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} (cluster.placement)"
+    return None
 
 
 def _fit(source: Node, target: Node) -> bool:

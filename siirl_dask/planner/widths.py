@@ -63,6 +63,8 @@ class Sizes:
     """How many rows it makes in all, the same number on each worker, and the bytes of the largest; by node."""
     part: int | None = None
     """Bytes at most of what moves at once of a table that moves in parts; a row that is larger moves alone."""
+    buffers: bool = False
+    """What a broadcast can bring goes by one, through buffers in a worker's own memory."""
     minibatches: int = 1
     quadratic_from: int = 0
     """Tokens from which balancing counts a row's attention as well; 0, not at all."""

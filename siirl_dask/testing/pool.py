@@ -28,6 +28,7 @@ from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, Turn
 from siirl_dask.coordinator.stealing import Stealing
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Plan
+from siirl_dask.testing.broadcasts import broadcasts
 from siirl_dask.worker.executor import Bench, Execution
 from siirl_dask.worker.history import History
 from siirl_dask.worker.sharing import Sharing
@@ -59,6 +60,8 @@ class LocalPool:
     seed: int = 0
     part: int = parse_bytes("rollout.weights_bucket", RolloutConfig().weights_bucket)
     """Bytes at most of what moves at once of a table that moves in parts."""
+    broadcast: bool = False
+    """What can go from device to device does, over gloo."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)
 
@@ -73,6 +76,7 @@ class LocalPool:
         self.workers = tuple(self.plan.chains)
         self._stealings: dict[str, Stealing] = {}
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
+        self._broadcasts = broadcasts(self.plan, self.stop, self.part) if self.broadcast else {}
         self._benches = {worker: self._bench(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
         chains = {"train": tuple(self.plan.chains.values())}
@@ -158,6 +162,7 @@ class LocalPool:
             stop=self.stop,
             meter=lambda name: nullcontext(),
             part=self.part,
+            broadcasts=self._broadcasts.get(worker, {}),
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, T
 from siirl_dask.coordinator.stealing import Stealing
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Plan
+from siirl_dask.planner import Plan, Stream
 from siirl_dask.worker import groups
+from siirl_dask.worker.broadcast import Broadcast
 from siirl_dask.worker.building import build_roles
 from siirl_dask.worker.dataplane import DataPlane
 from siirl_dask.worker.devices import find_devices
@@ -81,7 +82,7 @@ class DAGWorker(WorkerPlugin):
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # a run that failed on this process may not have come to it
         plan = self._phases["train"][0]
-        device, ranks = self._join_groups(plan)
+        device, ranks, broadcasts = self._join_groups(plan)
         resources = build_roles(plan.dag.roles, device, ranks)
         if self.spec.store is not None:
             self._keeper = Keeper(self.spec.store, resources, {role: rank.beside for role, rank in ranks.items()})
@@ -102,6 +103,7 @@ class DAGWorker(WorkerPlugin):
             stop=self.stop,
             meter=context_meter.meter,
             part=self.spec.data.part,
+            broadcasts=broadcasts,
         )
 
     def run_chain(self, turn: Turn, completed: int) -> None:
@@ -159,15 +161,37 @@ class DAGWorker(WorkerPlugin):
         self._bench = self._keeper = None
         groups.leave()
 
-    def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank]]:
-        """The device that this worker computes on, and its rank in each of its roles."""
+    def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
+        """The device that this worker computes on, its rank in each of its roles, and the run's broadcasts."""
         name, workers, timeout = self.worker_name, list(self.spec.members), self.spec.data.stall_timeout
         host = get_address_host(self._worker.address)
         store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
         devices = find_devices(name, workers, store, timeout, self.stop)
         if store is None:
-            return devices[name], groups.alone(plan.placement)
-        return devices[name], groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
+            return devices[name], groups.alone(plan.placement), {}
+        ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
+        return devices[name], ranks, self._join_broadcasts(plan, devices, host)
+
+    def _join_broadcasts(
+        self, plan: Plan, devices: Mapping[str, Device], host: str
+    ) -> dict[tuple[str, ...], Broadcast]:
+        """By who takes part in them. Every worker makes all of them, in the same order."""
+        data, found = self.spec.data, dict[tuple[str, ...], Broadcast]()
+        links = (link for chain in plan.chains.values() for link in chain.flat)
+        for link in links:
+            if not isinstance(link, Stream) or not link.joins or link.joins in found or link.edge is None:
+                continue
+            if groups.by_broadcast(data.weights_by, [devices[name] for name in (*link.edge.sources, *link.joins[1:])]):
+                group, root = groups.join_some(self.worker_name, devices, link.joins, host, data.stall_timeout)
+                found[link.joins] = Broadcast(
+                    members=link.joins,
+                    group=group,
+                    root=root,
+                    device=devices[self.worker_name].torch_name,
+                    stop=self.stop,
+                    most=data.part,
+                )
+        return found
 
     def _join_store(self, first: str, host: str, timeout: float) -> Any:
         if first == self.worker_name:

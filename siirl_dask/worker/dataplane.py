@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Config, Way, parse_bytes
+from siirl_dask.config import Config, Way, WeightsBy, parse_bytes
 from siirl_dask.coordinator.dask_comms import DaskComms, serve, stop_serving
 from siirl_dask.coordinator.databuffer import Databuffer
 from siirl_dask.coordinator.limits import Limits
@@ -41,6 +41,7 @@ class DataSettings:
     """Workers may take over work from one another."""
     part: int = 2**28
     """Bytes at most of what moves at once of a table that moves in parts."""
+    weights_by: WeightsBy = WeightsBy.rows
 
     @staticmethod
     def of(config: Config) -> DataSettings:
@@ -55,6 +56,7 @@ class DataSettings:
             stall_timeout=cluster.stall_timeout,
             stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
             part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
+            weights_by=config.rollout.weights_by,
         )
 
 

@@ -22,6 +22,7 @@ from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import NodeError, SiirlError
 from siirl_dask.planner import Behind, Chain, Drop, Input, Keep, Link, Load, Node, Recv, Run, Send, Stream
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.worker.broadcast import Broadcast
 from siirl_dask.worker.history import History
 from siirl_dask.worker.stop import StopFlag, wait_for
 from siirl_dask.worker.streaming import Clock, Wire, giving, in_order, taking
@@ -52,6 +53,8 @@ class Bench:
     """Shows a node's time by its name wherever the process is watched."""
     part: int
     """Bytes at most of what moves at once of a table that moves in parts."""
+    broadcasts: Mapping[tuple[str, ...], Broadcast] = field(default_factory=dict)
+    """Those that the run has, by who takes part; a table that one can bring goes by it."""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What nodes keep from one turn to the next, by phase and name."""
 
@@ -139,39 +142,63 @@ class Execution:
     def _stream(self, link: Stream) -> None:
         """Make the source's table and have the target take it, each as far as it is this worker's."""
         bench, clock = self.bench, Clock(self.bench.meter)
-        made = clock.timed(link.source.name, self._made(link) if link.gives else iter(()))
+        broadcast = bench.broadcasts.get(link.joins)
+        made = self._made(link, tensors=broadcast is not None) if link.gives else iter(())
+        made = clock.timed(link.source.name, made)
         if link.edge is None:
             about = next(made)
             self._take(link, Parts(about, in_order(about, made, link.source.name)), clock)
         else:
             wire = Wire(link.edge, self.turn, bench.databuffer, bench.loop, bench.stop)
-            given = giving(made, wire, clock)
-            if link.takes:
-                self._take(link, taking(wire, given, clock), clock)
-            for _ in given:
-                bench.stop.check()
+            if broadcast is not None:
+                self._broadcast(link, made, wire, broadcast, clock)
+            else:
+                self._relay(link, made, wire, clock)
         clock.log(self.metrics)
 
-    def _made(self, link: Stream) -> Iterator[pa.Table]:
-        """What the source announces, which one of its workers tells, and this worker's share of each part."""
-        node, make = link.source, link.source.gives_parts
-        assert make is not None
+    def _relay(self, link: Stream, made: Iterator[pa.Table], wire: Wire, clock: Clock) -> None:
+        given = giving(made, wire, clock)
+        if link.takes:
+            self._take(link, taking(wire, given, clock), clock)
+        for _ in given:
+            self.bench.stop.check()
+
+    def _broadcast(self, link: Stream, made: Iterator[Any], wire: Wire, broadcast: Broadcast, clock: Clock) -> None:
+        """Only what is announced goes along the wire."""
+        waiting = partial(clock.running, wire.edge.name)
+        if link.gives:
+            about = next(made)
+            wire.publish(0, about)
+            sent = broadcast.send(about, made, waiting)
+            self._context("").log("bytes/broadcast", sent, Reduce.SUM)
+        else:
+            with waiting():
+                about = wire.wait_for(wire.ask_for(0))
+            self._take(link, Parts(about, broadcast.receive(about, waiting)), clock, tensors=True)
+
+    def _made(self, link: Stream, *, tensors: bool) -> Iterator[Any]:
+        """What the source announces, which one of its workers tells, and this worker's share of each part; or every
+        tensor.
+        """
+        node = link.source
+        make = _there(node.gives_tensors if tensors else node.gives_parts)
+        options = {} if tensors else {"most": self.bench.part}
         with self._named(node):
             table = self._joined(link.inputs)
-            parts = make(self._context_of(node), table, most=self.bench.part)
+            parts = make(self._context_of(node), table, **options)
             if not isinstance(parts, Parts):
                 raise NodeError(f"node {node.name!r} gave a {type(parts).__name__}: expected Parts")
             about = _checked(node, link.columns, table, parts.about)
             tells = link.edge is None or link.edge.sources[0] == self.bench.device.worker
             yield about if tells else about.slice(0, 0)
             for part in parts.tables:
-                yield _checked(node, link.columns, table, part)
+                yield part if tensors else _checked(node, link.columns, table, part)
                 del part  # or it would be there while the next is made
 
-    def _take(self, link: Stream, parts: Parts, clock: Clock) -> None:
+    def _take(self, link: Stream, parts: Parts, clock: Clock, *, tensors: bool = False) -> None:
         """Have the target take the parts. What it leaves is let go of, since others wait for it to be taken."""
-        node, take = link.target, link.target.takes_parts
-        assert take is not None
+        node = link.target
+        take = _there(node.takes_tensors if tensors else node.takes_parts)
         with self._named(node), clock.running(node.name), closing(parts.tables):
             take(self._context_of(node), parts)
             for _ in parts.tables:
@@ -211,6 +238,12 @@ class _Timed:
         self._meter.__exit__(*error)
         metric = self._execution.metrics.setdefault(f"seconds/{self._name}", Metric(Reduce.MAX))
         metric.add(time.perf_counter() - self._started)
+
+
+def _there(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The planner made a link of it, so there is one."""
+    assert function is not None
+    return function
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:

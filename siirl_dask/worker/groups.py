@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from siirl_dask.config import WeightsBy
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
@@ -76,6 +77,40 @@ def join(
         if worker in members:
             ranks[role] = Rank(members.index(worker), len(members), group, beside, host)
     return ranks
+
+
+def join_some(
+    worker: str, devices: Mapping[str, Device], members: Sequence[str], host: str, timeout: float
+) -> tuple[Any, int]:
+    """A group of ``members`` alone, None on other workers, and the first one's rank in it. All workers make it, after
+    ``join``.
+    """
+    places = [list(devices).index(member) for member in members]
+    backend, root = backend_of(devices[member] for member in members), sorted(places).index(places[0])
+    group = dist.new_group(
+        places, timeout=timedelta(seconds=timeout), backend=backend, pg_options=_options(backend, host, timeout)
+    )
+    if worker not in members:
+        return None, root
+    # nccl connects at the first use and blocks until all have come: here nobody is late, and no step is under way
+    group.broadcast(torch.zeros(1, device=devices[worker].torch_name), root).wait()
+    return group, root
+
+
+def by_broadcast(way: WeightsBy, devices: Sequence[Device]) -> bool:
+    """Whether weights go by broadcast between workers on these devices, no worker of which gives and takes. ConfigError
+    where they must and cannot.
+    """
+    backend = backend_of(devices)
+    if way is not WeightsBy.broadcast:
+        return way is WeightsBy.auto and backend != "gloo"
+    if backend == "gloo" and any(device.kind is DeviceKind.NPU for device in devices):
+        where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
+        raise ConfigError(
+            f"rollout.weights_by=broadcast between workers {where}: expected an npu of its own for each, since gloo "
+            "takes none; take rollout.weights_by=auto"
+        )
+    return True
 
 
 def backend_of(devices: Iterable[Device]) -> str:

@@ -1,19 +1,25 @@
 """New weights in parts, on a cluster of processes: the same run as with whole tables, and how it ends in the middle."""
 
 import os
+import re
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from siirl_dask.context import Parts
 from siirl_dask.errors import RunError
 from siirl_dask.nodes import load_weights
+from siirl_dask.nodes.weights import weights_as_tensors
 from siirl_dask.planner import DAG, columns
+from siirl_dask.schema import fields
 from tests.clusters import local_cluster
 from tests.e2e.test_invariance import EXACT
 
 READS = ["parameter", "dtype", "shape", "data"]
 SMALL = "rollout.weights_bucket=20KiB"  # of 365 kB; the largest parameter has 68 kB
+OWN = "rollout.work_stealing=false"  # the last bit of a log-prob depends on the rows beside it
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
 
 
@@ -34,20 +40,49 @@ def load_and_die(ctx, table):
     raise NotImplementedError
 
 
-def loading_with(fn):
+def stop_after_some(ctx, table, *, sign):
+    """When some buffers have gone and others are on their way."""
+    parts = weights_as_tensors(ctx, table)
+
+    def tensors():
+        for number, tensor in enumerate(parts.tables):
+            if number == 8:
+                os.kill(os.getpid(), sign)
+            yield tensor
+
+    return Parts(parts.about, tensors())
+
+
+def in_parts(ctx, table, *, most, sign):
+    raise NotImplementedError
+
+
+@columns(
+    writes=fields(*READS),
+    new_rows=True,
+    passes=False,
+    gives_parts=in_parts,
+    gives_tensors=stop_after_some,
+)
+def publish_and_stop(ctx, table, *, sign):
+    raise NotImplementedError
+
+
+def with_fn(name, fn):
     def change(dag: DAG) -> DAG:
-        return DAG(dag.roles, tuple(replace(n, fn=fn) if n.name == "load_weights" else n for n in dag.nodes))
+        return DAG(dag.roles, tuple(replace(n, fn=fn) if n.name == name else n for n in dag.nodes))
 
     return change
 
 
 def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapping_or_together(train):
-    whole = train("whole", "run.steps=2", change=loading_with(load_whole))
+    whole = train("whole", "run.steps=2", change=with_fn("load_weights", load_whole))
     others = [
-        train("apart", "run.steps=2", SMALL),
+        train("apart", "run.steps=2", SMALL, OWN),
         train("shards", "run.steps=2", SMALL, OVER, "trainer.backend=fsdp"),
         train("together", "run.steps=2", SMALL, "cluster.placement={}", "trainer.backend=fsdp"),
     ]
+    same_to_the_last_bit(others[0], train("broadcast", "run.steps=2", SMALL, OWN, "rollout.weights_by=broadcast"))
     for run in others:
         for step in (1, 2):
             assert run.table("rollouts", step).select(EXACT).equals(whole.table("rollouts", step).select(EXACT)), step
@@ -58,8 +93,47 @@ def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapp
     assert parts == pytest.approx(rows, rel=0.05)
 
 
+def same_to_the_last_bit(rows, broadcast):
+    """What was trained; and that the weights, to two engines, were no rows."""
+    for step in (1, 2):
+        expected, got = (run.table("rollouts", step).select([*EXACT, "rollout_logprobs"]) for run in (rows, broadcast))
+        assert got.equals(expected), step
+    for expected, got in zip(rows.records(), broadcast.records(), strict=True):
+        expected, got = expected["metrics"], got["metrics"]
+        assert got["policy/loss"] == expected["policy/loss"]
+        assert got["bytes/broadcast"] > 300_000
+        assert expected["bytes/peers"] - got["bytes/peers"] > 1.9 * got["bytes/broadcast"]
+        assert "bytes/broadcast" not in expected
+
+
+def test_shards_that_go_by_broadcast_are_loaded_as_those_that_go_by_rows(train):
+    fsdp = ("run.steps=2", SMALL, OWN, "trainer.backend=fsdp")
+    same_to_the_last_bit(train("rows", *fsdp), train("broadcast", *fsdp, "rollout.weights_by=broadcast"))
+
+
+def ends(train, *overrides, change):
+    """What a run says that ``change`` ends while the first weights come, on a cluster that was there before."""
+    one_each = ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}")
+    with local_cluster(2) as cluster:
+        settings = [f"cluster.address={cluster.scheduler_address}", "cluster.peer_timeout=2", *one_each, *overrides]
+        with pytest.raises(RunError) as raised:
+            train("ends", SMALL, *settings, change=change)
+    return str(raised.value)
+
+
 def test_a_worker_that_dies_while_weights_come_ends_the_run(train):
-    with local_cluster(4) as cluster:
-        address = f"cluster.address={cluster.scheduler_address}"
-        with pytest.raises(RunError, match=r"worker '0'.* left the cluster during train step 1"):
-            train("dies", SMALL, address, change=loading_with(load_and_die))
+    said = ends(train, change=with_fn("load_weights", load_and_die))
+    assert re.search(r"worker '0'.* left the cluster during train step 1", said)
+
+
+@pytest.mark.parametrize(
+    ("sign", "expected"),
+    [
+        (signal.SIGKILL, "worker '1'.* left the cluster during train step 1"),
+        (signal.SIGSTOP, "train step 1: worker '1'.* no sign of life within 2 s"),
+    ],
+)
+def test_a_trainer_that_dies_or_stands_still_in_a_broadcast_ends_the_run(train, sign, expected):
+    change = with_fn("weights", partial(publish_and_stop, sign=sign))
+    said = ends(train, "rollout.weights_by=broadcast", change=change)
+    assert re.search(expected, said), said

@@ -78,7 +78,7 @@ def source(tmp_path_factory):
     return Source(url=str(url), prompt="prompt", answer="answer", batch_size=2, seed=0)
 
 
-def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None):
+def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None, broadcast=False):
     roles = (
         Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
         Role("rollout", partial(build, kind=Collector, options=engine or {})),
@@ -86,7 +86,8 @@ def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, 
     nodes = (Node("weights", publish_weights, "policy"), Node("load", reader, "rollout", ("weights",), Rows.REPLICATED))
     workers = [f"w{number}" for number in range(1 + max(map(max, placement.values())))]
     schema = source_schema(open_source(source).schema, source)
-    return LocalPool(compile_chains(DAG(roles, nodes), workers, schema, placement), source, url="", part=part)
+    plan = compile_chains(DAG(roles, nodes), workers, schema, placement)
+    return LocalPool(plan, source, url="", part=part, broadcast=broadcast)
 
 
 def engines(workers):
@@ -111,11 +112,11 @@ shapes = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=
 
 
 @settings(max_examples=25, derandomize=True, database=None)
-@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]))
+@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans())
 def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_stays_behind(
-    source, placement, shapes, part
+    source, placement, shapes, part, broadcast
 ):
-    with pool(source, placement, shapes, part) as workers:
+    with pool(source, placement, shapes, part, broadcast=broadcast) as workers:
         assert workers.plan.streams == {"weights": "load"}
         for step in (1, 2):
             workers.run(step)
@@ -127,6 +128,24 @@ def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_sta
                     assert engine.loaded[name].dtype == tensor.dtype
                     assert torch.equal(engine.loaded[name], tensor)
         assert_nothing_is_held(workers)
+
+
+def buffers():
+    """Bytes of those that are there."""
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype is torch.uint8]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def test_a_broadcast_has_two_buffers_on_either_side(source):
+    part = 40_000
+    with pool(source, {"policy": [0], "rollout": [1]}, [(64, 64)] * 12, part, broadcast=True) as workers:
+        (engine,) = engines(workers).values()
+        engine.look = buffers
+        workers.run()
+        assert part < engine.most <= 4 * part
+        assert len(engine.loaded) == 12
+        gc.collect()
+        assert buffers() == 0
 
 
 @pytest.mark.parametrize("placement", [{"policy": [0], "rollout": [1]}, {"policy": [0, 1, 2], "rollout": [1, 2, 3]}])
@@ -160,7 +179,10 @@ APART, TOGETHER, OVER = (
 )
 
 
-@pytest.mark.parametrize("placement", [APART, TOGETHER, OVER, {"policy": [0], "rollout": [0]}])
+@pytest.mark.parametrize(
+    ("placement", "broadcast"),
+    [(APART, True), (APART, False), (TOGETHER, False), (OVER, False), ({"policy": [0], "rollout": [0]}, False)],
+)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -169,13 +191,17 @@ APART, TOGETHER, OVER = (
         ({"engine": {"fails_at": 5}}, "node 'load', train step 1, worker 'w.': ZeroDivisionError: while loading"),
     ],
 )
-def test_who_fails_on_the_way_is_named_and_stops_everyone(source, placement, broken, said):
-    with pool(source, placement, [(40,)] * 12, 300, **broken) as workers, pytest.raises(NodeError, match=said):
+def test_who_fails_on_the_way_is_named_and_stops_everyone(source, placement, broadcast, broken, said):
+    with (
+        pool(source, placement, [(40,)] * 12, 300, broadcast=broadcast, **broken) as workers,
+        pytest.raises(NodeError, match=said),
+    ):
         workers.run()
 
 
-def test_a_reader_that_leaves_some_holds_nobody_up(source):
-    with pool(source, OVER, [(40,)] * 12, 300, engine={"takes": 3}) as workers:
+@pytest.mark.parametrize(("placement", "broadcast"), [(OVER, False), (APART, True)])
+def test_a_reader_that_leaves_some_holds_nobody_up(source, placement, broadcast):
+    with pool(source, placement, [(40,)] * 12, 300, engine={"takes": 3}, broadcast=broadcast) as workers:
         for step in (1, 2):
             workers.run(step)
         assert {tuple(engine.loaded) for engine in engines(workers).values()} == {("p0", "p1", "p2")}

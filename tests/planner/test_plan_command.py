@@ -237,9 +237,10 @@ def test_the_shipped_weights_go_in_parts_unless_a_later_step_loads_them(capsys, 
 
 
 def test_a_smaller_bucket_takes_less_memory(digits):
-    whole, parts = (
-        memories([*digits, "data.batch_size=2", "rollout.n=1", f"rollout.weights_bucket={size}"])["policy",]
-        for size in ("1GiB", "8KiB")
+    whole, parts, buffers = (
+        memories([*digits, "data.batch_size=2", "rollout.n=1", *(f"rollout.weights_{key}" for key in how)])["policy",]
+        for how in (["bucket=1GiB"], ["bucket=8KiB"], ["bucket=8KiB", "by=broadcast"])
     )
     assert whole.tables > 300_000  # 91k parameters in float32
-    assert parts.tables < 290_000  # four of the largest
+    assert 140_000 < parts.tables < 290_000  # four of the largest
+    assert 68_000 < buffers.tables < 150_000  # two

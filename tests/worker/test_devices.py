@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from siirl_dask.config import WeightsBy
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
@@ -170,8 +171,31 @@ def test_npus_that_nothing_can_join_are_refused_by_name(devices):
         groups.role_backend("policy", devices)
 
 
+@pytest.mark.parametrize(
+    ("devices", "auto"),
+    [
+        (on(CUDA, "a", "b", "c"), True),
+        (on(NPU, "h/npu0", "h/npu1"), True),
+        (on(CUDA, "a", "a"), False),
+        (on(CUDA, "a", "b", "a"), False),
+        (on(CPU, "", ""), False),
+        ([*on(CUDA, "a"), *on(CPU, "")], False),
+    ],
+)
+def test_weights_go_by_broadcast_where_each_worker_has_an_accelerator_and_where_they_must(devices, auto):
+    chosen = {way: groups.by_broadcast(way, devices) for way in WeightsBy}
+    assert chosen == {WeightsBy.auto: auto, WeightsBy.rows: False, WeightsBy.broadcast: True}
+
+
+def test_a_broadcast_that_must_be_is_refused_where_npus_are_shared():
+    shared = on(NPU, "h/npu0", "h/npu0")
+    assert not groups.by_broadcast(WeightsBy.auto, shared)
+    with pytest.raises(ConfigError, match=r"rollout\.weights_by=broadcast between workers 'w0' on h/npu0.*=auto"):
+        groups.by_broadcast(WeightsBy.broadcast, shared)
+
+
 def join_on_one_card(rank):
-    """Backends of the world and of a role of both workers, and two sums over that."""
+    """Backends of the world and of a role of both workers, two sums over that, and what the second one broadcasts."""
     hosted, port = groups.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
     ports = torch.tensor([port])
     dist.broadcast(ports, 0)
@@ -181,13 +205,18 @@ def join_on_one_card(rank):
     roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
     ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
     sums = [groups.all_sum(devices["w0"], ranks[role], [0.5, rank.rank]) for role in ranks]
-    return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums]
+    cpus = {device.worker: device for device in on(CPU, "", "")}
+    both, one = (groups.join_some(f"w{rank.rank}", cpus, some, "127.0.0.1", 60) for some in (["w1", "w0"], ["w1"]))
+    brought = torch.tensor([rank.rank, 7])
+    both[0].broadcast(brought, both[1]).wait()
+    joined = [brought.tolist(), one[0] is not None]
+    return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums, joined]
 
 
 def test_workers_that_share_a_card_join_and_add_up(tmp_path):
     first, second = run_ranks(2, join_on_one_card, tmp_path)
-    assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]]]
-    assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]]]
+    assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]], [[1, 7], False]]
+    assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]], [[1, 7], True]]
 
 
 @dataclass

@@ -1,0 +1,72 @@
+"""Which way new weights take: what a plan says of it, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from siirl_dask.cli import dags
+from siirl_dask.configfile import load, shipped
+from siirl_dask.errors import PlanError
+from siirl_dask.nodes import publish_adapters
+from siirl_dask.plan import describe_run
+from siirl_dask.planner import DAG
+from siirl_dask.run import run
+from tests.conftest import digits_overrides
+
+APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
+OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
+BROADCAST = "rollout.weights_by=broadcast"
+
+
+@pytest.fixture
+def files(digits_task, tmp_path):
+    def read(*overrides):
+        return load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), APART, *overrides])
+
+    return read
+
+
+def notes(file):
+    return re.findall("note: (new weights.*)", describe_run(file.config, *dags(file)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else as rows"),
+        ((BROADCAST,), "by broadcast from worker 2 to 0, 1"),
+        (("rollout.weights_by=rows",), "as rows: rollout.weights_by=rows"),
+        ((OVER,), "as rows: worker '1' has both roles, 'policy' and 'rollout' (cluster.placement)"),
+        (("rollout.max_staleness=1",), "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness)"),
+    ],
+)
+def test_a_plan_says_which_way_weights_take(files, overrides, said):
+    assert notes(files(*overrides)) == [f"new weights (weights -> load_weights) go {said}"]
+
+
+def test_weights_that_stay_on_their_worker_are_not_spoken_of(files):
+    assert notes(files("cluster.workers=1", "cluster.placement={}")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed", "said"),
+    [
+        ((OVER,), {}, "worker '1' has both roles, 'policy' and 'rollout'"),
+        (("cluster.placement={}",), {}, "worker '0' has both roles"),
+        (("rollout.max_staleness=1",), {}, "node 'load_weights' is 1 step behind"),
+        (("trainer.lora_rank=2",), {"fn": publish_adapters}, "publish_adapters and .*load_weights do not both know"),
+        ((), {"keep": "weights"}, "the table of node 'weights' is kept, has other readers"),
+    ],
+)
+def test_a_broadcast_that_cannot_be_is_refused_by_plan_and_run(files, overrides, changed, said):
+    file = files(BROADCAST, *overrides)
+    dag, validation = dags(file)
+    dag = DAG(dag.roles, tuple(replace(node, **changed) if node.name == "weights" else node for node in dag.nodes))
+    expected = f"rollout.weights_by=broadcast, .*node 'weights' to node 'load_weights': .*{said}.*weights_by=auto"
+    with pytest.raises(PlanError, match=expected):
+        describe_run(file.config, dag, validation)
+    with pytest.raises(PlanError, match=expected):
+        run(file.config, dag, validation)
