@@ -24,6 +24,15 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class PromptRows(StrEnum):
+    """On which of the workers that generate a prompt is sampled from."""
+
+    anywhere = "anywhere"
+    """That which loaded it."""
+    balanced = "balanced"
+    """The most costly first, each on that which has least to do."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = "???"
@@ -62,6 +71,12 @@ class RolloutConfig:
     """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
     weights_bucket: str = "256MiB"
     """Of the policy's new weights, what is on its way to the engines at once; a parameter that is larger goes alone."""
+    expected_length: str | None = None
+    """Column of the dataset that says how many tokens responses to the prompt are expected to have. By it the workers
+    share the prompts, and begin with the longest; samples do not depend on it.
+    """
+    rows: PromptRows | None = None
+    """How they share them: ``anywhere`` or ``balanced``; none, ``balanced`` with ``expected_length``."""
     work_stealing: bool | None = None
     """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``; none, so
     where each worker has an engine of its own.
@@ -124,6 +139,8 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.stop_token_ids={self.stop_token_ids}: {wrong[0]} is no token; expected ids from 0"
             )
+        if self.rows is None:
+            self.rows = PromptRows.anywhere if self.expected_length is None else PromptRows.balanced
         self._check_ahead()
         self._check_tensor_parallel()
         if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:
