@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import DataError
-from siirl_dask.nodes import encode_prompts, generate
+from siirl_dask.nodes import encode_prompts, generate, sample_mixed_groups
 from siirl_dask.nodes.lengths import sampling_costs
+from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 
 LIMIT = st.one_of(st.none(), st.integers(1, 300))
@@ -91,6 +93,13 @@ def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order(
     names = ["row_id", "group_id", "tokens", "prompt", "response_ids"]
     assert same.select(names).equals(rows.select(names))
     assert same["tokens"].to_pylist() == [2, 2, 5, 5, 3, 3]
+
+
+def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
+    rollout = RolloutConfig(expected_length="expected")
+    for node in (encode_prompts, sample_mixed_groups):
+        assert contract_of(partial(node, rollout=rollout)).optional == ("max_tokens", "expected")
+        assert contract_of(partial(node, rollout=RolloutConfig())).optional == ("max_tokens",)
 
 
 @pytest.mark.parametrize(
