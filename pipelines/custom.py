@@ -68,13 +68,13 @@ def training(config: Config) -> DAG:
         Role("policy", partial(build_trainer, model=model, trainer=trainer, rollout=rollout)),
     )
     loss = partial(policy_loss, surrogate=partial(unsure_tokens, least_entropy=0.01))
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     advantage = partial(estimate_advantage, advantage=short_and_right)
     draw = partial(draw_minibatches, minibatches=minibatches, batch_size=config.data.batch_size)
     update = partial(update_policy, loss=loss, minibatches=minibatches, columns=("brevity",))
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", partial(generate, rollout=rollout), "rollout", ("prompts",)),
+        Node("rollout", partial(generate, rollout=rollout), "rollout", ("prompts",), Rows(rollout.rows)),
         Node("brevity", measure_brevity, "rollout", ("rollout",)),
         Node("reward", score, "reward", ("rollout",)),
         Node("old_logprobs", policy_logprobs, "policy", ("rollout",), Rows.BALANCED),

@@ -99,7 +99,7 @@ def training(config: Config) -> DAG:
 
 def validation(config: Config) -> DAG:
     given = config.validation
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     measure = partial(
         measure_answers,
@@ -110,7 +110,7 @@ def validation(config: Config) -> DAG:
     )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",)),
+        Node("rollout", sample, "rollout", ("prompts",), Rows(config.rollout.rows)),
         Node("reward", score, "reward", ("rollout",), keep="validation"),
         Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
     )

@@ -43,7 +43,7 @@ def roles(config: Config) -> tuple[Role, ...]:
 
 def training(config: Config) -> DAG:
     algorithm, batch_size = config.algorithm, config.data.batch_size
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
     draw = partial(
         draw_minibatches,
@@ -73,7 +73,7 @@ def training(config: Config) -> DAG:
     )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",)),
+        Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",), Rows(config.rollout.rows)),
         Node("reward", score, "reward", ("rollout",)),
         Node("old_logprobs", policy_logprobs, "policy", ("rollout",), Rows.BALANCED),
         Node(
@@ -94,7 +94,7 @@ def training(config: Config) -> DAG:
 
 def validation(config: Config) -> DAG:
     given = config.validation
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     measure = partial(
         measure_answers,
@@ -105,7 +105,7 @@ def validation(config: Config) -> DAG:
     )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",)),
+        Node("rollout", sample, "rollout", ("prompts",), Rows(config.rollout.rows)),
         Node("reward", score, "reward", ("rollout",), keep="validation"),
         Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
     )

@@ -45,7 +45,7 @@ def roles(config: Config) -> tuple[Role, ...]:
 
 def training(config: Config) -> DAG:
     algorithm = config.algorithm
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
     draw = partial(
         draw_minibatches,
@@ -75,7 +75,7 @@ def training(config: Config) -> DAG:
     )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",)),
+        Node("rollout", partial(generate, rollout=config.rollout), "rollout", ("prompts",), Rows(config.rollout.rows)),
         Node("reward", score, "reward", ("rollout",)),
         Node("old_logprobs", policy_logprobs, "policy", ("rollout",), Rows.BALANCED),
         Node("values", estimate_values, "critic", ("rollout",), Rows.BALANCED),
@@ -104,7 +104,7 @@ def training(config: Config) -> DAG:
 
 def validation(config: Config) -> DAG:
     given = config.validation
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     measure = partial(
         measure_answers,
@@ -115,7 +115,7 @@ def validation(config: Config) -> DAG:
     )
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",)),
+        Node("rollout", sample, "rollout", ("prompts",), Rows(config.rollout.rows)),
         Node("reward", score, "reward", ("rollout",), keep="validation"),
         Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
     )

@@ -80,7 +80,7 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
         Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward)),
     )
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length)
+    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     extract = resolve(given.extract) if given.extract else None
     measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
@@ -88,7 +88,7 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
     columns = listed(data.field(PROMPT).type, data.field(ANSWER).type)
     nodes = (
         Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",)),
+        Node("rollout", sample, "rollout", ("prompts",), Rows(str(config.rollout.rows))),
         Node("reward", partial(score, columns=scoring.columns), "reward", ("rollout",)),
         Node("samples", keep, "reward", ("reward",), keep=TABLE, writes=columns),
         Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
@@ -123,6 +123,8 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
         "data.url": data,
         "data.prepare": None,
         "cluster.placement": {},
+        "rollout.expected_length": None,
+        "rollout.rows": None,
         "validation.url": None,
         "validation.test_url": None,
         "validation.k": [],

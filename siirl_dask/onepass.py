@@ -9,6 +9,7 @@ from siirl_dask.coordinator.messages import Turn
 from siirl_dask.driver import Done, Driver
 from siirl_dask.engines import refuse_wrong_engines
 from siirl_dask.errors import Interrupted
+from siirl_dask.lengths import refuse_wrong_lengths
 from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Progress, values
 from siirl_dask.phases import Phases
@@ -31,6 +32,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     pack(planned)
+    refuse_wrong_lengths(config, planned)
     refuse_wrong_engines(config, planned[_PHASE][0])
     refuse_what_cannot_fit(config, planned)
     try:

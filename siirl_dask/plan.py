@@ -10,6 +10,7 @@ from siirl_dask.adapters import refuse_wrong_adapters
 from siirl_dask.config import Config
 from siirl_dask.engines import engine_notes, refuse_wrong_engines
 from siirl_dask.layouts import refuse_wrong_layouts
+from siirl_dask.lengths import refuse_wrong_lengths
 from siirl_dask.memory import WorkerMemory, memory_of, refuse_what_cannot_fit, sizes_of
 from siirl_dask.phases import PREPARED, Phases, exists, plan_phases, worker_names
 from siirl_dask.planner import DAG, Plan, Sizes, as_data, describe, draw
@@ -23,6 +24,7 @@ def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "
     """
     workers = worker_names(config)
     phases = plan_phases(config, dag, validation, workers, PREPARED if config.data.prepare else None)
+    refuse_wrong_lengths(config, phases)
     refuse_wrong_adapters(config, dag)
     refuse_wrong_engines(config, phases["train"][0])
     refuse_wrong_layouts(config, phases["train"][0])

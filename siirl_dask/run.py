@@ -16,6 +16,7 @@ from siirl_dask.driver import CHECKPOINT, Driver, Written
 from siirl_dask.engines import refuse_wrong_engines
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.layouts import refuse_wrong_layouts
+from siirl_dask.lengths import refuse_wrong_lengths
 from siirl_dask.memory import refuse_what_cannot_fit
 from siirl_dask.observe import Status, Summary
 from siirl_dask.phases import PREPARED, Phases, plan_phases, prepare, worker_names
@@ -48,6 +49,7 @@ def run(
     refuse_wrong_transfers(config, planned["train"][0])
     pack(planned)
     prepare(config)
+    refuse_wrong_lengths(config, planned)  # of datasets that are there by now
     refuse_wrong_adapters(config, dag)  # of a model that is there by now, as the next two
     refuse_wrong_engines(config, planned["train"][0])
     refuse_wrong_layouts(config, planned["train"][0])

@@ -20,7 +20,9 @@ ROW_ID = "row_id"
 GROUP_ID = "group_id"
 """int64. Position of the prompt in the step's global batch; the samples of one prompt share it."""
 TOKENS = "tokens"
-"""int64. What the row costs where rows are balanced: its tokens, prompt and response."""
+"""int64. What the row costs where rows are balanced: its tokens, prompt and response. Before there is a response, what
+sampling one is expected to cost.
+"""
 PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ANSWER = "answer"

@@ -35,6 +35,15 @@ class WeightsBy(StrEnum):
     """From the device of one of the policy's workers to those of the engines, always."""
 
 
+class PromptRows(StrEnum):
+    """On which of the workers that generate a prompt is sampled from."""
+
+    anywhere = "anywhere"
+    """That which loaded it."""
+    balanced = "balanced"
+    """The most costly first, each on that which has least to do."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = "???"
@@ -77,6 +86,12 @@ class RolloutConfig:
     """How they go: ``auto`` broadcasts them from device to device where policy and engines have workers of their own
     and each of these an accelerator; ``rows``; ``broadcast``, or the run is refused.
     """
+    expected_length: str | None = None
+    """Column of the dataset that says how many tokens responses to the prompt are expected to have. By it the workers
+    share the prompts, and begin with the longest; samples do not depend on it.
+    """
+    rows: PromptRows | None = None
+    """How they share them: ``anywhere`` or ``balanced``; none, ``balanced`` with ``expected_length``."""
     work_stealing: bool | None = None
     """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``; none, so
     where each worker has an engine of its own.
@@ -139,6 +154,8 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.stop_token_ids={self.stop_token_ids}: {wrong[0]} is no token; expected ids from 0"
             )
+        if self.rows is None:
+            self.rows = PromptRows.anywhere if self.expected_length is None else PromptRows.balanced
         self._check_ahead()
         self._check_tensor_parallel()
         if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
+from siirl_dask.nodes.lengths import MAX_TOKENS
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score
 from siirl_dask.nodes.rollout import generate
@@ -37,7 +38,16 @@ from siirl_dask.schema import (
 _WRITES = SAMPLED | fields(PROMPT_IDS, PROMPT_TEXT, REWARD, REWARD_PARTS)
 
 
-@declares(reads=[PROMPT, ANSWER], writes=_WRITES, expand="rollout.n", draws=True, more="columns", beside="scorer")
+@declares(
+    reads=[PROMPT, ANSWER],
+    optional=[MAX_TOKENS],
+    optional_at="rollout.expected_length",
+    writes=_WRITES,
+    expand="rollout.n",
+    draws=True,
+    more="columns",
+    beside="scorer",
+)
 def sample_mixed_groups(
     ctx: Context,
     table: pa.Table,
@@ -58,7 +68,8 @@ def sample_mixed_groups(
     parts: list[pa.Table] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
-        rows = generate(ctx, encode_prompts(ctx, table, max_prompt_length=max_prompt_length), rollout=rollout)
+        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
+        rows = generate(ctx, prompts, rollout=rollout)
         rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
         found = _everywhere(ctx, _mixed_groups(rows), first, count)
         groups += found

@@ -17,7 +17,7 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.nodes.sampling import begin, serve, with_samples
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
 from siirl_dask.rollout.wire import Sampled
-from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TYPES
+from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TOKENS, TYPES
 
 _A_STEP_OLDER = 2**32  # added to the ids of what is kept, that no row of the next step has
 _KEPT = "kept"
@@ -71,10 +71,11 @@ def generate_in_parts(ctx: Context, table: pa.Table, ways: Sequence[Sampling], b
     kept: _Kept | None = ctx.kept.pop(_KEPT, None)
     if kept is not None:
         rows, samples = pa.concat_tables([rows, _older(kept.rows)]), [*samples, *kept.samples]
-    running = [sample for sample in samples if sample.ended is None]
-    given = serve(ctx, [sample.rest(None if ctx.settles else budget) for sample in running])
-    for sample, sampled in zip(running, given, strict=True):
-        sample.add(sampled, engine.version)
+    running = [at for at, sample in enumerate(samples) if sample.ended is None]
+    requests = [samples[at].rest(None if ctx.settles else budget) for at in running]
+    given = serve(ctx, requests, rows[TOKENS].take(running).to_pylist())
+    for at, sampled in zip(running, given, strict=True):
+        samples[at].add(sampled, engine.version)
     whole = _whole_groups(rows, samples)
     left = [sample for sample, is_whole in zip(samples, whole, strict=True) if not is_whole]
     if left:

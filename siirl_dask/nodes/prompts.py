@@ -6,7 +6,9 @@ import logging
 
 import pyarrow as pa
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
+from siirl_dask.nodes.lengths import MAX_TOKENS, sampling_costs
 from siirl_dask.planner import columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
@@ -14,10 +16,20 @@ from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, T
 logger = logging.getLogger(__name__)
 
 
-@columns(reads=[PROMPT], writes=fields(PROMPT_IDS, PROMPT_TEXT), new_rows=True)
-def encode_prompts(ctx: Context, table: pa.Table, *, max_prompt_length: int) -> pa.Table:
-    """Token ids of each prompt. A prompt of more than ``max_prompt_length`` tokens is dropped from its step and
-    counted; the rule looks at the prompt alone, so it drops the same rows on any number of workers.
+@columns(
+    reads=[PROMPT],
+    optional=[MAX_TOKENS],
+    optional_at="rollout.expected_length",
+    writes=fields(PROMPT_IDS, PROMPT_TEXT),
+    new_rows=True,
+)
+def encode_prompts(
+    ctx: Context, table: pa.Table, *, max_prompt_length: int, rollout: RolloutConfig | None = None
+) -> pa.Table:
+    """Token ids of each prompt, and what sampling from it costs (``lengths.sampling_costs``).
+
+    A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
+    prompt alone, so it drops the same rows on any number of workers.
     """
     engine: RolloutEngine = ctx.resource
     ids = [engine.tokenizer.encode(prompt) for prompt in table[PROMPT].to_pylist()]
@@ -31,6 +43,7 @@ def encode_prompts(ctx: Context, table: pa.Table, *, max_prompt_length: int) -> 
         logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, dropped, max_prompt_length)
         table, ids = table.take(fitting), [ids[row] for row in fitting]
     texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in ids]
-    table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(map(len, ids), pa.int64()))
+    costs = sampling_costs(table, [*map(len, ids)], rollout)
+    table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
     return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))

@@ -10,11 +10,12 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
+from siirl_dask.nodes.lengths import MAX_TOKENS
 from siirl_dask.nodes.parts import generate_in_parts
-from siirl_dask.nodes.sampling import MAX_TOKENS, SAMPLED, begin, serve, with_samples
+from siirl_dask.nodes.sampling import SAMPLED, begin, serve, with_samples
 from siirl_dask.planner import columns
 from siirl_dask.rollout import Sampling
-from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TYPES, fields
+from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
 @columns(
@@ -84,4 +85,4 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
 
 def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:
     rows, requests = begin(ctx, table, ways)
-    return with_samples(ctx, rows, serve(ctx, requests))
+    return with_samples(ctx, rows, serve(ctx, requests, rows[TOKENS].to_pylist()))

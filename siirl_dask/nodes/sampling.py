@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.stealing import Codec
-from siirl_dask.errors import DataError
+from siirl_dask.nodes.lengths import limits_of
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
 from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
@@ -30,8 +30,6 @@ from siirl_dask.schema import (
     fields,
 )
 
-MAX_TOKENS = "max_tokens"
-"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
 SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
 
 
@@ -41,7 +39,7 @@ def begin(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.T
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
-    limits = _limits(rows)
+    limits = limits_of(rows)
     requests = [
         GenerationRequest(prompt, ctx.seed(row_id), _within(ways[at % n], limits[at]))
         for at, (row_id, prompt) in enumerate(zip(row_ids.tolist(), rows[PROMPT_IDS].to_pylist(), strict=True))
@@ -49,13 +47,17 @@ def begin(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.T
     return rows, requests
 
 
-def serve(ctx: Context, requests: Sequence[GenerationRequest]) -> list[Sampled]:
+def serve(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int]) -> list[Sampled]:
     """A sample for each request, by this worker's engine or, of those that it has not begun, by one that is idle.
 
-    The longest prompts are begun first: rows of like length are together, and the last to end is a short one.
+    Those expected to cost most are begun first, and of these the longest prompts: rows of like length are together, and
+    the last to end is a short one.
     """
     engine: RolloutEngine = ctx.resource
-    order = sorted(range(len(requests)), key=lambda at: (requests[at].sampling.temperature, -len(requests[at].prompt)))
+    order = sorted(
+        range(len(requests)),
+        key=lambda at: (requests[at].sampling.temperature, -costs[at], -len(requests[at].prompt)),
+    )
     first_to_last, version = [requests[at] for at in order], engine.version
     codec = Codec(
         partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
@@ -84,19 +86,6 @@ class _Signed:
 
     def give(self, ticket: Any, result: Generation) -> None:
         self.work.give(ticket, Sampled(result, self.worker))
-
-
-def _limits(rows: pa.Table) -> list[int | None]:
-    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
-    tokens.
-    """
-    if MAX_TOKENS not in rows.column_names:
-        return [None] * int(rows.num_rows)
-    given: list[object] = rows[MAX_TOKENS].to_pylist()
-    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
-        if limit is not None and not (isinstance(limit, int) and limit >= 1):
-            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
-    return given  # type: ignore[return-value]  # as was just seen
 
 
 def _within(way: Sampling, limit: int | None) -> Sampling:

@@ -47,6 +47,7 @@ def columns(
     reads: Iterable[str] = (),
     writes: Mapping[str, Any] | None = None,
     optional: Iterable[str] = (),
+    optional_at: str | None = None,
     one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
@@ -63,7 +64,8 @@ def columns(
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
-    ``more`` names an option of the function that lists further columns it reads; ``writes_if`` gives further columns
+    ``more`` names an option of the function that lists further columns it reads, and ``optional_at``, by a dotted name,
+    one that names a further column which it reads when somebody upstream writes it; ``writes_if`` gives further columns
     that it writes where an option, by its dotted name, is true. ``beside`` names an option that names a role that must
     be on each of the node's workers, because it uses ``ctx.resources`` of that role. ``trial`` is called with the
     node's options when it is planned, and raises if they cannot work: a loss should not fail after the rollout.
@@ -97,6 +99,7 @@ def columns(
     def attach(fn: _F) -> _F:
         fn.__columns__ = contract  # type: ignore[attr-defined]
         fn.__more_columns__ = more  # type: ignore[attr-defined]
+        fn.__optional_at__ = optional_at  # type: ignore[attr-defined]
         fn.__writes_if__ = writes_if or {}  # type: ignore[attr-defined]
         fn.__beside__ = beside  # type: ignore[attr-defined]
         fn.__trial__ = trial  # type: ignore[attr-defined]
@@ -117,7 +120,10 @@ def contract_of(fn: NodeFn) -> Contract:
     writes = {column.name: column.type for column in declared.writes}
     for path, further in conditional.items():
         writes |= further if option_at(fn, path) else {}
-    return replace(declared, reads=(*declared.reads, *more), writes=make_schema(writes))
+    at: str | None = getattr(bare(fn), "__optional_at__", None)
+    named = option_at(fn, at) if at else None
+    optional = dict.fromkeys((*declared.optional, *([named] if named else [])))
+    return replace(declared, reads=(*declared.reads, *more), writes=make_schema(writes), optional=tuple(optional))
 
 
 def bare(fn: Any) -> Any:

@@ -42,7 +42,7 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group, model
 from vllm.platforms import current_platform  # noqa: E402
 
 from siirl_dask.rollout.vllm_sampler import request_params  # noqa: E402
-from siirl_dask.rollout.vllm_settings import llm_arguments  # noqa: E402
+from siirl_dask.rollout.vllm_settings import llm_arguments, what_was_given  # noqa: E402
 
 _FORGETS = 2  # the sleep level at which weights are let go of
 
@@ -70,7 +70,7 @@ class VllmEngine:
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
-        self._llm = self._start(model, settings)
+        self._llm = self._start(model, settings, what_was_given(rollout, device))
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # in its world, forgotten or closed
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
@@ -141,7 +141,7 @@ class VllmEngine:
             del self._llm
             gc.collect()  # an engine and its parts know each other
 
-    def _start(self, model: ModelConfig, settings: Mapping[str, Any]) -> LLM:
+    def _start(self, model: ModelConfig, settings: Mapping[str, Any], given: str) -> LLM:
         gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
         if model_parallel_is_initialized():
             raise ConfigError(
@@ -155,8 +155,8 @@ class VllmEngine:
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(
-                f"model.path={model.path!r}: vLLM cannot run it as rollout says: {_innermost(error)}; change the "
-                "rollout or take rollout.engine=transformers"
+                f"model.path={model.path!r}: vLLM cannot run it with {given}: {_innermost(error)}; change what "
+                "does not fit or take rollout.engine=transformers"
             ) from error
 
     def _wake(self) -> None:

@@ -16,6 +16,19 @@ from siirl_dask.rollout.vllm_groups import EngineRanks
 from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice
 
 _LONGEST_THAT_FITS = -1
+_FOR_VLLM = (
+    "kv_cache_memory",
+    "gpu_memory_utilization",
+    "max_rows",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "sleep_level",
+    "tensor_parallel_size",
+    "engine_kwargs",
+)
+"""Keys of ``rollout`` that say how vLLM is called."""
 
 
 def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
@@ -50,6 +63,15 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         if name not in valid:
             raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}")
     return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.engine_kwargs}
+
+
+def what_was_given(rollout: RolloutConfig, device: Device) -> str:
+    """What vLLM was told other than by default, and the cache it has on a CPU, by the names that a user knows."""
+    default = RolloutConfig()
+    given = {name: getattr(rollout, name) for name in _FOR_VLLM if getattr(rollout, name) != getattr(default, name)}
+    if device.kind is DeviceKind.CPU:
+        given = {"kv_cache_memory": CPU_CACHE, **given}
+    return ", ".join(f"rollout.{name}={value}" for name, value in given.items()) or "its defaults"
 
 
 def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:

@@ -1,0 +1,61 @@
+"""How many tokens a prompt's responses may have, how many they are expected to have, and what sampling them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from siirl_dask.config import RolloutConfig
+from siirl_dask.coordinator.balance import Ints
+from siirl_dask.errors import DataError
+from siirl_dask.schema import ROW_ID
+
+MAX_TOKENS = "max_tokens"
+"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
+_READ_FOR_ONE = 16  # tokens of a prompt that are read in the time in which one is sampled: together, and by n samples
+
+
+def limits_of(rows: pa.Table) -> list[int | None]:
+    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
+    tokens.
+    """
+    if MAX_TOKENS not in rows.column_names:
+        return [None] * int(rows.num_rows)
+    given: list[object] = rows[MAX_TOKENS].to_pylist()
+    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
+        if limit is not None and not (isinstance(limit, int) and limit >= 1):
+            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
+    return given  # type: ignore[return-value]  # as was just seen
+
+
+def check_expected(lengths: pa.ChunkedArray, what: str, first: int = 0) -> None:
+    """DataError for expected lengths that are no whole numbers of at least 1. ``first``: number of the first row."""
+    if not pa.types.is_integer(lengths.type):
+        raise DataError(f"{what} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS BIGINT)")
+    fits = pc.fill_null(pc.greater_equal(lengths, 1), False)
+    if (wrong := pc.index(fits, False).as_py()) >= 0:
+        raise DataError(f"{what} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 token")
+
+
+def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutConfig | None) -> Ints:
+    """What a sample of each prompt is expected to cost, in sampled tokens: those expected of the response, and one for
+    every 16 of the prompt, whose ``lengths`` are given. [N] -> [N].
+
+    Expected is what the column ``rollout.expected_length`` says, at most what the row and the rollout allow; without
+    the column, as much as the row allows. Where rows say neither, or no ``rollout`` is given, all are expected to be as
+    long as any, and the longest prompts cost most: their own tokens.
+    """
+    read = np.asarray(lengths, dtype=np.int64)
+    expected = None if rollout is None else rollout.expected_length
+    named = [name for name in (expected, MAX_TOKENS) if name in prompts.column_names]
+    if rollout is None or not named:
+        return read
+    longest = rollout.max_response_length
+    most = np.array([longest if limit is None else min(limit, longest) for limit in limits_of(prompts)], dtype=np.int64)
+    if named[0] == expected:
+        check_expected(prompts[expected], f"the column {expected!r} (rollout.expected_length)")
+        most = np.minimum(most, prompts[expected].to_numpy().astype(np.int64))
+    return most + read // _READ_FOR_ONE

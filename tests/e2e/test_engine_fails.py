@@ -1,0 +1,64 @@
+"""An engine that cannot be built ends the run with one error that says what and where, and leaves no process behind."""
+
+import contextlib
+import os
+from importlib.util import find_spec
+
+import psutil
+import pytest
+
+from siirl_dask.testing.tiny import tiny_model
+
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+VLLM = ("rollout.engine=vllm", "rollout.kv_cache_memory=1MiB")
+
+
+def of_session(leader):
+    """Processes of the session that it began, whoever their parent is by now."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader:
+                yield process
+
+
+def an_argument_that_vllm_has_not(folder):
+    return [*VLLM, "rollout.engine_kwargs={max_model_length: 64}"]
+
+
+def a_cache_that_is_too_small(folder):
+    """8 KiB a token."""
+    model = tiny_model(folder / "wide", layers=8, kv_heads=2, head_dim=64)
+    return [*VLLM, f"model.path={model}", "rollout.engine_kwargs={max_model_len: 1024}"]
+
+
+def heads_that_vllm_has_not(folder):
+    return [*VLLM, f"model.path={tiny_model(folder / 'odd', head_dim=8)}"]
+
+
+def weights_that_are_missing(folder):
+    model = tiny_model(folder / "empty")
+    (model / "model.safetensors").unlink()
+    return [f"model.path={model}"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        pytest.param(an_argument_that_vllm_has_not, "rollout.engine_kwargs.max_model_length", marks=NEEDS_VLLM),
+        pytest.param(a_cache_that_is_too_small, "rollout.kv_cache_memory=1MiB", marks=NEEDS_VLLM),
+        pytest.param(heads_that_vllm_has_not, "head_dim=8", marks=NEEDS_VLLM),
+        (weights_that_are_missing, "model.path="),
+    ],
+)
+def test_it_is_one_error_by_name_and_no_process_is_left(start, tmp_path, wrong, said):
+    run = start("cluster.workers=1", "cluster.placement={}", *wrong(tmp_path))
+    _, out, err = run.end(timeout=120)
+    _, left = psutil.wait_procs([*of_session(run.process.pid)], timeout=3)
+    assert not left
+    assert run.process.returncode == 2
+    assert err.startswith("error: ")
+    assert said in err
+    assert "role 'rollout', worker '0'" in err
+    assert (err.count("error: "), out) == (1, "")
+    assert "Traceback" not in err
+    assert not run.url.exists()

@@ -1,0 +1,115 @@
+"""What a sample is expected to cost, and that the costliest are begun first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.config import RolloutConfig
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.errors import DataError
+from siirl_dask.nodes import encode_prompts, generate, sample_mixed_groups
+from siirl_dask.nodes.lengths import sampling_costs
+from siirl_dask.planner.contract import contract_of
+from siirl_dask.rollout import FinishReason, Generation
+
+LIMIT = st.one_of(st.none(), st.integers(1, 300))
+
+
+def table(**columns):
+    count = len(next(iter(columns.values())))
+    ids = pa.array(range(count), pa.int64())
+    identity = {"row_id": ids, "group_id": ids, "tokens": pa.array([0] * count, pa.int64())}
+    return pa.table({**identity, **columns})
+
+
+@dataclass
+class Letters:
+    """A token for each letter. It notes the prompts in the order in which they are begun."""
+
+    begun: list = field(default_factory=list)
+    version = 0
+
+    class tokenizer:
+        @staticmethod
+        def encode(prompt):
+            return [*map(ord, prompt)]
+
+        @staticmethod
+        def decode(token_ids, *, skip_special):
+            return "".join(map(chr, token_ids))
+
+    def serve(self, work):
+        while taken := work.take(2, wait=True):
+            for ticket, asked in taken:
+                self.begun.append(self.tokenizer.decode(asked.prompt, skip_special=True))
+                work.give(ticket, Generation([asked.seed % 1000], [-1.0], FinishReason.STOP))
+
+
+def sampled(rollout, **columns):
+    """The prompts in the order in which they are begun, and the rows."""
+    engine = Letters()
+    ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=engine)
+    rows = generate(ctx, encode_prompts(ctx, table(**columns), max_prompt_length=99, rollout=rollout), rollout=rollout)
+    return engine.begun, rows
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 10**6), LIMIT, st.integers(1, 10**5)), min_size=1), most=st.integers(1, 300)
+)
+def test_the_cost_is_what_is_expected_within_what_is_allowed_and_a_little_for_the_prompt(rows, most):
+    expected, limits, prompts = zip(*rows, strict=True)
+    rollout = RolloutConfig(max_response_length=most, expected_length="expected")
+    given = table(expected=pa.array(expected, pa.uint32()), max_tokens=pa.array(limits, pa.int32()))
+    costs = sampling_costs(given, prompts, rollout)
+    within = [min(length, most, limit or most) for length, limit in zip(expected, limits, strict=True)]
+    assert (costs - np.array(prompts) // 16).tolist() == within
+
+
+def test_without_the_column_the_rows_own_limit_counts_and_without_that_the_prompt():
+    rollout = RolloutConfig(max_response_length=20)
+    limits = pa.array([5, None, 99])
+    assert sampling_costs(table(max_tokens=limits), [16, 1, 1], rollout).tolist() == [6, 20, 20]
+    assert sampling_costs(table(prompt=["a", "b"]), [7, 3], rollout).tolist() == [7, 3]
+    named = RolloutConfig(max_response_length=20, expected_length="expected")
+    assert sampling_costs(table(max_tokens=limits), [16, 1, 1], named).tolist() == [6, 20, 20]
+
+
+def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order():
+    prompts = ["a", "bbbb", "cc"]
+    by_prompt, rows = sampled(RolloutConfig(n=2), prompt=prompts)
+    assert by_prompt == ["bbbb", "bbbb", "cc", "cc", "a", "a"]
+    by_limit, _ = sampled(RolloutConfig(n=2), prompt=prompts, max_tokens=[3, 1, 2])
+    assert by_limit == ["a", "a", "cc", "cc", "bbbb", "bbbb"]
+    rollout = RolloutConfig(n=2, expected_length="expected")
+    by_length, same = sampled(rollout, prompt=prompts, max_tokens=[99] * 3, expected=[4, 1, 8])
+    assert by_length == ["cc", "cc", "a", "a", "bbbb", "bbbb"]
+    names = ["row_id", "group_id", "tokens", "prompt", "response_ids"]
+    assert same.select(names).equals(rows.select(names))
+    assert same["tokens"].to_pylist() == [2, 2, 5, 5, 3, 3]
+
+
+def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
+    rollout = RolloutConfig(expected_length="expected")
+    for node in (encode_prompts, sample_mixed_groups):
+        assert contract_of(partial(node, rollout=rollout)).optional == ("max_tokens", "expected")
+        assert contract_of(partial(node, rollout=RolloutConfig())).optional == ("max_tokens",)
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        (pa.array([1, None]), "'expected' .* is None in row 1"),
+        (pa.array([4, 0]), "'expected' .* is 0 in row 1"),
+        (pa.array([2.0, 3.0]), "'expected' .* holds double"),
+    ],
+)
+def test_what_is_no_number_of_tokens_is_refused_by_name(expected, said):
+    with pytest.raises(DataError, match=said):
+        sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length="expected"))
