@@ -25,9 +25,8 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two at a time, the slowest first, and one torch thread each; what holds times runs alone, afterwards.
-SLOWEST := tests/rollout tests/e2e tests/training
+# Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(SLOWEST) tests
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/pytest -m alone

@@ -2,6 +2,7 @@
 it.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -18,6 +19,23 @@ from siirl_dask.configfile import load, shipped
 
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+ROOT = Path(__file__).parent
+SLOWEST = ("rollout", "e2e", "training")
+
+
+def pytest_collection_modifyitems(items):
+    """The slowest files begin first, so that no process is left alone with one. (pytest forgets the order in which
+    folders within one another are given.)
+    """
+    folders = {item: item.path.relative_to(ROOT).parts[0] for item in items}
+    items.sort(key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST))
+
+
+def pytest_collection_finish():
+    """vLLM and some tests collect garbage, each time through whatever is not frozen: a second, with all the modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

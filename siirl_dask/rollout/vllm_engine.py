@@ -143,6 +143,7 @@ class VllmEngine:
 
     def _start(self, model: ModelConfig, settings: Mapping[str, Any], given: str) -> LLM:
         gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
+        gc.freeze()  # until it is closed: vLLM collects five times as it starts, through all that was imported
         if model_parallel_is_initialized():
             raise ConfigError(
                 "vLLM runs one engine in a process, and this one has one: close it first, give the roles workers of "

@@ -76,7 +76,7 @@ class Recorder:
 
 
 class Recorded(VllmEngine):
-    def _start(self, model, settings):
+    def _start(self, model, settings, given):
         return Recorder()
 
     def calls(self):
