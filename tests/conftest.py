@@ -32,8 +32,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST))
 
 
-def pytest_collection_finish():
-    """vLLM and some tests collect garbage, each time through whatever is not frozen: a second, with all the modules."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Garbage is looked for often, by Python, by vLLM and by tests: a second each time, where it goes through all that
+    modules and tests before have left.
+    """
     gc.collect()
     gc.freeze()
 

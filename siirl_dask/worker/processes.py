@@ -17,6 +17,7 @@ _IMPORTED = [
     "siirl_dask.training.fsdp",
     "siirl_dask.worker.dag_worker",
     "distributed.nanny",
+    "siirl_dask.worker.frozen",
 ]
 
 
