@@ -6,6 +6,7 @@ path, travel by value, as those of the script itself do. Packages that are insta
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from siirl_dask.errors import PlanError, RunError
 from siirl_dask.planner import Plan
 
 Phases = Mapping[str, tuple[Plan, Source]]
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _ELSEWHERE = ("siirl_dask", "siirl_storage", "__main__", "__mp_main__")  # on every worker; by value in any case
 
 
@@ -68,14 +69,13 @@ def _own_modules() -> list[ModuleType]:
     """Modules that are the user's own, wherever in them a plan's functions are."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     folders = {Path.cwd(), *([Path(script).resolve().parent] if script else [])}
-    standard = Path(sysconfig.get_path("stdlib"))
+    standard = sysconfig.get_path("stdlib") + os.sep
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or name.split(".")[0] in _ELSEWHERE or getattr(module, "__name__", None) != name:
             continue
-        path = Path(file)
-        installed = path.is_relative_to(standard) or not set(_INSTALLED).isdisjoint(path.parts)
-        if name.endswith(".py") or (not installed and any(path.is_relative_to(folder) for folder in folders)):
+        installed = file.startswith(standard) or any(folder in file for folder in _INSTALLED)
+        if name.endswith(".py") or (not installed and any(Path(file).is_relative_to(folder) for folder in folders)):
             found.append(module)
     return found
