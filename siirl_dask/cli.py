@@ -167,10 +167,18 @@ def _train(config: Config, dag: DAG, validation: DAG | None, chosen: argparse.Na
     run(config, dag, validation, fresh=chosen.fresh, force=chosen.force)
 
 
+def _end_soon() -> None:
+    """Python would go through all that torch made once more, for a second. nanobind, which triton is built with, calls
+    leaked what is left out.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def _exit_with_message(work: Callable[[], None]) -> None:
     """Run ``work``; what it raises on purpose becomes one message, what it does not (a bug) stays a traceback."""
     signal.signal(signal.SIGTERM, _as_interrupt)
-    atexit.register(gc.freeze)  # going through all that torch made once more would take the end of the process a second
+    atexit.register(_end_soon)
     sys.path.insert(0, str(Path.cwd()))  # functions named module:function in a config are looked for here too
     try:
         work()

@@ -2,7 +2,9 @@
 each of which would go through it for half a second and copy the pages that it shares with the other workers.
 """
 
+import atexit
 import gc
 
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # nanobind, which triton is built with, says at the end that what is frozen was leaked
