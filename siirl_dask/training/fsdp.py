@@ -45,7 +45,8 @@ class ShardedModel:
         self._sequence = sequence_ranks(rank, trainer.sequence_parallel, self.device)
         if (size := trainer.tensor_parallel) > 1:
             both = tensor_mesh(rank, size, self.device)
-            self._mesh, self._tensor, self.shards = both["data"], both["tensor"], rank.group
+            assert both.mesh_dim_names is not None
+            (self._mesh, self._tensor), self.shards = (both[axis] for axis in both.mesh_dim_names), rank.group
             self._common = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
             self._mesh, self._common = role_mesh(rank, trainer.shard_size, self.device), Rank()

@@ -27,10 +27,21 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
-        return DeviceMesh.from_group(_group_of_one(_BACKENDS[device.type]), device.type)
+        return _one_axis(_group_of_one(_BACKENDS[device.type]), device)
     if size == rank.size:
-        return DeviceMesh.from_group(rank.group, device.type)
+        return _one_axis(rank.group, device)
     return _two_axes(rank, size, device, ("lots", "shards"))
+
+
+def _one_axis(group: Any, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(_axis("shards", group),))
+
+
+def _axis(name: str, group: Any) -> str:
+    """DTensor keeps what operations give, mesh included, by meshes that are equal: those of another role or of a run
+    before this one on the same ranks, whose groups have other names, must not be.
+    """
+    return f"{name} of group {group.group_name}"
 
 
 def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
@@ -47,7 +58,8 @@ def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str
     row, column = divmod(rank.rank, size)
     _even_out(rank.group, device)
     groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, column], places[row])]
-    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=names)
+    axes = tuple(_axis(name, group) for name, group in zip(names, groups, strict=True))
+    return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=axes)
 
 
 def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:

@@ -213,3 +213,19 @@ def test_weights_that_a_folder_lacks_are_named(tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"its \*\.safetensors lack \['lm_head\.weight'\]"):
         FsdpTrainer(ModelConfig(path=str(folder)), config(backend="fsdp"), temperature=1.0, rank=Rank())
+
+
+def test_weights_are_gathered_by_the_groups_of_their_own_run_after_another_on_the_same_ranks(folders, tmp_path):
+    run_ranks(2, partial(one_after_the_other, next(iter(folders.values()))), tmp_path)
+
+
+def one_after_the_other(folder, rank):
+    for number in range(2):
+        group = dist.new_group([0, 1])
+        trainer = build_trainer(
+            Device("w0"), Rank(rank.rank, 2, group), model=ModelConfig(path=str(folder)),
+            trainer=TrainerConfig(backend="fsdp"), rollout=RolloutConfig(),
+        )  # fmt: skip
+        assert sum(tensor.numel() for _, tensor in trainer.weights()), number
+        dist.destroy_process_group(group)
+    return []
