@@ -103,7 +103,7 @@ def measure(workers: int, rows_each: int) -> Measured:
     began = time.perf_counter()
     owners = assign(edge, Statistics.of(gathered.statistics))
     decide = time.perf_counter() - began
-    assert gathered.statistics.num_rows == len(owners) == len(ids)
+    assert len(gathered.statistics) == len(owners) == len(ids)
     most = max(transport.served.values(), default=0)
     return Measured(workers, len(ids), transport.messages, gathered.statistics.nbytes, most, serial, decide)
 

@@ -2,13 +2,15 @@
 
 Rows are grouped by ``uid % destinations``. A GROUPED edge keeps a group together and gives each of as many groups as
 there are owners to another owner, so that every destination gets one residue class, as the work demands; which one is
-the layout's decision. The driver calls every worker directly, as Ray's calls its actors: in a run no call is waited
-for, since a worker's chain goes on to its next link by itself.
+the layout's decision. The driver says "go" to every worker and hears "done" over sockets of their own: in a run nobody
+calls anybody, since a worker's chain goes on to its next link by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -30,6 +32,8 @@ from work import Rows as WorkRows
 _PHASE = "train"
 _LISTS = {name: pa.list_(pa.from_numpy_dtype(kind)) for name, kind in COLUMNS.items()}
 _SCHEMA = pa.schema({ROW_ID: pa.int64(), GROUP_ID: pa.int64(), TOKENS: pa.int64()} | _LISTS)
+_SEQUENCE = struct.Struct("<q")
+_DONE = b"."
 _T = TypeVar("_T")
 
 
@@ -75,12 +79,19 @@ class Plane(WorkerPlugin):
         edges, settings = {f"{_PHASE}/{self._edge.name}": self._edge}, DataSettings(way=Way(self._transport))
         self._plane = DataPlane(worker, self._run, self._members, edges, settings)
         await self._plane.start()
-        worker.handlers[self.name] = self.transfer
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1")
+        self.port: int = self._server.sockets[0].getsockname()[1]
 
     async def teardown(self, worker: Worker) -> None:
         self._received = None
-        worker.handlers.pop(self.name)
+        self._server.close()
         await self._plane.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while word := await reader.read(_SEQUENCE.size):
+            await self.transfer(*_SEQUENCE.unpack(word))
+            writer.write(_DONE)
+        writer.close()
 
     async def transfer(self, sequence: int) -> None:
         """What a chain does at the edge: Send, then Recv; and touch what came."""
@@ -114,6 +125,10 @@ def _plane(name: str) -> Plane:
     return plugin
 
 
+def _port(plugin: str) -> int:
+    return _plane(plugin).port
+
+
 def _check(plugin: str) -> Held:
     return _plane(plugin).check()
 
@@ -129,25 +144,25 @@ class _Transitions:
         self._cluster = cluster
         self._destinations = cluster.addresses[: work.destinations]
         self._sequence = 0
+        self._links = [socket.create_connection(("127.0.0.1", port), PATIENCE) for port in self._ports()]
+
+    def _ports(self) -> list[int]:
+        client, addresses = self._cluster.client, self._cluster.addresses
+        ports: list[int] = client.gather(
+            [client.submit(_port, self._plugin, workers=[address], pure=False) for address in addresses]
+        )
+        return ports
 
     def before(self) -> None:
         self._sequence += 1
         self._bytes_before = self._cluster.traffic()
 
     def run(self) -> None:
-        client, sequence = self._cluster.client, self._sequence
-
-        async def call_all() -> None:
-            calls = (
-                getattr(client.rpc(address), self._plugin)(sequence=sequence) for address in self._cluster.addresses
-            )
-            await asyncio.gather(*calls)
-
-        client.sync(call_all, callback_timeout=PATIENCE)
-
-    async def _call_all(self) -> None:
-        workers = map(self._cluster.client.rpc, self._cluster.addresses)
-        await asyncio.gather(*(getattr(worker, self._plugin)(sequence=self._sequence) for worker in workers))
+        for link in self._links:
+            link.sendall(_SEQUENCE.pack(self._sequence))
+        for link in self._links:
+            if link.recv(1) != _DONE:
+                raise RuntimeError("a worker failed: see its log")
 
     def check(self) -> list[Held]:
         client = self._cluster.client
@@ -156,17 +171,22 @@ class _Transitions:
         return held
 
     def driver_bytes(self) -> int:
-        return self._cluster.traffic() - self._bytes_before
+        words = (_SEQUENCE.size + len(_DONE)) * len(self._links)
+        return self._cluster.traffic() - self._bytes_before + words
 
     def after(self) -> None:
         self._everywhere(_drop, self._sequence + 1)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
 
     def _everywhere(self, task: Callable[..., None], argument: object) -> None:
         client, addresses = self._cluster.client, self._cluster.addresses
         wait_for([client.submit(task, self._plugin, argument, workers=[a], pure=False) for a in addresses])
 
 
-def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> Method:
+def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> _Transitions:
     plane = Plane(uuid4().hex[:8], work, cluster.members, transport)
     cluster.client.register_plugin(plane)
     return _Transitions(f"siirl_dask_{transport}", plane.name, work, cluster)
@@ -178,11 +198,15 @@ class Ours:
     def __init__(self, transports: Sequence[str]) -> None:
         self._transports = transports
         self._cluster: DaskCluster | None = None
+        self._methods: list[_Transitions] = []
 
     def start(self, work: Work) -> Sequence[Method]:
         self._cluster = DaskCluster(work.workers)
-        return [_start_plane(self._cluster, work, transport) for transport in self._transports]
+        self._methods = [_start_plane(self._cluster, work, transport) for transport in self._transports]
+        return self._methods
 
     def close(self) -> None:
+        for method in self._methods:
+            method.close()
         if self._cluster is not None:
             self._cluster.close()

@@ -1,10 +1,10 @@
-"""Memory and time of handing new weights from a trainer to an engine, in parts and whole.
+"""Memory and time of handing new weights from a trainer to engines, in parts and whole.
 
-    python benchmarks/weights.py [--bucket 16MiB ...] [--layers 8] [--steps 6] [--engine transformers] [--out FILE]
+    python benchmarks/weights.py [--bucket 16MiB ...] [--layers 8] [--steps 6] [--engines 1] [--out FILE]
 
-Two workers, one trains and one generates, each a process; a step is nothing but the hand-over of a random model. A run
+One worker trains and the others generate, each a process; a step is nothing but the hand-over of a random model. A run
 of its own for each case. Memory is what a worker has beyond what it had once its roles were built: anonymous memory,
-and on the engine's worker the shared memory that the weights arrive in.
+and on an engine's worker the shared memory that it reads the weights from.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--engine", default="transformers")
+    parser.add_argument("--engines", type=int, default=1, help="workers that generate")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -117,27 +118,28 @@ def main() -> None:
         data = str(Path(folder, "data.parquet"))
         pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), data)
         buckets = ["whole", *given.bucket]
-        cases = [measure(folder, model, data, bucket, given.engine, given.steps) for bucket in buckets]
-    text = report(cases, parameters, given.engine, given.steps)
+        cases = [measure(folder, model, data, bucket, given) for bucket in buckets]
+    text = report(cases, parameters, given)
     Console(soft_wrap=True).print(text)
     if given.out:
         given.out.write_text(text)
 
 
-def measure(folder: str, model: str, data: str, bucket: str, engine: str, steps: int) -> Case:
+def measure(folder: str, model: str, data: str, bucket: str, given: argparse.Namespace) -> Case:
+    engines = list(range(1, 1 + given.engines))
     url = Path(mkdtemp(dir=folder), "run")
     overrides = [
         f"run.url={url}",
-        f"run.steps={steps + 1}",
+        f"run.steps={given.steps + 1}",
         "run.lookahead=1",
         f"data.url={data}",
         "data.prepare=null",
         "data.batch_size=1",
         "algorithm.minibatches=1",
         f"model.path={model}",
-        "cluster.workers=2",
-        "cluster.placement={policy: [0], rollout: [1]}",
-        f"rollout.engine={engine}",
+        f"cluster.workers={1 + given.engines}",
+        f"cluster.placement={{policy: [0], rollout: {engines}}}",
+        f"rollout.engine={given.engine}",
         *([] if bucket == "whole" else [f"rollout.weights_bucket={bucket}"]),
         "checkpoint.every=0",
         "validation.url=null",
@@ -146,9 +148,9 @@ def measure(folder: str, model: str, data: str, bucket: str, engine: str, steps:
     ]
     config = load(shipped("quickstart.yaml"), overrides).config
     run(config, hand_over(config, whole=bucket == "whole"))
-    trainer, engines = (json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, 1))
+    trainer, *others = (json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, *engines))
     seconds = [record["seconds"] for record in read_metrics(str(url))[1:]]  # the first step warms up
-    return Case(bucket, trainer["anonymous"], engines["all"], seconds)
+    return Case(bucket, trainer["anonymous"], max(other["all"] for other in others), seconds)
 
 
 def hand_over(config: Config, *, whole: bool) -> DAG:
@@ -169,12 +171,13 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
     )
 
 
-def report(cases: Sequence[Case], parameters: int, engine: str, steps: int) -> str:
+def report(cases: Sequence[Case], parameters: int, given: argparse.Namespace) -> str:
     lines = [
-        f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {engine}; {steps} hand-overs; "
+        f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {given.engines} x {given.engine}; "
+        f"{given.steps} hand-overs; "
         f"{platform.machine()}, {os.cpu_count()} cores, {os.getloadavg()[0]:.0f} processes that want one",
         "",
-        "| bucket | trainer's worker, MB more | engine's worker, MB more | seconds, median | least |",
+        "| bucket | trainer's worker, MB more | an engine's worker, MB more | seconds, median | least |",
         "|---|---|---|---|---|",
     ]
     lines += [

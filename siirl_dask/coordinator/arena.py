@@ -197,15 +197,16 @@ class CannotMap(PeerError):
 class Attachments:
     """Segments of peers that this process has mapped, by nonce; the ones used longest ago are let go of."""
 
-    def __init__(self, most: int = 256) -> None:
+    def __init__(self, *, writable: bool, most: int = 256) -> None:
+        self._writable = writable
         self._most = most
         self._mapped: dict[bytes, Bytes] = {}
 
     def attach(self, handle: Handle) -> Bytes:
-        """The bytes of a peer's segment, writable. CannotMap when there is no such segment, or not any more."""
+        """The bytes of a peer's segment. CannotMap when there is no such segment, or not any more."""
         found = self._mapped.pop(handle.nonce, None)
         if found is None:
-            found = _map(handle)
+            found = _map(handle, self._writable)
         self._mapped[handle.nonce] = found
         while len(self._mapped) > self._most:
             self._mapped.pop(next(iter(self._mapped)))
@@ -215,16 +216,17 @@ class Attachments:
         self._mapped.clear()
 
 
-def _map(handle: Handle) -> Bytes:
+def _map(handle: Handle, writable: bool) -> Bytes:
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise OSError(f"{path} is no segment")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _seals() or os.fstat(fd).st_size != handle.size:
                 raise OSError(f"{path} is no segment of {handle.size} bytes that cannot shrink")
-            mapped = mmap.mmap(fd, handle.size)
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            mapped = mmap.mmap(fd, handle.size, prot=access)
         finally:
             os.close(fd)
     except (OSError, ValueError, OverflowError) as error:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.arena import Arena, Block, Segment
 from siirl_dask.coordinator.balance import Ints
+from siirl_dask.coordinator.borrowing import Borrowed, in_runs
 from siirl_dask.coordinator.cells import Runs, cell_width, column_of, starts_of
 from siirl_dask.coordinator.frames import Frame
 from siirl_dask.coordinator.limits import physical_memory
@@ -65,16 +66,24 @@ class _Column:
 
 
 class Assembly:
-    """Rows of ``schema``, out of ``parts`` that together have each place once; ``identity`` is what is known of them
-    already.
+    """Rows of ``schema``, out of ``parts`` and what is ``borrowed``, which together have each place once; ``identity``
+    is what is known of them already.
     """
 
-    def __init__(self, schema: pa.Schema, identity: pa.Table, parts: Sequence[Part], arena: Arena) -> None:
+    def __init__(
+        self,
+        schema: pa.Schema,
+        identity: pa.Table,
+        parts: Sequence[Part],
+        arena: Arena,
+        borrowed: Sequence[Borrowed] = (),
+    ) -> None:
         self.schema = schema
         self._identity = identity
         self._count = identity.num_rows
         self._parts = parts
-        self._plain: list[tuple[Ints, pa.Table]] = []
+        self._borrowed = borrowed
+        self._plain = [(one.places, one.plain) for one in borrowed]
         layouts = self._layouts()
         widths = {name: cell_width(schema.field(name).type) or 0 for name in layouts}
         total = sum(layout.elements * widths[name] for name, layout in layouts.items())
@@ -196,6 +205,8 @@ class Assembly:
             return self._identity[name]
         column = self._columns.get(name)
         found = column_of(kind, column.layout.lengths, column.block.buffer()) if column else pa.chunked_array([], kind)
+        if any(name in one.columns for one in self._borrowed):
+            return self._with_borrowed(name, kind, found)
         plain = [(places, table[name]) for places, table in self._plain if name in table.column_names]
         if not plain:
             return found
@@ -206,3 +217,12 @@ class Assembly:
         whole = pa.chunked_array([*found.chunks, *(chunk for _, rows in plain for chunk in rows.chunks)], kind)
         whole = whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
         return whole.combine_chunks() if whole.nbytes < _ONE_CHUNK else whole
+
+    def _with_borrowed(self, name: str, kind: pa.DataType, found: pa.ChunkedArray) -> pa.ChunkedArray:
+        """A column that some sources lend."""
+        here = [part.places for part in self._parts if name in part.lengths]
+        pieces = [(places, places, found) for places in here]
+        pieces += [(one.places, one.rows, one.columns[name]) for one in self._borrowed if name in one.columns]
+        plain = ((places, table[name]) for places, table in self._plain if name in table.column_names)
+        pieces += [(places, np.arange(len(places)), rows) for places, rows in plain]
+        return in_runs(pieces, kind)

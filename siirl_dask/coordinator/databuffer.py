@@ -63,7 +63,8 @@ class Databuffer:
         self._forgotten = 0
         self._aborted: str | None = None
         self._serving = Budget(self._limits.memory // 8)
-        self._attachments = Attachments()
+        self._attachments = Attachments(writable=True)
+        self._way = way
         self.arena = Arena(keep=self._limits.memory // 2)
         self._movers = Movers()
         self._puller = Puller(worker, transport, self._own, self.arena, self._movers, self._limits, way)
@@ -84,11 +85,13 @@ class Databuffer:
     async def publish(self, edge: Edge, turn: Turn, table: pa.Table, part: int | None = None) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays rows out by them."""
         statistics = describe_rows(table, edge.sources.index(self._worker))
-        moving = table.select(edge.schema.names).cast(edge.schema) if edge.moves and table.num_rows else None
+        moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
         left = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
         published = Published(statistics, moving, left)
         if moving is not None and published.nbytes + self.waiting > self._limits.memory // 4:
             published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
+        elif moving is not None and self._lends(edge):
+            await self._movers.run(published.nbytes, published.lend, self.arena, self._limits.lend_from)
         if published.table is not None:
             await self._movers.run(published.copied, published.columns)  # once, and not while a peer waits
         slot = self._slot(self.key(edge, turn, part))
@@ -149,7 +152,8 @@ class Databuffer:
         self._forgotten = max(self._forgotten, before)
         self._exchange.forget(before)
         for key in [key for key in self._slots if key.sequence < before]:
-            self._slots.pop(key).cancel()
+            if not self._is_lent(self._slots[key]):
+                self._slots.pop(key).cancel()
         self.arena.collect()
 
     def abort(self, reason: str) -> None:
@@ -176,6 +180,15 @@ class Databuffer:
     def _all_published(self) -> Iterator[Published]:
         done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())
         return (slot.result() for slot in done if slot.exception() is None)
+
+    def _lends(self, edge: Edge) -> bool:
+        """Where several workers get the same rows, one copy is enough for all of this host."""
+        others = sum(target != self._worker for target in edge.targets)
+        return edge.rows is Rows.REPLICATED and others > 1 and self._way is not Way.dask
+
+    @staticmethod
+    def _is_lent(slot: asyncio.Future[Published]) -> bool:
+        return slot.done() and not slot.cancelled() and slot.exception() is None and slot.result().is_lent
 
     def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
         if key not in self._slots:
@@ -269,3 +282,8 @@ class Databuffer:
                 case _:
                     raise PeerError(f"received {str(item)[:80]!r} for what was taken")
         return Reply()
+
+
+def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    table = table.select(schema.names)
+    return table if table.schema.equals(schema) else table.cast(schema)

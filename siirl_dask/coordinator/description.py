@@ -15,8 +15,10 @@ import pyarrow as pa
 from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.cells import cell_width
 from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.lending import Loan, unpack_loan
 from siirl_dask.coordinator.messages import pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
+from siirl_dask.schema import IDENTITY
 
 LONGEST = 2**48  # elements of a row; what is more is no length
 
@@ -35,6 +37,18 @@ class Description:
     """Pattern of each column whose rows are runs of bytes."""
     patterns: Sequence[Ints] | None
     """Elements of each row; None where they are still to be asked for."""
+    loan: Loan | None = None
+    """Where the rows can be read by processes of the source's domain."""
+
+    @property
+    def rows(self) -> int:
+        """That the source published. Not where the patterns are still to be asked for."""
+        assert self.patterns
+        return len(self.patterns[0])
+
+    def plain_schema(self, schema: pa.Schema) -> pa.Schema:
+        """Of the columns that are no runs of bytes."""
+        return pa.schema([field for field in schema if field.name not in self.columns and field.name not in IDENTITY])
 
     def lengths(self, rows: Ints) -> dict[str, Ints]:
         """By column, of some of the rows. PeerError when the source published fewer."""
@@ -46,7 +60,8 @@ class Description:
 
     def pack(self) -> tuple[list[Any], list[Frame]]:
         count = -1 if self.patterns is None else len(self.patterns)
-        header = [self.source, self.domain, self.row_bytes, dict(self.columns), count]
+        loan = self.loan and self.loan.pack()
+        header = [self.source, self.domain, self.row_bytes, dict(self.columns), count, loan]
         return header, [pack_ints(pattern) for pattern in self.patterns or ()]
 
 
@@ -58,7 +73,7 @@ def unpack_descriptions(
     left = list(frames)
     for header in headers if isinstance(headers, list | tuple) else [headers]:
         match header:
-            case [int(source), str(domain), int(row_bytes), dict(columns), int(count)] if (
+            case [int(source), str(domain), int(row_bytes), dict(columns), int(count), loan] if (
                 0 <= source < sources
                 and 0 <= row_bytes < LONGEST
                 and -1 <= count <= len(left)
@@ -67,7 +82,7 @@ def unpack_descriptions(
                 patterns = [unpack_ints(bytes(frame), LONGEST, 2**40) for frame in left[: max(count, 0)]]
                 left = left[max(count, 0) :]
                 known = None if count < 0 else patterns
-                found[source] = Description(source, domain, row_bytes, columns, known)
+                found[source] = Description(source, domain, row_bytes, columns, known, unpack_loan(loan))
             case _:
                 raise PeerError(f"received {str(header)[:120]!r} for a description of rows of {schema.names}")
     if left:

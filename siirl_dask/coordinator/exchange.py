@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from siirl_dask.coordinator.description import Description, pack_descriptions, unpack_descriptions
-from siirl_dask.coordinator.frames import from_frames, to_frames
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport
-from siirl_dask.coordinator.statistics import STATISTICS
+from siirl_dask.coordinator.statistics import Lines, unpack_lines
 from siirl_dask.coordinator.tasks import together
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
@@ -26,24 +25,24 @@ from siirl_dask.planner import Edge
 FAN_OUT = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gathered:
     """What is known of an edge's rows: of one source's, of those below a member of the tree, or of all."""
 
-    statistics: pa.Table
+    statistics: Lines
     descriptions: Mapping[int, Description] = field(default_factory=dict)
     """By source; of an edge that moves no rows there are none."""
 
     @staticmethod
     def merge(parts: Sequence[Gathered]) -> Gathered:
         descriptions = {source: found for part in parts for source, found in part.descriptions.items()}
-        table = pa.concat_tables([part.statistics for part in parts])
-        return Gathered(table.combine_chunks(), descriptions)  # once, not for everyone who asks
+        return Gathered(np.concatenate([part.statistics for part in parts]), descriptions)
 
+    @cached_property
     def reply(self) -> Reply:
-        header, frames = to_frames(self.statistics)
+        """The same for everyone who asks."""
         about, patterns = pack_descriptions(self.descriptions.values())
-        return Reply({"rows": header, "about": about, "split": len(frames)}, [*frames, *patterns])
+        return Reply({"about": about}, [self.statistics.tobytes(), *patterns])
 
 
 Own = Callable[[TransitionKey], Coroutine[Any, Any, Gathered]]
@@ -67,7 +66,7 @@ class Exchange:
         member = edge.sources if request.op == Op.UP else _members(edge)
         if self._worker not in member:
             raise PeerError(f"worker {self._worker!r} has no part in the statistics of edge {edge.name}")
-        return (await self._once(edge, request.key, Op(request.op))).reply()
+        return (await self._once(edge, request.key, Op(request.op))).reply
 
     def forget(self, before: int) -> None:
         """Drop what was gathered in turns before sequence number ``before``."""
@@ -115,18 +114,11 @@ def _members(edge: Edge) -> tuple[str, ...]:
 
 
 def _read(reply: Reply, edge: Edge) -> Gathered:
-    split = reply.header.get("split")
-    if not isinstance(split, int) or not 0 <= split <= len(reply.frames):
-        raise PeerError(f"received {split!r} as the number of frames of {len(reply.frames)}")
-    table = from_frames(reply.header.get("rows", {}), reply.frames[:split], STATISTICS)
-    for name, below in (("source", len(edge.sources)), ("position", 2**48), ("tokens", 2**48), ("minibatch", 2**31)):
-        values = table[name].to_numpy()
-        if len(values) and (values.min() < 0 or values.max() >= below):
-            raise PeerError(f"received statistics with {name} from {values.min()} to {values.max()}")
-    if np.any([column.null_count for column in table.columns]):
-        raise PeerError("received statistics with nulls")
-    about = unpack_descriptions(reply.header.get("about"), reply.frames[split:], len(edge.sources), edge.schema)
-    return Gathered(table, about)
+    if not reply.frames:
+        raise PeerError("received no statistics")
+    lines = unpack_lines(reply.frames[0], len(edge.sources))
+    about = unpack_descriptions(reply.header.get("about"), reply.frames[1:], len(edge.sources), edge.schema)
+    return Gathered(lines, about)
 
 
 def _mark_as_seen(task: asyncio.Task[Gathered]) -> None:

@@ -20,6 +20,8 @@ class Limits:
     """Of rows, in one message."""
     described: int = 2**20
     """Of the descriptions of all rows of an edge that travel with their statistics; larger ones are asked for."""
+    lend_from: int = 2**12
+    """Of a row in a column, on average: from here on the targets of replicated rows read them where they lie."""
     spill_folder: str | None = None
     """Where partitions spill to: None is the system's folder for temporary files."""
 

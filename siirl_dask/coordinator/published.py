@@ -18,7 +18,9 @@ from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.cells import Cells, Runs, cell_width, cells_of, large_kind, starts_of
 from siirl_dask.coordinator.description import Description
 from siirl_dask.coordinator.frames import Frame, to_frames
+from siirl_dask.coordinator.lending import Loan, lend
 from siirl_dask.coordinator.messages import unpack_ints
+from siirl_dask.coordinator.statistics import Lines
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
@@ -54,13 +56,15 @@ class _Split:
 class Published:
     """A partition, never changed."""
 
-    statistics: pa.Table
+    statistics: Lines
     table: pa.Table | None
     """None when no rows move, and once every row has been taken."""
     left: int
     """Rows that are still to be taken, once per target when the edge replicates."""
     spilled: mmap.mmap | None = None
     """The file that the table is mapped from."""
+    loan: Loan | None = None
+    """Where targets on this host read the rows; those count as taken when the targets have let go of them."""
     gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once every row has been taken, or nobody will."""
     _split: _Split | None = field(default=None, init=False)
@@ -71,12 +75,17 @@ class Published:
 
     @property
     def rows(self) -> int:
-        return int(self.statistics.num_rows)
+        return len(self.statistics)
 
     @property
     def nbytes(self) -> int:
         """In memory: nothing when it is spilled."""
         return 0 if self.table is None or self.spilled is not None else int(self.table.nbytes)
+
+    @property
+    def is_lent(self) -> bool:
+        """Peers may still read it, though its turn be over."""
+        return self.loan is not None and self.table is not None
 
     @property
     def copied(self) -> int:
@@ -96,6 +105,15 @@ class Published:
             self.table, self._split, self.spilled = None, None, None
             self.gone.set()
 
+    def lend(self, arena: Arena, least: int) -> None:
+        """Let targets on this host read the rows where they lie, if that is worth while (see ``lending``)."""
+        if (lent := lend(self._table(), arena, least)) is not None:
+            self.table, self.loan = lent
+
+    def lent_column(self, name: str) -> pa.ChunkedArray:
+        """Of all rows, in shared memory."""
+        return self._table()[name]
+
     def columns(self) -> list[str]:
         """Those that are runs of bytes. PeerError when the rows are gone."""
         return list(self._columns().cells)
@@ -104,7 +122,7 @@ class Published:
         """What is told of the rows along with their statistics, which is at most ``most`` bytes."""
         split = self._columns()
         known = split.lengths if sum(pattern.nbytes for pattern in split.lengths) <= most else None
-        return Description(source, shared_memory_domain(), split.row_bytes, split.pattern_of, known)
+        return Description(source, shared_memory_domain(), split.row_bytes, split.pattern_of, known, self.loan)
 
     def lengths(self, rows: Ints) -> list[Ints]:
         """Elements of the rows, by pattern."""

@@ -2,7 +2,7 @@
 
 The consumer first learns how long its rows are, lays its result out in memory that it keeps and uses again, and then
 has each row brought to its final place: written there by the source where both are processes of one host, and received
-in chunks otherwise, two in flight per source.
+in chunks otherwise, two in flight per source. What a source of its host lends it reads where it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pyarrow as pa
 from siirl_dask.config import Way
 from siirl_dask.coordinator.arena import Arena, shared_memory_domain
 from siirl_dask.coordinator.assembly import Assembly, Chunk, Part
+from siirl_dask.coordinator.borrowing import Borrower
 from siirl_dask.coordinator.budget import Budget
 from siirl_dask.coordinator.description import LONGEST, Description
 from siirl_dask.coordinator.frames import Frame, from_frames
@@ -71,6 +72,7 @@ class Puller:
         self._apart: set[str] = set()
         self._movers = movers
         self.releases = Releases(transport)
+        self._borrower = Borrower(worker, own, self.releases, way)
         self.traffic = Traffic()
 
     async def bring(
@@ -81,8 +83,14 @@ class Puller:
             return edge.schema.empty_table()
         if (whole := await self._whole(edge, key, share)) is not None:
             return whole
-        parts = await together(*(self._part(edge, key, source, share, descriptions) for source in share.by_source))
-        assembly = Assembly(edge.schema, share.identity, parts, self._arena)
+        found = {
+            source: await self._borrower.borrow(edge, key, source, share, descriptions.get(source))
+            for source in share.by_source
+        }
+        borrowed = [one for one in found.values() if one is not None]
+        asked = (source for source, one in found.items() if one is None)
+        parts = await together(*(self._part(edge, key, source, share, descriptions) for source in asked))
+        assembly = Assembly(edge.schema, share.identity, parts, self._arena, borrowed)
         try:
             await together(*(self._fill(assembly, key, part) for part in parts))
         except BaseException:
@@ -91,10 +99,12 @@ class Puller:
             assembly.abandon()
             raise
         for part in parts:
-            if part.source == self._worker:
-                (await self._own(key)).take(len(part.rows))
-            else:
+            if part.source != self._worker:  # what is borrowed is given back when nothing refers to it
                 self.releases.note(part.source, key, len(part.rows))
+        own = [share.by_source[source] for source in share.by_source if edge.sources[source] == self._worker]
+        if own:
+            (await self._own(key)).take(len(own[0]))
+        self.traffic.shared_memory += sum(one.nbytes for one in borrowed if one.source != self._worker)
         try:
             return await self._movers.run(assembly.plain_bytes, assembly.table)
         except pa.ArrowException as error:  # such as text that is not UTF-8

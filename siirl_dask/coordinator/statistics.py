@@ -8,9 +8,11 @@ Rows of a worker that is a target as well stay with it where that leaves the tar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from siirl_dask.coordinator.balance import (
     NOWHERE,
@@ -21,24 +23,45 @@ from siirl_dask.coordinator.balance import (
     balance_minibatches,
     row_costs,
 )
-from siirl_dask.errors import PeerError
+from siirl_dask.coordinator.frames import Frame
+from siirl_dask.errors import DataError, PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
 
 _SOURCE = "source"
 _POSITION = "position"
-STATISTICS = pa.schema(
-    [(name, pa.int64()) for name in (ROW_ID, GROUP_ID, TOKENS)]
-    + [(name, pa.int32()) for name in (MINIBATCH, _SOURCE, _POSITION)]
+Lines = NDArray[np.void]
+"""Statistics of rows as they travel: a line each, of ``STATISTICS``."""
+STATISTICS = np.dtype(
+    [(name, "<i8") for name in (ROW_ID, GROUP_ID, TOKENS)] + [(name, "<i4") for name in (MINIBATCH, _SOURCE, _POSITION)]
 )
+_MOST = {TOKENS: 2**48, MINIBATCH: 2**31, _POSITION: 2**48}
 
 
-def describe_rows(table: pa.Table, source: int) -> pa.Table:
-    """The statistics of ``table``, which member ``source`` of an edge publishes."""
-    rows = table.num_rows
-    minibatch = table[MINIBATCH].cast(pa.int32()) if MINIBATCH in table.column_names else np.zeros(rows, "i4")
-    columns = [table[ROW_ID], table[GROUP_ID], table[TOKENS], minibatch]
-    return pa.table([*columns, np.full(rows, source, "i4"), np.arange(rows, dtype="i4")], schema=STATISTICS)
+def describe_rows(table: pa.Table, source: int) -> Lines:
+    """The statistics of ``table``, which member ``source`` of an edge publishes. DataError where a column has nulls."""
+    lines = np.empty(table.num_rows, STATISTICS)
+    known = [ROW_ID, GROUP_ID, TOKENS, *([MINIBATCH] if MINIBATCH in table.column_names else [])]
+    lines[MINIBATCH] = 0
+    for name in known:
+        if table[name].null_count:
+            raise DataError(f"column {name!r} has nulls: every row must have one")
+        lines[name] = table[name].to_numpy()
+    lines[_SOURCE] = source
+    lines[_POSITION] = np.arange(table.num_rows)
+    return lines
+
+
+def unpack_lines(frame: Frame, sources: int) -> Lines:
+    """PeerError for what are no statistics of an edge with so many sources."""
+    if memoryview(frame).nbytes % STATISTICS.itemsize:
+        raise PeerError(f"received {memoryview(frame).nbytes} bytes for statistics")
+    lines: Lines = np.frombuffer(frame, STATISTICS)
+    for name, below in (_MOST | {_SOURCE: sources}).items():
+        values: NDArray[Any] = lines[name]
+        if len(values) and (values.min() < 0 or values.max() >= below):
+            raise PeerError(f"received statistics with {name} from {values.min()} to {values.max()}")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +80,11 @@ class Statistics:
     """Index into what that source published."""
 
     @staticmethod
-    def of(table: pa.Table) -> Statistics:
-        arrays = {name: table[name].to_numpy().astype(np.int64) for name in STATISTICS.names}
-        order = np.lexsort((arrays[_SOURCE], arrays[ROW_ID]))
-        ids = arrays[ROW_ID][order]
+    def of(lines: Lines) -> Statistics:
+        order = np.lexsort((lines[_SOURCE], lines[ROW_ID]))
+        ids = lines[ROW_ID][order]
         order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
-        return Statistics(*(arrays[name][order] for name in STATISTICS.names))
+        return Statistics(*(lines[name][order].astype(np.int64) for name in STATISTICS.names or ()))
 
 
 def assign(edge: Edge, rows: Statistics, quadratic_from: int = 0) -> Ints:

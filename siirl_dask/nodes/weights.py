@@ -260,7 +260,7 @@ class _Binary:
 
 
 def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
-    data = table[PARAMETER_DATA].combine_chunks()
+    data = table[PARAMETER_DATA]
     described = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
     for row, description in enumerate(described):
         name, dtype, shape = description[PARAMETER], description[PARAMETER_DTYPE], description[PARAMETER_SHAPE]

@@ -138,8 +138,9 @@ class RolloutEngine(Protocol):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape.
 
-        Of AnnouncedWeights no more than a layer's should be kept: together they may not fit into memory. If they fail
-        half way, what it has is of both, and the run ends.
+        The tensors are memory of others, not to be written to, so they are copied: who keeps one keeps the trainer
+        waiting. Of AnnouncedWeights no more than a layer's should be kept: together they may not fit into memory. If
+        they fail half way, what it has is of both, and the run ends.
         """
         ...
 

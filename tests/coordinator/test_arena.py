@@ -86,7 +86,7 @@ def test_another_process_of_this_host_writes_into_a_segment():
     handle = block.segment.handle
     script = f"""
         from siirl_dask.coordinator.arena import Attachments, Handle
-        Attachments().attach(Handle(*{handle.pack()!r}))[{block.offset}:{block.offset + 1000}] = 42
+        Attachments(writable=True).attach(Handle(*{handle.pack()!r}))[{block.offset}:{block.offset + 1000}] = 42
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
     assert (block.bytes == 42).all()
@@ -94,7 +94,7 @@ def test_another_process_of_this_host_writes_into_a_segment():
 
 @needs_memfd
 def test_memory_that_is_not_kept_is_free_even_while_a_peer_has_it_mapped():
-    arena, attachments = Arena(keep=0), Attachments()
+    arena, attachments = Arena(keep=0), Attachments(writable=True)
     block = arena.allocate(200 * MIB)
     attachments.attach(block.segment.handle)[:] = 1
     full = shared_memory()
@@ -112,7 +112,7 @@ def test_a_handle_of_a_process_that_was_restarted_is_refused():
     del block, arena
     new = Arena(keep=0).allocate(10).segment
     with pytest.raises(CannotMap):
-        Attachments().attach(replace(old, fd=new.handle.fd, size=new.handle.size))
+        Attachments(writable=True).attach(replace(old, fd=new.handle.fd, size=new.handle.size))
 
 
 @needs_memfd
@@ -124,9 +124,9 @@ def test_handles_that_name_something_else_are_refused(tmp_path):
     os.ftruncate(growing, 8192)
     for fd in (reader, writer, file, growing, 987654):
         with pytest.raises(CannotMap):
-            Attachments().attach(Handle(os.getpid(), fd, 8192, b"0" * 16))
+            Attachments(writable=True).attach(Handle(os.getpid(), fd, 8192, b"0" * 16))
     with pytest.raises(CannotMap):
-        Attachments().attach(Handle(2**30, 3, 8192, b"0" * 16))
+        Attachments(writable=True).attach(Handle(2**30, 3, 8192, b"0" * 16))
     for fd in (reader, writer, file, growing):
         os.close(fd)
 
@@ -152,7 +152,7 @@ def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
         [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     pid, fd, size, nonce = child.stdout.readline().split()
-    attachments = Attachments()
+    attachments = Attachments(writable=True)
     assert attachments.attach(Handle(int(pid), int(fd), int(size), bytes.fromhex(nonce)))[4096] == 1
     assert shared_memory() > before + 200 * MIB
     child.send_signal(signal.SIGKILL)

@@ -36,6 +36,7 @@ WAYS = {
     "messages": {"limits": SMALL, "way": Way.dask},
     "shared memory": {"limits": SMALL, "way": Way.shm},
 }
+LENT = {"limits": Limits(lend_from=0), "way": Way.shm}
 
 
 def names(count, first=0):
@@ -76,7 +77,7 @@ def buffers_of(edges, way="large messages", **settings):
     transport = LocalTransport({})
     workers = {worker for e in edges for worker in (*e.sources, *e.targets)}
     keyed = {f"train/{e.name}": e for e in edges}
-    buffers = {w: Databuffer("run", w, keyed, transport, **(WAYS[way] | settings)) for w in workers}
+    buffers = {w: Databuffer("run", w, keyed, transport, **((WAYS | {"lent": LENT})[way] | settings)) for w in workers}
     transport.handlers.update({w: buffer.handle for w, buffer in buffers.items()})
     return buffers, transport
 
@@ -121,8 +122,8 @@ def test_any_degree_to_any_degree_moves_each_row_once_and_leaves_nothing_behind(
     assert [buffer.arena.in_use for buffer in buffers.values()] == [0] * len(buffers)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20), st.sampled_from(list(WAYS)))
-@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20), st.sampled_from([*WAYS, "lent"]))
+@settings(deadline=None, max_examples=30)
 def test_replicated_rows_reach_every_target(s, t, count, way):
     e = edge(names(s), names(t), Rows.REPLICATED)
     table = make_rows(count)

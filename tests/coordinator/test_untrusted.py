@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from siirl_dask.coordinator.limits import Limits
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn, pack_ints
+from siirl_dask.coordinator.statistics import STATISTICS
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Rows
 from tests.coordinator.test_databuffer import SCHEMA, TURN, buffers_of, edge, make_rows, scatter, settle
 
 EDGE = edge(("0",), ("1",), Rows.BALANCED)
 TWO = edge(("0", "2"), ("1",), Rows.BALANCED)
+SAME = edge(("0", "2"), ("1", "3"), Rows.REPLICATED)
 leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=4) | st.binary(max_size=16)
 anything = st.recursive(leaves, lambda item: st.lists(item) | st.dictionaries(st.text(max_size=4), item), max_leaves=8)
 rows = st.lists(st.integers(-3, 12), max_size=4).map(lambda values: pack_ints(np.array(values, np.int64)))
@@ -54,7 +56,8 @@ def test_whatever_is_asked_is_answered_or_refused_and_the_next_one_is_served(req
 
 NASTY = [
     None, True, -1, 0, 1, 2, 9, 2**31, 2**63 - 1, -(2**63), 1.5, "", "ids", b"", b"x" * 16, [], [[]], [0], [1, -1],
-    [[0, "", 0, {}, 0]], [[0, "", 0, {"ids": 0}, 0]], [[0, "", 0, {"other": 0}, 1]], {}, {"rows": 3, "nodes": []},
+    [[0, "", 0, {}, 0, None]], [[0, "", 0, {"ids": 0}, 0, None]], [[0, "", 0, {"other": 0}, 1, None]], {},
+    {"rows": 3, "nodes": []}, [[0, "", 0, {"ids": 0}, 0, [[1, 3, 8192, b"0" * 16], {"ids": 4096}, 0, 0]]],
 ]  # fmt: skip
 
 
@@ -85,22 +88,22 @@ def damage(reply, seed):
 @given(
     st.integers(0, 2**32),
     st.sampled_from([Op.UP, Op.DESCRIBE, Op.FILL, Op.DOWN]),
-    st.sampled_from(["messages", "shared memory"]),
+    st.sampled_from([("messages", TWO), ("shared memory", TWO), ("lent", SAME)]),
 )
-def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(seed, op, way):
-    table = make_rows(10)
+def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(seed, op, case):
+    table, (way, e) = make_rows(10), case
 
     async def pull():
-        buffers, transport = buffers_of([TWO], way)
+        buffers, transport = buffers_of([e], way)
 
         async def lie(handle, request):
             reply = await handle(request)
             return damage(reply, seed) if request.op == op else reply
 
-        for source, part in scatter(table, TWO.sources).items():
+        for source, part in scatter(table, e.sources).items():
             transport.handlers[source] = partial(lie, transport.handlers[source])
-            await buffers[source].publish(TWO, TURN, part)
-        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(TWO, TWO, TURN), 20), return_exceptions=True)
+            await buffers[source].publish(e, TURN, part)
+        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(e, e, TURN), 20), return_exceptions=True)
         return got, buffers["1"]
 
     got, buffer = asyncio.run(pull())
@@ -217,8 +220,11 @@ def test_a_key_of_another_attempt_is_refused():
 
 def test_statistics_that_point_outside_of_the_edge_are_refused():
     def point_elsewhere(request, frames):
-        zeros, sevens = np.zeros(10, "<i4").tobytes(), np.full(10, 7, "<i4").tobytes()
-        return [sevens if frame[:40] == zeros else frame for frame in frames]
+        if request.op != Op.DOWN:
+            return frames
+        lines = np.frombuffer(frames[0], STATISTICS).copy()
+        lines["source"] = 7
+        return [lines.tobytes(), *frames[1:]]
 
     with pytest.raises(PeerError, match="source from 7 to 7"):
         pull_what_is_told_by(point_elsewhere, "messages")

@@ -153,8 +153,9 @@ def test_no_worker_holds_more_than_a_few_parts(source, placement):
     part, largest = 40_000, 64 * 64 * 4
     with pool(source, placement, [(64, 64)] * 80, part) as workers:
         published = 0
-        for worker, engine in engines(workers).items():
-            engine.look = lambda arena=workers.databuffers[worker].arena: arena.in_use
+        arenas = [databuffer.arena for databuffer in workers.databuffers.values()]
+        for engine in engines(workers).values():  # what several engines read lies with those who made it
+            engine.look = lambda: max(arena.in_use for arena in arenas)
         buffer = workers.databuffers["w0"]
         publish = buffer.publish
 
@@ -167,7 +168,7 @@ def test_no_worker_holds_more_than_a_few_parts(source, placement):
         workers.run()
         overhead = 2000  # of names, shapes and alignment
         for engine in engines(workers).values():
-            assert largest < engine.most <= 3 * (part + overhead)
+            assert largest < engine.most <= (3 if len(placement["rollout"]) == 1 else 4) * (part + overhead)
         assert 0 < published <= 4 * (part + overhead)
         assert_nothing_is_held(workers)
 
