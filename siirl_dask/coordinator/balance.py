@@ -61,7 +61,8 @@ def balance_in_place(costs: Ints, owners: int, homes: Ints) -> Ints:
     most = max(int(_sums(costs, plain, nothing).max()), _enough(costs, nothing))
     result = np.where(_staying(costs, owners, homes, most), homes, NOWHERE)
     left = result == NOWHERE
-    result[left] = balance(costs[left], owners, _sums(costs[~left], result[~left], nothing))
+    if left.any():
+        result[left] = balance(costs[left], owners, _sums(costs[~left], result[~left], nothing))
     result = _swapped(costs, result, nothing, most)
     return result if _sums(costs, result, nothing).max() <= most else _renamed(costs, owners, homes, plain)
 

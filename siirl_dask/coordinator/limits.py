@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 MOST_CHUNK_BYTES = 64 * 2**20
 
@@ -30,6 +31,7 @@ class Limits:
             raise ValueError(f"chunk={self.chunk}: expected at most {MOST_CHUNK_BYTES}")
 
 
+@cache
 def physical_memory() -> int:
     """Bytes of this machine: no peer makes this process lay out or read more at once."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
