@@ -15,7 +15,8 @@ import pyarrow as pa
 from siirl_dask.coordinator.arena import Bytes
 from siirl_dask.coordinator.balance import Ints
 
-_SHORT = 512  # bytes: shorter runs are moved by index, all at once, longer ones each with a copy of its own
+_SHORT = 256  # bytes: shorter runs are moved by index, all at once, longer ones each with a copy of its own
+_LONG = 2**20  # bytes: a tenth of a millisecond, for which others get the interpreter's lock
 _INDEX = 2**22  # elements of such an index at once
 
 
@@ -118,12 +119,19 @@ class Runs:
         """IndexError, before anything is copied, when a run lies outside of either."""
         if self._reads * width > len(source) or self._writes * width > len(target):
             raise IndexError("a run lies outside of the memory it was to be copied from or to")
-        if self.elements * width >= _SHORT * len(self._sizes):
-            runs = (array * width for array in (self._starts, self._places, self._sizes))
-            for start, place, size in zip(*(array.tolist() for array in runs), strict=True):
-                target[place : place + size] = source[start : start + size]
-        else:
+        mean = self.elements * width / max(1, len(self._sizes))
+        if mean < _SHORT:
             self._move_short(source, target, width)
+            return
+        runs = (array * width for array in (self._starts, self._places, self._sizes))
+        each = zip(*(array.tolist() for array in runs), strict=True)
+        if mean >= _LONG:
+            for start, place, size in each:
+                target[place : place + size] = source[start : start + size]
+        else:  # numpy would let go of the interpreter's lock for each run, and wait for it again while others compute
+            to, whence = target.data, source.data
+            for start, place, size in each:
+                to[place : place + size] = whence[start : start + size]
 
     def _move_short(self, source: Bytes, target: Bytes, width: int) -> None:
         aligned = width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0
