@@ -195,7 +195,10 @@ def test_folders_that_are_no_model_are_named(tmp_path):
         ),
         ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: it is set already"),
         ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
-        ({"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}}, r"vLLM cannot run it"),
+        (
+            {"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}},
+            r"vLLM cannot run it with .*rollout\.kv_cache_memory=1MiB",
+        ),
     ],
 )
 def test_settings_that_it_cannot_take_are_named(folder, settings, text):
