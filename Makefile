@@ -23,10 +23,10 @@ quickstart: install
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 
 # Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -m alone $$(grep -rl "mark.alone" tests) # of no other file: to import them all takes 20 seconds

@@ -266,7 +266,7 @@ words = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(words, words, st.floats(1e-12, 1e3), st.integers(0, 2**62), st.booleans(), st.none() | words)
 def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
     config = Config()

@@ -35,7 +35,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from([*Op, "other"]), bodies), min_size=1, max_size=5))
 def test_whatever_is_asked_is_answered_or_refused_and_the_next_one_is_served(requests):
     table = make_rows(10)
@@ -84,7 +84,7 @@ def damage(reply, seed):
     return Reply(header, [bytes(frame) for frame in frames])
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([Op.UP, Op.DESCRIBE, Op.FILL, Op.DOWN]),

@@ -102,8 +102,9 @@ def config_file(tmp_path):
 @pytest.mark.parametrize("name", [*SHIPPED, *VALUES, *GRAPHS])
 def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
-    sizes = ["run.steps=14", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
-    finished = train(name, f"cluster.placement={placement}", *sizes, config_file=config_file(name))
+    sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
+    fast = ["trainer.warmup_steps=0", "trainer.lr=4e-3"]
+    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, config_file=config_file(name))
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())

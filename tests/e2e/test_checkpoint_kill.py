@@ -9,7 +9,7 @@ import time
 from siirl_dask.checkpoints import checkpoint_url, committed, read_state
 from siirl_dask.training.checkpoint import read_model
 
-KILLS = 3  # ten were survived by hand; each is a start of a process of its own, which CI has little time for
+KILLS = 2  # ten were survived by hand; each is a start of a process of its own, which CI has little time for
 ONE = ["cluster.workers=1", "cluster.placement={}", "checkpoint.every=1"]
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 

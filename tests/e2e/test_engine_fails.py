@@ -21,18 +21,10 @@ def of_session(leader):
                 yield process
 
 
-def an_argument_that_vllm_has_not(folder):
-    return [*VLLM, "rollout.engine_kwargs={max_model_length: 64}"]
-
-
 def a_cache_that_is_too_small(folder):
     """8 KiB a token."""
     model = tiny_model(folder / "wide", layers=8, kv_heads=2, head_dim=64)
     return [*VLLM, f"model.path={model}", "rollout.engine_kwargs={max_model_len: 1024}"]
-
-
-def heads_that_vllm_has_not(folder):
-    return [*VLLM, f"model.path={tiny_model(folder / 'odd', head_dim=8)}"]
 
 
 def weights_that_are_missing(folder):
@@ -44,9 +36,7 @@ def weights_that_are_missing(folder):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        pytest.param(an_argument_that_vllm_has_not, "rollout.engine_kwargs.max_model_length", marks=NEEDS_VLLM),
         pytest.param(a_cache_that_is_too_small, "rollout.kv_cache_memory=1MiB", marks=NEEDS_VLLM),
-        pytest.param(heads_that_vllm_has_not, "head_dim=8", marks=NEEDS_VLLM),
         (weights_that_are_missing, "model.path="),
     ],
 )

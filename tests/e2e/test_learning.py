@@ -11,6 +11,7 @@ PROMISED = {
     "prompt_text", "response", "prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs",
     "reward", "advantage", "weights_version", "worker", "finish_reason",
 }  # fmt: skip
+STEPS = 14
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +26,15 @@ def finished(digits_task, tmp_path_factory):
         shipped("quickstart.yaml"),
         [
             *digits_overrides(digits_task, url),
-            "run.steps=30",
+            f"run.steps={STEPS}",
+            "trainer.warmup_steps=0",
+            "trainer.lr=4e-3",
             "cluster.workers=2",
             "cluster.placement={rollout: [0], policy: [1]}",
             "rollout.n=16",
             f"validation.url={digits_task.validation}",
             f"validation.test_url={digits_task.test}",
-            "validation.every=15",
+            "validation.every=7",
             "observe.tensorboard=true",
         ],
     )
@@ -49,8 +52,8 @@ def test_reward_and_validation_rise(finished):
 def test_the_summary_file_has_what_is_documented(finished):
     summary = json.loads((finished.url / "summary.json").read_text())
     assert summary["status"] == "complete"
-    assert (summary["steps"], summary["workers"]) == (30, 2)
-    assert summary["samples_per_second"] == pytest.approx(30 * 128 / summary["seconds"])
+    assert (summary["steps"], summary["workers"]) == (STEPS, 2)
+    assert summary["samples_per_second"] == pytest.approx(STEPS * 128 / summary["seconds"])
     assert summary["validation"]["first"] is not None
     assert summary["bytes_per_step"]["peers"] > 300_000  # the weights alone are 91k float32
     assert 0 < summary["bytes_per_step"]["scheduler_and_client"] < 200_000
@@ -61,8 +64,8 @@ def test_every_sample_is_kept_for_anyone_who_reads_parquet(finished):
     steps = duckdb.sql(
         f"SELECT step::INT, count(*), min(weights_version), max(weights_version) FROM '{glob}' GROUP BY 1"
     )
-    assert sorted(steps.fetchall()) == [(step, 128, step - 1, step - 1) for step in range(1, 31)]
-    table = finished.table("rollouts", 30)
+    assert sorted(steps.fetchall()) == [(step, 128, step - 1, step - 1) for step in range(1, STEPS + 1)]
+    table = finished.table("rollouts", STEPS)
     assert set(table.column_names) >= PROMISED
     for row in table.to_pylist():
         assert len(row["response_ids"]) == len(row["rollout_logprobs"]) == len(row["old_logprobs"])
@@ -84,7 +87,7 @@ def test_metrics_are_logged_each_step_with_what_is_promised(finished):
 
 def test_rollouts_answers_sql(finished, capsys):
     main(["rollouts", str(finished.url), "SELECT max(step) AS last, count(*) AS n FROM rollouts"])
-    assert "3840" in capsys.readouterr().out
+    assert f"{STEPS * 128}" in capsys.readouterr().out
 
 
 def test_rollouts_of_no_run_says_so(tmp_path, capsys):

@@ -2,16 +2,15 @@
 
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
-
 from tests.e2e.test_invariance import EXACT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -1,6 +1,5 @@
 """Scoring: what a row's reward is, what happens where there is none, and that no process outlives its use."""
 
-import asyncio
 import importlib
 import os
 import threading
@@ -18,52 +17,9 @@ from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score
 from siirl_dask.rewards import build_scorer
 from siirl_dask.testing.pool import Sum
+from tests.nodes.rewards import capricious, length, parts, slow_and_async, tells_its_process, with_extra
 
 IN_PROCESS, POOL = {}, {"processes": 2}
-
-
-def length(prompt, response, answer):
-    return len(response)
-
-
-def parts(prompt, response, answer):
-    return {"reward": 0.5, "format": 1.0} if response else {"reward": 0.25, "empty": 1}
-
-
-def with_extra(prompt, response, answer, *, level, **extra):
-    assert not extra
-    return level
-
-
-async def slow_and_async(prompt, response, answer):
-    await asyncio.sleep(0 if response == "quick" else 60)
-    return 1.0
-
-
-def capricious(prompt, response, answer):
-    match response:
-        case "hang":
-            while True:
-                pass
-        case "die":
-            os._exit(3)
-        case "raise":
-            raise RuntimeError("no")
-        case "nan":
-            return float("nan")
-        case "text":
-            return "1.0"
-        case "nameless":
-            return {"format": 1.0}
-    return 1.0
-
-
-def tells_its_process(prompt, response, answer):
-    Path(response).write_text(str(os.getpid()))
-    if prompt == "hang":
-        while True:
-            pass
-    return 1.0
 
 
 def table(responses, **columns):

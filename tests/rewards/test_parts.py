@@ -14,14 +14,9 @@ from siirl_dask.rewards import build_scorer, matches_format, weighted_sum
 from siirl_dask.rollouts import query
 from siirl_dask.schema import ROW_ID, fields
 from siirl_dask.testing.pool import LocalPool
+from tests.rewards.functions import share_right
 
 FORMAT = partial(matches_format, pattern=r"\d+")
-
-
-def share_right(prompt, response, answer, **extra):
-    if response == "fails":
-        raise RuntimeError("no")
-    return float(response == answer)
 
 
 def build_nothing(device, rank):

@@ -45,24 +45,11 @@ class TestVllmEngine(EngineTests):
     def make_engine(cls, folder: Path) -> VllmEngine:
         return VllmEngine(ModelConfig(path=str(folder)), rollout_of(), DEVICE)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("vllm") / "model", seed=1)
-
-
-@pytest.mark.parametrize(
-    ("family", "tied"), [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)]
-)
-def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(tmp_path, family, tied):
-    folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
-    with running(folder) as engine:
+    def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
         assert_says_what_the_trainer_says(engine, folder, after=(0, 1, 5))
 
-
-def test_the_same_seeds_give_what_the_transformers_engine_samples(folder):
-    expected = TransformersEngine(ModelConfig(path=str(folder)))
-    with running(folder) as engine:
+    def test_the_same_seeds_give_what_the_transformers_engine_samples(self, engine, folder):
+        expected = TransformersEngine(ModelConfig(path=str(folder)))
         for sampling in (
             Sampling(max_tokens=12),
             Sampling(max_tokens=12, temperature=0.0),
@@ -71,11 +58,37 @@ def test_the_same_seeds_give_what_the_transformers_engine_samples(folder):
             given, wanted = (one.generate(PROMPTS, range(100, 106), sampling) for one in (engine, expected))
             assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
 
+    def test_a_tied_head_may_come_under_either_name(self, engine, folder):
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+        before = engine.generate(PROMPTS, range(6), Sampling(max_tokens=4))
+        engine.load_weights(weights.items(), 1)
+        assert engine.generate(PROMPTS, range(6), Sampling(max_tokens=4)) == before
+
+    def test_weights_that_are_not_finite_are_not_sampled_from(self, engine, folder):
+        weights = {name: weight * float("nan") for name, weight in load_file(folder / "model.safetensors").items()}
+        engine.load_weights(weights.items(), 5)
+        for temperature in (0.0, 1.0):
+            with pytest.raises(RunError, match="version 5"):
+                engine.generate([[1, 2]], [0], Sampling(max_tokens=3, temperature=temperature))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("vllm") / "model", seed=1)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)])
+def test_of_each_family_it_says_what_the_trainer_says(tmp_path, family, tied):
+    folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
+    with running(folder) as engine:
+        assert_says_what_the_trainer_says(engine, folder, after=(0, 1, 5))
+
 
 def test_rows_that_make_way_for_others_and_come_back_are_the_same(folder):
     """A cache of 16 blocks of 128 tokens: as many rows are begun and then need two blocks each."""
     prompts = [[(row + 3 * place) % 256 for place in range(120)] for row in range(20)]
-    sampling = Sampling(max_tokens=60, temperature=0.3)
+    sampling = Sampling(max_tokens=16, temperature=0.3)  # the ninth is the first of a second block
     with running(folder, kv_cache_memory="1MiB", enable_prefix_caching=False, max_num_seqs=20) as engine:
         crowded = engine.generate(prompts, range(20), sampling)
         alone = [engine.generate([prompts[row]], [row], sampling)[0] for row in range(20)]
@@ -94,24 +107,16 @@ def test_each_call_may_sample_in_its_own_way_of_an_engine_with_settings_of_its_o
             engine.generate(PROMPTS, range(6), Sampling(max_tokens=200))
 
 
-def test_the_process_stays_as_it_was(folder):
+def test_auto_takes_it_and_says_so_and_the_process_stays_as_it_was(folder, caplog):
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-    with running(folder) as engine:
+    with caplog.at_level("INFO", "siirl_dask.rollout"), running(folder, engine=Engine.auto) as engine:
         engine.generate([[1, 2]], [3], Sampling(max_tokens=2))
         engine.load_weights(TransformersEngine(ModelConfig(path=str(folder)))._model.named_parameters(), 1)
     assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
     assert not torch.distributed.is_initialized()
-
-
-def test_a_tied_head_may_come_under_either_name(folder):
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
-    with running(folder) as engine:
-        before = engine.generate(PROMPTS, range(6), Sampling(max_tokens=4))
-        engine.load_weights(weights.items(), 1)
-        assert engine.generate(PROMPTS, range(6), Sampling(max_tokens=4)) == before
+    assert "rollout.engine=auto takes vllm" in caplog.text
 
 
 def test_bfloat16_generates_and_takes_float32_weights(folder):
@@ -139,15 +144,6 @@ def test_sampling_settings_that_come_with_the_model_change_nothing_but_its_end_t
         assert not any(ends[:-1])
         assert ends[-1] == (sample.finish_reason == "stop")
         assert sample.token_ids == uncut.token_ids[: len(ends)]
-
-
-def test_weights_that_are_not_finite_are_not_sampled_from(folder):
-    with running(folder) as engine:
-        weights = {name: weight * float("nan") for name, weight in load_file(folder / "model.safetensors").items()}
-        engine.load_weights(weights.items(), 5)
-        for temperature in (0.0, 1.0):
-            with pytest.raises(RunError, match="version 5"):
-                engine.generate([[1, 2]], [0], Sampling(max_tokens=3, temperature=temperature))
 
 
 def test_a_model_that_it_cannot_run_is_one_clear_error_and_another_can_be_run_after_it(tmp_path, folder):
@@ -195,15 +191,12 @@ def test_folders_that_are_no_model_are_named(tmp_path):
         ),
         ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: it is set already"),
         ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
-        ({"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}}, r"vLLM cannot run it"),
+        (
+            {"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}},
+            r"vLLM cannot run it with .*rollout\.kv_cache_memory=1MiB",
+        ),
     ],
 )
 def test_settings_that_it_cannot_take_are_named(folder, settings, text):
     with pytest.raises(ConfigError, match=text):
         VllmEngine(ModelConfig(path=str(folder)), rollout_of(**settings), DEVICE)
-
-
-def test_auto_takes_it_and_says_so(folder, caplog):
-    with caplog.at_level("INFO", "siirl_dask.rollout"), running(folder, engine=Engine.auto):
-        pass
-    assert "rollout.engine=auto takes vllm" in caplog.text

@@ -41,7 +41,7 @@ CASES = {
 }
 EXACT = [name for name in CASES if name != "bfloat16"]
 MOVES = (("2 ranks", "2 lots of 2"), ("2 lots of 2", "2 ranks"))
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12, "gather_size": "0B"}
+SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "gather_size": "0B"}
 
 
 @pytest.fixture(scope="module")

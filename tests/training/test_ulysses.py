@@ -70,7 +70,7 @@ CRITICS = {
     "2 times 2 share": (4, {"sequence_parallel": 2}),
     "2 times 2 split layers": (4, {"tensor_parallel": 2}),
 }
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 12}
+SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24}
 ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
 """Of an update's rows, where each of four ranks' begin: some have none, and of pairs that share, one or both."""
 LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)  # needs whole rows, and the entropy's gradient
@@ -114,7 +114,7 @@ def in_each_rank(folders, state, world):
             options = dict(options)
             path = ModelConfig(path=str(folders[model]), dtype=options.pop("dtype", Dtype.float32))
             trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
-            found[name] = learn(trainer, rank, policy_batch, LOSS)
+            found[name] = learn(trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3)
             if name == MOVED_FROM:
                 save_state(trainer, state, rank)
                 dist.barrier()  # else one of two ranks could load before four have saved
@@ -133,10 +133,10 @@ def in_each_rank(folders, state, world):
     return found
 
 
-def learn(learner, rank, batch, loss):
-    """Three updates: what was scored before each, its metrics, the first one's gradients, and the last weights."""
+def learn(learner, rank, batch, loss, updates=3):
+    """Some updates: what was scored before each, its metrics, the first one's gradients, and the last weights."""
     seen = {"metrics": [], "scores": []}
-    for at in range(3):
+    for at in range(updates):
         scores, given = batch(learner, mine(rank, at))
         seen["metrics"].append(learner.update([given], loss, sequence_mean_token_mean))
         seen["scores"].append(scores)

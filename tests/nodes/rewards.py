@@ -1,0 +1,49 @@
+"""Rewards that a process of its own loads: beside the tests it would import all that these do, four seconds each."""
+
+import asyncio
+import os
+from pathlib import Path
+
+
+def length(prompt, response, answer):
+    return len(response)
+
+
+def parts(prompt, response, answer):
+    return {"reward": 0.5, "format": 1.0} if response else {"reward": 0.25, "empty": 1}
+
+
+def with_extra(prompt, response, answer, *, level, **extra):
+    assert not extra
+    return level
+
+
+async def slow_and_async(prompt, response, answer):
+    await asyncio.sleep(0 if response == "quick" else 60)
+    return 1.0
+
+
+def capricious(prompt, response, answer):
+    match response:
+        case "hang":
+            while True:
+                pass
+        case "die":
+            os._exit(3)
+        case "raise":
+            raise RuntimeError("no")
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1.0"
+        case "nameless":
+            return {"format": 1.0}
+    return 1.0
+
+
+def tells_its_process(prompt, response, answer):
+    Path(response).write_text(str(os.getpid()))
+    if prompt == "hang":
+        while True:
+            pass
+    return 1.0
