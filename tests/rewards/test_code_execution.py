@@ -114,8 +114,8 @@ def test_a_program_that_does_not_end_is_stopped_and_the_other_tests_are_not_wait
 
 
 def test_a_program_that_takes_too_much_memory_fails():
-    hog = "found = bytearray(2**30)"
-    assert not passes(hog, "assert found", replace(QUICK, memory=2**28))
+    hog = "found = bytearray(2**28)"
+    assert not passes(hog, "assert found", replace(QUICK, memory=2**27))
     assert passes(hog, "assert not any(found[:9])", replace(QUICK, memory=2**32))
 
 
