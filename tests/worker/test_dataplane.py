@@ -88,6 +88,15 @@ def pull_part(name, edge, sequence):
     return plane(name).pull(edge, sequence)
 
 
+def keep(name, edge, sequence):
+    plane(name).kept = plane(name).pull(edge, sequence)
+
+
+def kept(name):
+    """The table, and how many bytes of memory of its own this worker received it into."""
+    return plane(name).kept, plane(name).plane.databuffer.arena.held
+
+
 def seconds_until_it_fails(name, edge, sequence):
     began = time.monotonic()
     try:
@@ -213,6 +222,20 @@ def test_a_peer_that_stands_still_or_dies_is_named_to_everyone_who_waits_within_
     finally:
         if sign == signal.SIGSTOP:
             victim.kill()
+
+
+def test_what_several_processes_get_they_read_in_memory_of_its_source_also_after_that_was_killed(own_client):
+    edge, rows, tokens = edge_of("0", "12", Rows.REPLICATED), 100, 10_000
+    members, name = place(own_client, [edge])
+    on = {worker: {"workers": [members[worker]], "pure": False} for worker in members}
+    source = own_client.submit(os.getpid, **on["0"]).result()
+    own_client.submit(publish_part, name, edge, 0, 0, rows, tokens, **on["0"]).result()
+    own_client.gather([own_client.submit(keep, name, edge, 0, **on[target]) for target in "12"])
+    psutil.Process(source).kill()
+    oracle = make_part(0, 1, rows, tokens)
+    for table, own_memory in own_client.gather([own_client.submit(kept, name, **on[target]) for target in "12"]):
+        assert table.equals(oracle)
+        assert own_memory == 0
 
 
 def test_a_peer_that_is_only_busy_is_waited_for(client):
