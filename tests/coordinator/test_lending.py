@@ -60,7 +60,8 @@ def test_memory_is_used_again_only_when_every_target_has_let_go_of_it():
         assert buffers["0"].waiting > 0
         held[1] = None
         gc.collect()
-        await until(lambda: buffers["0"].waiting == 0 or held[2] == first)
+        await buffers["1"].settle()
+        assert held[2] == first
         column = held[2]["ids"].slice(7, 1)
         held.clear()
         gc.collect()
