@@ -120,11 +120,6 @@ class Assembly:
     def put_plain(self, places: Ints, table: pa.Table) -> None:
         self._plain.append((places, table))
 
-    def plain_schema(self, part: Part) -> pa.Schema:
-        """Of the columns that a part brings as plain rows."""
-        known = (*part.lengths, *self._identity.column_names)
-        return pa.schema([field for field in self.schema if field.name not in known])
-
     def target(self, part: Part, rows: Ints) -> dict[str, Any] | None:
         """Where a process of this host shall write rows of the part; None where memory cannot be shared."""
         segments: list[Segment] = []

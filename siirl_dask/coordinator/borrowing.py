@@ -17,7 +17,7 @@ from siirl_dask.config import Way
 from siirl_dask.coordinator.arena import Attachments, Bytes, CannotMap, shared_memory_domain
 from siirl_dask.coordinator.balance import Ints
 from siirl_dask.coordinator.cells import cell_width, column_of
-from siirl_dask.coordinator.description import Description
+from siirl_dask.coordinator.description import Description, plain_schema
 from siirl_dask.coordinator.lending import ALIGNMENT, Loan
 from siirl_dask.coordinator.messages import TransitionKey
 from siirl_dask.coordinator.published import Published
@@ -108,7 +108,7 @@ class Borrower:
             columns[name] = column_of(field.type, lengths, _buffer(lease, start, size))
         if loan.plain + loan.plain_size > len(mapped):
             raise IndexError("the plain columns lie outside of the segment")
-        schema = about.plain_schema(edge.schema)
+        schema = plain_schema(edge.schema, about.columns)
         return columns, _read_plain(mapped[loan.plain : loan.plain + loan.plain_size], schema, about.rows)
 
 

@@ -6,7 +6,7 @@ small. It travels with the statistics of an edge where there are few rows, and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,6 @@ class Description:
         assert self.patterns
         return len(self.patterns[0])
 
-    def plain_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Of the columns that are no runs of bytes."""
-        return pa.schema([field for field in schema if field.name not in self.columns and field.name not in IDENTITY])
-
     def lengths(self, rows: Ints) -> dict[str, Ints]:
         """By column, of some of the rows. PeerError when the source published fewer."""
         assert self.patterns is not None
@@ -63,6 +59,11 @@ class Description:
         loan = self.loan and self.loan.pack()
         header = [self.source, self.domain, self.row_bytes, dict(self.columns), count, loan]
         return header, [pack_ints(pattern) for pattern in self.patterns or ()]
+
+
+def plain_schema(schema: pa.Schema, runs: Collection[str]) -> pa.Schema:
+    """Of the columns that are neither ``runs`` of bytes nor told by the statistics."""
+    return pa.schema([field for field in schema if field.name not in runs and field.name not in IDENTITY])
 
 
 def unpack_descriptions(

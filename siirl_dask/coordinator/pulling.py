@@ -20,7 +20,7 @@ from siirl_dask.coordinator.arena import Arena, shared_memory_domain
 from siirl_dask.coordinator.assembly import Assembly, Chunk, Part
 from siirl_dask.coordinator.borrowing import Borrower
 from siirl_dask.coordinator.budget import Budget
-from siirl_dask.coordinator.description import LONGEST, Description
+from siirl_dask.coordinator.description import LONGEST, Description, plain_schema
 from siirl_dask.coordinator.frames import Frame, from_frames
 from siirl_dask.coordinator.limits import Limits
 from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport, pack_ints, unpack_ints
@@ -214,7 +214,7 @@ class Puller:
         done, split = reply.header.get("rows"), reply.header.get("split")
         if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(chunk.rows) and split >= 0):
             raise PeerError(f"worker {part.source!r} gave {done!r} of {len(chunk.rows)} rows")
-        schema = assembly.plain_schema(part)
+        schema = plain_schema(assembly.schema, part.lengths)
         if chunk.plain and len(schema):
             table = from_frames(reply.header.get("plain", {}), reply.frames[:split], schema)
             if table.num_rows != done:
