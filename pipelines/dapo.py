@@ -1,121 +1,15 @@
-"""DAPO (arXiv:2503.14476): clip-higher, token-mean loss, overlong penalty, dynamic sampling, no KL.
+"""DAPO (arXiv:2503.14476) with half its penalty, and a question to the run. Its DAG is in siirl_dask/recipes/dapo.py.
 
-    python pipelines/dapo.py configs/quickstart_dapo.yaml algorithm.loss_options.clip_high=0.3
-
-The DAG is the one that configs/quickstart_dapo.yaml spells in YAML; a test holds the two equal.
+python pipelines/dapo.py configs/quickstart_dapo.yaml algorithm.loss_options.clip_high=0.3
 """
 
-from functools import partial
-
-from siirl_dask.algorithms import policy_loss
-from siirl_dask.cli import run_pipeline
-from siirl_dask.config import Config
-from siirl_dask.nodes import (
-    ColumnPath,
-    draw_minibatches,
-    encode_prompts,
-    estimate_advantage,
-    generate_answers,
-    load_weights,
-    measure_answers,
-    penalise_overlong,
-    policy_logprobs,
-    publish_weights,
-    sample_mixed_groups,
-    score,
-    update_policy,
-)
-from siirl_dask.planner import DAG, Node, Role, Rows, resolve
-from siirl_dask.rewards import build_scorer
-from siirl_dask.rollout import build_engine
-from siirl_dask.training import build_trainer
-
-
-def roles(config: Config) -> tuple[Role, ...]:
-    model, trainer, rollout = config.model, config.trainer, config.rollout
-    return (
-        Role("rollout", partial(build_engine, model=model, rollout=rollout)),
-        Role("reward", partial(build_scorer, rewards=config.rewards, reward=resolve(config.rewards.function))),
-        Role("policy", partial(build_trainer, model=model, trainer=trainer, rollout=rollout)),
-    )
+from siirl_dask import DAG, Config, dapo, main
 
 
 def training(config: Config) -> DAG:
-    algorithm, data, rollout = config.algorithm, config.data, config.rollout
-    sample = partial(
-        sample_mixed_groups,
-        rollout=rollout,
-        max_prompt_length=data.max_prompt_length,
-        batch_size=data.batch_size,
-        rounds=10,
-    )
-    overlong = partial(penalise_overlong, max_length=rollout.max_response_length, buffer=2, factor=0.5)
-    advantage = partial(resolve(algorithm.advantage), **algorithm.advantage_options)
-    draw = partial(
-        draw_minibatches,
-        minibatches=algorithm.minibatches,
-        batch_size=data.batch_size,
-        n=config.rollout.n,
-        split_groups=algorithm.split_groups,
-    )
-    correction = algorithm.correction and partial(resolve(algorithm.correction), **algorithm.correction_options)
-    loss = partial(
-        policy_loss,
-        surrogate=partial(resolve(algorithm.loss), **algorithm.loss_options),
-        kl=resolve(algorithm.kl),
-        kl_coefficient=algorithm.kl_coefficient,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        correction=correction,
-    )
-    aggregate = partial(resolve(algorithm.aggregation), **algorithm.aggregation_options)
-    update = partial(
-        update_policy,
-        loss=loss,
-        aggregate=aggregate,
-        minibatches=algorithm.minibatches,
-        epochs=algorithm.epochs,
-        critic_warmup_steps=algorithm.critic_warmup_steps,
-        max_staleness=config.rollout.max_staleness,
-    )
-    nodes = (
-        Node("rollout", sample, "rollout"),
-        Node("reward", overlong, "reward", ("rollout",)),
-        Node("old_logprobs", policy_logprobs, "policy", ("rollout",), Rows.BALANCED),
-        Node(
-            "advantage",
-            partial(estimate_advantage, advantage=advantage),
-            "policy",
-            ("reward", "old_logprobs"),
-            Rows.GROUPED,
-            keep="rollouts",
-        ),
-        Node("minibatches", draw, "policy", ("advantage",)),
-        Node("update", update, "policy", ("minibatches",), Rows.BALANCED),
-        Node("weights", publish_weights, "policy", ("update",)),
-        Node("load_weights", load_weights, "rollout", ("weights",), Rows.REPLICATED, behind=config.rollout.ahead or 0),
-    )
-    return DAG(roles(config), nodes)
-
-
-def validation(config: Config) -> DAG:
-    given = config.validation
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
-    sample = partial(generate_answers, rollout=config.rollout, validation=given)
-    measure = partial(
-        measure_answers,
-        n=given.n,
-        k=tuple(given.k),
-        source=ColumnPath(given.source),
-        extract=resolve(given.extract) if given.extract else None,
-    )
-    nodes = (
-        Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",), Rows(config.rollout.rows)),
-        Node("reward", score, "reward", ("rollout",), keep="validation"),
-        Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
-    )
-    return DAG(roles(config), nodes)
+    return dapo(config).replace("reward", options={"factor": 0.5})
 
 
 if __name__ == "__main__":
-    run_pipeline(training, validation)
+    run = main(training)
+    print(run.metrics.select(["step", "data/drawn_prompts", "data/generation_rounds"]).to_pylist())

@@ -1,9 +1,65 @@
-"""Reinforcement-learning post-training of language models with no centre. See README.md and docs/."""
+"""Reinforcement-learning post-training of language models with no centre. See README.md and docs/.
 
-import sys
+    from siirl_dask import grpo, load, open_run, run
 
-from siirl_dask.broken_imports import HideBroken
+    config = load("configs/quickstart.yaml", ["trainer.lr=5e-5"])
+    run(config, grpo(config))
+    open_run(config.run.url).rollouts("SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY step")
 
-__version__ = "0.1.0"
+Names are imported when they are first used: importing the package itself takes no time and changes nothing.
+"""
 
-sys.meta_path.insert(0, HideBroken())
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from siirl_dask.commands.script import main
+    from siirl_dask.config import Config
+    from siirl_dask.config.file import load
+    from siirl_dask.context import Context
+    from siirl_dask.driver.run import run
+    from siirl_dask.planner import DAG, Node, Role, Rows, columns
+    from siirl_dask.recipes.dapo import dapo
+    from siirl_dask.recipes.grpo import grpo
+    from siirl_dask.recipes.ppo import ppo
+    from siirl_dask.runs.reader import open_run
+
+__version__ = "0.2.0"
+__all__ = [
+    "DAG",
+    "Config",
+    "Context",
+    "Node",
+    "Role",
+    "Rows",
+    "columns",
+    "dapo",
+    "grpo",
+    "load",
+    "main",
+    "open_run",
+    "ppo",
+    "run",
+]
+_PUBLISHED_BY = {
+    "Config": "siirl_dask.config",
+    "Context": "siirl_dask.context",
+    "load": "siirl_dask.config.file",
+    "main": "siirl_dask.commands.script",
+    "open_run": "siirl_dask.runs.reader",
+    "run": "siirl_dask.driver.run",
+    **dict.fromkeys(("DAG", "Node", "Role", "Rows", "columns"), "siirl_dask.planner"),
+    **{name: f"siirl_dask.recipes.{name}" for name in ("dapo", "grpo", "ppo")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLISHED_BY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLISHED_BY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

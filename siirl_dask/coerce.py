@@ -1,124 +1,139 @@
-"""Plain values as the typed Config, interpolations resolved, and back."""
+"""Turns plain values, as YAML gives them, into what a type annotation asks for: config fields and options of nodes.
+
+    int, float, bool, str     a number may come as text (an environment variable), a whole number as 1e3
+    an Enum, a Literal        one of its values
+    a dataclass               a mapping of its fields
+    list, tuple, dict, ...    each item by its own annotation
+    X | None                  null, or X
+    a callable                ``module:function`` or ``{run: module:function, with: {option: value}}``
+
+Whoever calls says which exception a wrong value raises, and how a function is found by its name.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from siirl_dask.errors import UserError, did_you_mean
 
-from siirl_dask.config import Config
-from siirl_dask.configfile.layers import GROUPS, elsewhere, first_line
-from siirl_dask.errors import ConfigError, did_you_mean
-
+Bind = Callable[[str, Any, str], Callable[..., Any]]
+"""``(name, options, where) -> function``: the function called ``name`` with ``options`` bound."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_CALL = ("run", "with")
 
 
-def defaults(kind: type[Any]) -> dict[str, Any]:
-    """As written on the class: unlike an instance's, they still hold their interpolations."""
-    made = {f.name: f.default_factory() for f in fields(kind) if f.default_factory is not MISSING}
-    return plain({f.name: made.get(f.name, f.default) for f in fields(kind)})  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True)
+class Coercer:
+    """Converts values; what cannot be converted raises ``error``, which names the value and what was expected."""
 
+    error: type[UserError]
+    bind: Bind | None = None
+    """Makes functions of names. None: no annotation asks for a function, and names stay texts."""
 
-def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str) -> Config:
-    """``tree`` is what ``raw`` became."""
-    if missing := [f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"]:
-        raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
-    groups = {}
-    for group, kind in GROUPS.items():
-        hints, values = get_type_hints(kind), resolved(tree, group, path)
-        where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
-        typed = {key: _convert(value, hints[key], where[key]) for key, value in values.items()}
-        groups[group] = _checked(kind, typed, path)
-    config: Config = _checked(Config, groups, path)
-    return config
+    def __call__(self, value: Any, hint: Any, where: str) -> Any:
+        """``value`` as ``hint`` asks for it. ``where`` names the key in errors: ``run.yaml: rollout.n``."""
+        if get_origin(hint) in (Union, UnionType):
+            if value is None or (type(None) in get_args(hint) and _names_nothing(value)):
+                return None
+            hint = next(choice for choice in get_args(hint) if choice is not type(None))
+        if self.bind is not None and (_is_callable(hint) or _is_call(value)):
+            return self._function(value, hint, where)
+        if get_origin(hint) is Literal:
+            return self._choice(value, {choice: choice for choice in get_args(hint)}, where)
+        if isinstance(hint, type):
+            if is_dataclass(hint) and not isinstance(value, hint):
+                return self._dataclass(value, hint, where)
+            if issubclass(hint, Enum):
+                return self._choice(value, {member.value: member for member in hint}, where)
+            if hint in _EXPECTED:
+                return self._scalar(value, hint, where)
+        return self._items(value, hint, where)
 
+    def known_keys(self, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+        """Refuse a mapping with a key that is none of ``known``."""
+        for key in given:
+            if key not in known:
+                hint = did_you_mean(str(key), known)
+                raise self.error(f"{where} has an unknown key {key!r} (keys: {list(known)}){hint}")
 
-def _checked(kind: type[Any], values: Mapping[str, Any], path: str) -> Any:
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    def _function(self, value: Any, hint: Any, where: str) -> Any:
+        assert self.bind is not None
+        if isinstance(value, str):
+            return self.bind(value, None, where)
+        if isinstance(value, Mapping):
+            self.known_keys(value, _CALL, where)
+            return self.bind(value.get("run", ""), value.get("with"), where)
+        if callable(value):
+            return value
+        raise self.error(f"{where}={value!r}: expected a function, 'module:function' or {{run: ..., with: {{...}}}}")
 
-
-def resolved(tree: DictConfig, key: str, path: str) -> Any:
-    """The part of the tree under ``key`` as plain data, None when there is none."""
-    part = tree.get(key)
-    try:
-        return OmegaConf.to_container(part, resolve=True, throw_on_missing=True) if OmegaConf.is_config(part) else part
-    except (OmegaConfBaseException, RecursionError) as error:
-        given = getattr(error, "full_key", None) or key
-        hint = ""
-        if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"'(.*)'", str(error))):
-            everything = [f"{group}.{f.name}" for group, kind in GROUPS.items() for f in fields(kind)]
-            hint = elsewhere(wanted[1].split(".")[-1]) or did_you_mean(wanted[1], everything)
-        text = "its interpolation never ends" if isinstance(error, RecursionError) else first_line(error)
-        raise ConfigError(f"{path}: {given}: {text}{hint}") from error
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """``value`` as the type of a config field. ConfigError names what was expected."""
-    if hint is Any:
-        return value
-    kind, args = get_origin(hint), get_args(hint)
-    if kind is UnionType:
-        return None if value is None else _convert(value, args[0], where)
-    if kind is dict:
+    def _dataclass(self, value: Any, kind: type, where: str) -> Any:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}={value!r}: expected a mapping")
-        return {str(key): _convert(item, args[1], f"{where}.{key}") for key, item in value.items()}
-    if kind in (list, tuple):
-        length = len(args) if kind is tuple else None
-        if not isinstance(value, list) or (length is not None and len(value) != length):
-            raise ConfigError(f"{where}={value!r}: expected a list of {length or 'any number of'} values, as in [0, 1]")
-        return kind(_convert(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
-    if issubclass(hint, StrEnum):
-        valid = [member.value for member in hint]
-        if value not in valid:
-            raise ConfigError(f"{where}={value!r}: expected one of {valid}{did_you_mean(str(value), valid)}")
-        return hint(value)
-    return _scalar(value, hint, where)
+            raise self.error(f"{where}={value!r}: expected a mapping with keys of {[f.name for f in fields(kind)]}")
+        known = {field.name: field for field in fields(kind)}
+        self.known_keys(value, list(known), where)
+        required = (f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING)
+        if missing := [name for name in required if name not in value]:
+            raise self.error(f"{where} lacks {missing}: a {kind.__name__} needs them")
+        hints = get_type_hints(kind)
+        return kind(**{key: self(item, hints[key], f"{where}.{key}") for key, item in value.items()})
+
+    def _choice(self, value: Any, choices: Mapping[Any, Any], where: str) -> Any:
+        if isinstance(value, (list, dict)) or value not in choices:
+            near = did_you_mean(str(value), map(str, choices))
+            raise self.error(f"{where}={value!r}: expected one of {list(choices)}{near}")
+        return choices[value]
+
+    def _scalar(self, value: Any, kind: type[Any], where: str) -> Any:
+        try:
+            if kind is bool or value is None or isinstance(value, (bool, list, dict)):
+                if kind is bool and isinstance(value, bool):
+                    return value
+            elif kind is not int or not isinstance(value, float) or value.is_integer():
+                return kind(value)
+        except ValueError:
+            pass
+        raise self.error(f"{where}={value!r}: expected {_EXPECTED[kind]} ({kind.__name__})")
+
+    def _items(self, value: Any, hint: Any, where: str) -> Any:
+        """Lists and mappings, item by item; a value whose annotation says nothing that can be checked stays."""
+        kind, arguments = get_origin(hint) or hint, get_args(hint)
+        if _is_kind(kind, Mapping) and not isinstance(value, Mapping):
+            raise self.error(f"{where}={value!r}: expected a mapping")
+        if isinstance(value, Mapping):
+            item_hint = arguments[1] if _is_kind(kind, Mapping) and arguments else Any
+            return {key: self(item, item_hint, f"{where}.{key}") for key, item in value.items()}
+        listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        if _is_kind(kind, Sequence):
+            length = len(arguments) if kind is tuple and arguments and arguments[-1] is not Ellipsis else None
+            if not listed or (length is not None and len(value) != length):
+                count = length or "any number of"
+                raise self.error(f"{where}={value!r}: expected a list of {count} values, as in [0, 1]")
+        if not listed:
+            return value
+        hints = [item for item in arguments if item is not Ellipsis] or [Any]
+        items = [self(item, hints[min(at, len(hints) - 1)], f"{where}[{at}]") for at, item in enumerate(value)]
+        return tuple(items) if kind is tuple else items
 
 
-def _scalar(value: Any, kind: type[Any], where: str) -> Any:
-    """Numbers may come as text (an environment variable), whole numbers as 1e3; nothing else is turned into another."""
-    try:
-        if kind is bool or value is None or isinstance(value, (bool, list, dict)):
-            if kind is bool and isinstance(value, bool):
-                return value
-        elif kind is not int or not isinstance(value, float) or value.is_integer():
-            return kind(value)
-    except ValueError:
-        pass
-    raise ConfigError(f"{where}={value!r}: expected {_EXPECTED[kind]} ({kind.__name__})")
+def _is_kind(hint: Any, kind: type) -> bool:
+    """Whether an annotation's class is a container of ``kind``; a text is no sequence of values."""
+    return isinstance(hint, type) and issubclass(hint, kind) and not issubclass(hint, (str, bytes))
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses, enums and tuples as what YAML has."""
-    match value:
-        case Config():
-            return plain(asdict(value))
-        case StrEnum():
-            return value.value
-        case Mapping():
-            return {key: plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [plain(item) for item in value]
-    return value
+def _is_callable(hint: Any) -> bool:
+    is_protocol = getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
+    return hint is Callable or get_origin(hint) is get_origin(Callable[..., Any]) or is_protocol
 
 
-def escaped(value: Any) -> Any:
-    """Plain data with ``${`` written so that OmegaConf takes it literally."""
-    match value:
-        case str():
-            return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-        case Mapping():
-            return {key: escaped(item) for key, item in value.items()}
-        case list():
-            return [escaped(item) for item in value]
-    return value
+def _is_call(value: Any) -> bool:
+    """Whether a mapping spells a function and its options, wherever it stands."""
+    return isinstance(value, Mapping) and value.keys() == set(_CALL)
+
+
+def _names_nothing(value: Any) -> bool:
+    return _is_call(value) and not value["run"] and not value["with"]

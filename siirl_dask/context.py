@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from math import isnan, nan
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 _MASK = (1 << 63) - 1
 
@@ -28,7 +28,7 @@ class Device:
     """Among those that this worker sees, in its own order."""
     card: str = ""
     """Names an accelerator in all of the run: workers that have the same one share it. Empty on a CPU."""
-    sharers: int = 1
+    shared_by: int = 1
     """Workers of the run that compute on it, this one included."""
 
     @property
@@ -43,10 +43,10 @@ class Rank:
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, compare=False)
-    beside: Any = field(default=None, compare=False)
-    """A gloo group of the same workers, for what goes on beside their work; None in a run with one worker."""
+    side_group: Any = field(default=None, compare=False)
+    """A gloo group of the same workers, for messages beside those of ``group``; None in a run with one worker."""
     host: str = field(default="127.0.0.1", compare=False)
-    """What the worker itself is reached at, and binds its sockets to."""
+    """The address at which peers reach the worker, and to which it binds its sockets."""
 
 
 class Reduce(StrEnum):
@@ -110,25 +110,43 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """A table that is never there as a whole. Its makers give it and its reader takes it one part after the other."""
+class RowStream:
+    """A table that is never whole in memory: a node gives it, or takes it, one piece after the other."""
 
-    about: Any
-    """The whole table's rows, by row id, all of them on each worker; binary columns are empty."""
+    index: Any
+    """A pa.Table with all rows of the stream, by row id, on each worker; its binary columns are empty."""
     tables: Generator[Any]
-    """Each holds the rows that follow in ``about``: a maker's those that it gives of them, which may be none, a
-    reader's all. A part's memory is given back when it is let go of. Or tensors, one a row, where a function declares
-    ``gives_tensors`` or ``takes_tensors``: all of them, on any worker.
+    """Tables of the rows that follow in ``index``: a source's hold the rows that it gives of them, perhaps none, a
+    sink's all of them. A table's memory is freed when nobody refers to it any more. Or tensors, one a row, where the
+    function declares that it handles tensors: all of them, on every worker.
     """
 
 
-def _no_more(count: int) -> Any:
-    raise TypeError("this node may not draw more prompts: declare draws=True in its @columns")
+class Peers(Protocol):
+    """Collectives among the workers of a role. All of them must call each alike; they have no timeout of their own."""
+
+    def all_sum(self, values: Sequence[float]) -> list[float]: ...
+
+    def all_gather(self, message: bytes) -> list[bytes]: ...
+
+
+class _NoPeers:
+    """The collectives of a worker that is alone in its role."""
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+def _draws_nothing(count: int) -> Any:
+    raise TypeError("this node may not draw more prompts: declare draws=True (@columns(depends_on_options=...))")
 
 
 @dataclass(slots=True)
 class Context:
-    """All a node function may see. One is made for each run of a node."""
+    """All that a node function may see of the system. One is made for each run of a node."""
 
     step: int
     run_seed: int
@@ -137,21 +155,22 @@ class Context:
     resource: Any
     """What the node's role built on this worker: an engine, a trainer."""
     resources: Mapping[str, Any] = field(default_factory=dict)
-    """What each role of this worker built, by its name."""
+    """What each role of this worker built, by the role's name."""
     metrics: dict[str, Metric] = field(default_factory=dict)
-    more: Callable[[int], Any] = field(default=_no_more)
-    """As many more prompts, shared out over the role's workers, as a table like the node's input; positions go on. All
-    of the workers must call it alike. For nodes that declare ``draws=True``.
-    """
-    sum_over_workers: Callable[[Sequence[float]], list[float]] = list
-    settles: bool = False
-    """Something else than training comes next: what a node keeps for a later step has to be done in this one."""
-    kept: dict[str, Any] = field(default_factory=dict)
-    """What the node keeps on this worker from one step to the next. Empty when a run begins or goes on."""
-    share: Callable[[Sequence[Any], Any], Any] | None = None
-    """Makes items of work, and a codec for them, what the workers of the node's role may take over from one another:
-    see ``siirl_dask.coordinator.stealing``. None where there are no others. All of them must call it, items or not.
-    """
+    drain: bool = False
+    """No training step follows this one (a validation, a checkpoint or the end does): a node that postpones work to a
+    later step finishes it in this one."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the node remembers on this worker from one step to the next. It survives drains, and is empty when a run
+    begins or is resumed: it is not part of a checkpoint."""
+    draw_prompts: Callable[[int], Any] = field(default=_draws_nothing)
+    """``draw_prompts(count)`` gives the dataset's next prompts, shared out over the role's workers, as a table like the
+    node's input. All of the role's workers must call it alike. For nodes that declare ``draws=True``."""
+    steal_from_peers: Callable[[Sequence[Any], Any], Any] | None = None
+    """``steal_from_peers(items, codec)`` makes a work queue of items that idle workers of the role may take over: see
+    ``siirl_dask.worker.work_stealing``. None where the role has no other workers. All of them must call it."""
+    peers: Peers = field(default_factory=_NoPeers)
+    """The collectives behind ``all_sum`` and ``all_gather``."""
 
     def seed(self, row_id: int) -> int:
         """A 63-bit seed that depends on (run seed, step, row id) alone: the same on any worker."""
@@ -162,7 +181,20 @@ class Context:
         """Each number summed, in float64, over the workers of the node's role. All of them must call it, rows or not,
         with as many numbers; all get the same bits.
         """
-        return self.sum_over_workers(values)
+        return self.peers.all_sum(values)
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The messages of all workers of the node's role, in the order of ranks. All of them must call it."""
+        return self.peers.all_gather(message)
+
+    def free_device(self) -> None:
+        """Put the other resources of this worker to sleep, so that this node's has the memory of the device.
+
+        A resource that has a ``sleep()``, such as an engine, wakes by itself when it is used.
+        """
+        for resource in self.resources.values():
+            if resource is not self.resource and (sleep := getattr(resource, "sleep", None)):
+                sleep()
 
     def log(
         self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0
@@ -173,3 +205,19 @@ class Context:
             raise ValueError(f"metric {name!r} was logged with reducer {metric.reduce} and now with {reduce}")
         for value in [values] if isinstance(values, (int, float)) else values:
             metric.add(float(value), weight)
+
+
+I = TypeVar("I")  # noqa: E741
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[I, R]):
+    """Items and results as plain data and back. What reads raises PeerError for what it does not expect."""
+
+    pack_item: Callable[[I], Any]
+    read_item: Callable[[object], I]
+    pack_result: Callable[[R], Any]
+    read_result: Callable[[object], R]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import dask
 from distributed import LocalCluster
 
-from siirl_dask.worker.processes import START_METHOD, prepare_processes
+from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
 IDLE = {
     "distributed.worker.profile.enabled": False,

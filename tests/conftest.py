@@ -15,8 +15,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from siirl_dask.config import Config
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load, load_config_file, shipped
+from siirl_dask.models.broken_imports import hide
 
+hide()  # before any test module imports transformers
 gc.disable()  # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
@@ -49,7 +51,7 @@ def frozen():
 @pytest.fixture(scope="session")
 def digits_task(tmp_path_factory):
     """A random model of 91k parameters and prompts that ask for digits: learns without a warm start."""
-    from siirl_dask.testing.sorting import write_digits_task
+    from siirl_dask.tasks.sorting import write_digits_task
 
     return write_digits_task(tmp_path_factory.mktemp("digits"))
 
@@ -86,7 +88,7 @@ def digits_overrides(task, url):
         f"data.url={task.train}",
         "data.prepare=null",
         f"model.path={task.model}",
-        "rewards.function=siirl_dask.testing.sorting:digit_fraction",
+        "rewards.function=siirl_dask.tasks.sorting:digit_fraction",
         "rollout.engine=transformers",
         "rollout.max_response_length=8",
         "data.batch_size=8",
@@ -154,13 +156,13 @@ def train(digits_task, cluster_address, tmp_path):
     """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=of_config, change=of_dag)``,
     and ``fresh=True`` or ``force=True`` where there is a run.
     """
-    from siirl_dask.cli import dags
-    from siirl_dask.run import run
+    from siirl_dask.driver.phases import dags
+    from siirl_dask.driver.run import run
 
     def start(name, *overrides, dag=None, config_file=None, change=lambda dag: dag, **how):
         url = tmp_path / name
         given = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", *overrides]
-        file = load(config_file or shipped("quickstart.yaml"), given)
+        file = load_config_file(config_file or shipped("quickstart.yaml"), given)
         own, validation = dags(file)
         return Finished(url, run(file.config, change(dag(file.config) if dag else own), validation, **how))
 
@@ -182,4 +184,4 @@ def write(tmp_path, monkeypatch):
 
 @pytest.fixture
 def digits_config(digits_task, tmp_path) -> Config:
-    return load(shipped("quickstart.yaml"), digits_overrides(digits_task, tmp_path / "run")).config
+    return load(shipped("quickstart.yaml"), digits_overrides(digits_task, tmp_path / "run"))

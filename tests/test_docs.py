@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from siirl_dask.cli import main
-from siirl_dask.configfile import load, shipped
-from siirl_dask.configfile.layers import GROUPS
+from siirl_dask.config import Config
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.config.file.layers import config_keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -33,10 +34,13 @@ def described():
 
 
 def defaults():
-    for group, kind in GROUPS.items():
-        for field in fields(kind):
-            value = field.default if field.default is not MISSING else field.default_factory()
-            yield f"{group}.{field.name}", value
+    for key in config_keys():
+        value = Config()
+        *groups, name = key.split(".")
+        for group in groups:
+            value = getattr(value, group)
+        field = next(field for field in fields(value) if field.name == name)
+        yield key, field.default if field.default is not MISSING else field.default_factory()
 
 
 def is_of(shown, value):
@@ -75,7 +79,7 @@ def test_what_is_shown_can_be_typed(line, capsys):
     known = re.findall(r"--[a-z]+(?:-[a-z]+)*", capsys.readouterr().out)
     assert not [word for word in words if word.startswith("--") and word not in known]
     file = next((ROOT / word for word in words if word.startswith("configs/")), shipped("quickstart.yaml"))
-    load(file, [word for word in words if re.match(r"[a-z_]+\.[a-z_]+=", word)])
+    load_config_file(file, [word for word in words if re.match(r"[a-z_]+\.[a-z_]+=", word)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -86,3 +90,48 @@ def test_what_is_linked_to_is_there(page):
         assert target.exists(), to
         heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if section else []
         assert not section or section in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], to
+
+
+def shown_tree(page):
+    """Paths that the page's tree shows, from the top of the repository."""
+    block = re.search(r"^    siirl_dask/\n(?:    .*\n)+", page.read_text(), re.MULTILINE)[0]
+    open_folders, paths = {}, set()
+    for line in block.splitlines():
+        depth = len(line) - len(line.lstrip())
+        parent = next((path for level, path in sorted(open_folders.items(), reverse=True) if level < depth), "")
+        open_folders = {level: path for level, path in open_folders.items() if level < depth}
+        names = [word for word in re.split(r"  +", line.strip()) if re.fullmatch(r"[\w./]+(?:\.py|/)", word)]
+        for name in names:
+            paths.add(f"{parent}{name}")
+            open_folders[depth] = f"{parent}{name}" if name.endswith("/") else parent
+    return paths
+
+
+def rooms():
+    folders = (path.parent for path in (ROOT / "siirl_dask").rglob("*.py"))
+    return {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders if "configs" not in folder.parts}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "architecture.md"], ids=lambda page: page.name)
+def test_the_tree_that_is_shown_is_the_tree_on_disk(page):
+    shown = shown_tree(page)
+    assert not [path for path in shown if not (ROOT / path).exists()]
+    top = {room for room in rooms() if room.count("/") <= 2}
+    assert top <= shown, f"not shown: {sorted(top - shown)}"
+
+
+def test_the_architecture_page_shows_every_room_and_every_loose_module():
+    shown = shown_tree(ROOT / "docs" / "architecture.md")
+    told = {
+        room for room in rooms() if not re.search(r"vllm_engine|config/file", room)
+    }  # in the lines of their parents
+    assert told <= shown, f"not shown: {sorted(told - shown)}"
+    loose = {f"siirl_dask/{path.name}" for path in (ROOT / "siirl_dask").glob("*.py")} - {"siirl_dask/__init__.py"}
+    assert loose <= shown
+    assert len(loose) <= 8, "a module that lies loose belongs into a room"
+
+
+def test_every_module_that_the_architecture_page_names_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert list((ROOT / "siirl_dask").rglob(name)) or (ROOT / name).exists(), name

@@ -1,6 +1,9 @@
-"""Advantages, losses and KL estimates: pure functions of tensors. Passing one is the extension point: no registry."""
+"""Advantages, losses and KL estimates: pure functions of tensors.
 
-from siirl_dask.algorithms.advantages import AdvantageFn, Outcomes, dr_grpo, grpo, opo, pass_at_k, remax, rloo
+To add an algorithm, pass a function of your own with the same signature. There is no registry.
+"""
+
+from siirl_dask.algorithms.advantages import AdvantageFn, Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
 from siirl_dask.algorithms.aggregation import (
     Aggregation,
     Totals,
@@ -9,17 +12,23 @@ from siirl_dask.algorithms.aggregation import (
     sequence_mean_token_sum_norm,
     token_mean,
 )
-from siirl_dask.algorithms.cispo import cispo
 from siirl_dask.algorithms.correction import CorrectionFn, masked_is, reject_sequences, truncated_is
 from siirl_dask.algorithms.covariance import clip_cov, covariances, kl_cov
-from siirl_dask.algorithms.cpgd import cpgd
-from siirl_dask.algorithms.kl import KLFn, absolute, k1, k2, k3, straight_through
-from siirl_dask.algorithms.kl_control import KLController, build_kl_controller
+from siirl_dask.algorithms.kl import (
+    KLController,
+    KLFn,
+    abs_difference,
+    build_kl_controller,
+    k1,
+    k2,
+    k3,
+    straight_through,
+)
 from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss, policy_gradient, ppo_clip
+from siirl_dask.algorithms.overlong import overlong_penalty
 from siirl_dask.algorithms.packed import row_means, row_sums, spread
-from siirl_dask.algorithms.policy import policy_loss
-from siirl_dask.algorithms.sequence import gmpo, gspo
-from siirl_dask.algorithms.shaping import overlong_penalty
+from siirl_dask.algorithms.policy_loss import policy_loss
+from siirl_dask.algorithms.surrogates import cispo, cpgd, gmpo, gspo, sapo, sequence_clip
 from siirl_dask.algorithms.token_advantages import (
     TokenAdvantageFn,
     TokenAdvantages,
@@ -30,7 +39,7 @@ from siirl_dask.algorithms.token_advantages import (
     reinforce_plus_plus_baseline,
     whitened,
 )
-from siirl_dask.algorithms.values import ValueInputs, ValueLossFn, value_clip
+from siirl_dask.algorithms.value_loss import ValueInputs, ValueLossFn, value_clip
 
 __all__ = [
     "AdvantageFn",
@@ -48,7 +57,7 @@ __all__ = [
     "Totals",
     "ValueInputs",
     "ValueLossFn",
-    "absolute",
+    "abs_difference",
     "build_kl_controller",
     "cispo",
     "clip_cov",
@@ -57,6 +66,7 @@ __all__ = [
     "dr_grpo",
     "gae",
     "gmpo",
+    "gpg",
     "grpo",
     "gspo",
     "k1",
@@ -78,6 +88,8 @@ __all__ = [
     "rloo",
     "row_means",
     "row_sums",
+    "sapo",
+    "sequence_clip",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",

@@ -1,15 +1,20 @@
-"""Advantages of whole responses, from their rewards and the group (the prompt) each belongs to.
+"""Advantages of whole responses, computed from their rewards and from the group (the prompt) each belongs to.
 
-A group's numbers come from its own rows alone, by exactly rounded sums in float64: they are the same, bit for bit,
-whatever rows stand beside them and in whatever order, so on any number of workers. A group whose rewards are all equal
-has advantage 0, exactly; one with a reward that is not finite has nan.
+Shapes: R responses, in groups that are always complete. Most functions here use nothing beyond a group's own rows, and
+sum in float64 with exact rounding. Their results are therefore the same, bit for bit, in any row order, beside any
+other rows and on any number of workers. Two also scale every row by one number of the whole batch: ``grpo`` with
+``scale="batch"``, and ``gpg``.
+
+A group whose rewards are all equal has advantage 0, exactly. A group with a reward that is not finite has nan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import fsum, isfinite, nan, sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +22,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """R responses; a group is always whole. ValueError when the shapes differ."""
+    """R responses that were scored, in complete groups. ValueError when the shapes differ."""
 
     rewards: Tensor
-    """[R] float32."""
+    """[R] float32 reward of each response."""
     group_ids: Tensor
-    """[R] int64."""
+    """[R] int64 number of the prompt that each response answers."""
     lengths: Tensor
-    """[R] int64: response tokens that are learned from."""
+    """[R] int64 count of response tokens that the loss trains on."""
     baselines: Tensor | None = None
-    """[R] float32: reward of the greedy response to the same prompt, when there is one."""
+    """[R] float32 reward of the greedy response to the same prompt; None when no node generated one."""
+    all_sum: Callable[[Sequence[float]], Sequence[float]] = list
+    """Sums each number over all workers that hold rows of the batch. Every worker must call it equally often, rows or
+    not. The default treats these rows as the whole batch.
+    """
 
     def __post_init__(self) -> None:
         check_shapes(
@@ -41,29 +50,47 @@ _EPSILON = 1e-6  # as in siiRL and verl (TRL: 1e-4); a group without spread has 
 _Row = tuple[float, int]  # reward, length
 
 
-def grpo(outcomes: Outcomes) -> Tensor:
-    """``(r - mean) / (std + 1e-6)`` in each group, std unbiased (arXiv:2402.03300). [R].
+def grpo(outcomes: Outcomes, *, scale: Literal["group", "batch"] = "group", epsilon: float = _EPSILON) -> Tensor:
+    """Standardise rewards in each group: ``(r - mean) / (std + epsilon)``, std unbiased (GRPO, arXiv:2402.03300). [R].
 
-    A group of one keeps mean 0 and std 1: its advantage is its reward.
+    ``scale="batch"`` divides by the std of all rewards of the batch, over all workers, instead of the group's (Lite
+    PPO, arXiv:2508.08221), so that groups which nearly agree are not blown up. ``epsilon`` is 1e-6 in verl and 1e-4 in
+    TRL.
+
+    A group of one keeps mean 0, and with ``scale="group"`` std 1: its advantage is its reward. With ``scale="batch"`` a
+    batch without spread has std 1, and a reward that is not finite makes every row nan. ValueError for any other
+    ``scale``, and when ``epsilon`` is not above 0.
     """
-    return _per_group(outcomes, _standardised)
+    _check_epsilon(epsilon)
+    if scale == "group":
+        return _map_groups(outcomes, partial(_standardise, epsilon=epsilon))
+    if scale != "batch":
+        raise ValueError(f"scale={scale!r}: expected 'group' or 'batch'; dr_grpo divides by no standard deviation")
+    divisor = _batch_std(outcomes) + epsilon
+    return _map_groups(outcomes, lambda rows: [centred / divisor for centred in _centre(rows)])
 
 
 def dr_grpo(outcomes: Outcomes) -> Tensor:
-    """``r - mean`` in each group: dividing by std favours prompts that are too easy or too hard (arXiv:2503.20783).
+    """Centre rewards in each group: ``r - mean`` (Dr.GRPO, arXiv:2503.20783). [R].
 
-    [R]. A group of one keeps mean 0.
+    Dividing by the std, as GRPO does, favours prompts that are too easy or too hard. A group of one keeps mean 0.
     """
-    return _per_group(outcomes, _centred)
+    return _map_groups(outcomes, _centre)
 
 
 def rloo(outcomes: Outcomes) -> Tensor:
-    """``r - mean of the others`` in each group (arXiv:2402.14740). [R]. A group of one has no others, and 0."""
-    return _per_group(outcomes, _against_others)
+    """Subtract the mean of the others in the group: ``r - mean of the others`` (RLOO, arXiv:2402.14740). [R].
+
+    A group of one has no others, and advantage 0.
+    """
+    return _map_groups(outcomes, _subtract_mean_of_others)
 
 
 def remax(outcomes: Outcomes) -> Tensor:
-    """``r - reward of the greedy response`` (arXiv:2310.10505). [R]. ValueError when there are no baselines."""
+    """Subtract the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505). [R].
+
+    ValueError when there are no baselines.
+    """
     if outcomes.baselines is None:
         raise ValueError(
             "remax needs the reward of each prompt's greedy response: add the nodes "
@@ -73,59 +100,116 @@ def remax(outcomes: Outcomes) -> Tensor:
 
 
 def opo(outcomes: Outcomes) -> Tensor:
-    """``r - mean of the group's rewards, weighted by length`` (arXiv:2505.23585). [R]. A group of one has 0."""
-    return _per_group(outcomes, _against_weighted_mean)
+    """Subtract the group's mean reward weighted by response length (OPO, arXiv:2505.23585). [R].
 
-
-def pass_at_k(outcomes: Outcomes) -> Tensor:
-    """What each response adds to the best reward of its group, k being the group's size (arXiv:2503.19595). [R].
-
-    The best has its lead over the second best, all others 0: the leave-one-out baseline of the maximum. Two that share
-    the best reward, and a group of one, have 0.
+    A group of one, and one without tokens, has advantage 0.
     """
-    return _per_group(outcomes, _lead)
+    return _map_groups(outcomes, _subtract_weighted_mean)
 
 
-def _standardised(rows: list[_Row]) -> list[float]:
-    centred = _centred(rows)
-    std = sqrt(fsum(c * c for c in centred) / (len(centred) - 1)) if len(centred) > 1 else 1.0
-    return [c / (std + _EPSILON) for c in centred]
+def pass_at_k(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
+    """Credit a response with what it adds to its group's best reward, k being the group's size (arXiv:2503.19595). [R].
+
+    The best response has its lead over the second best and all others have 0, which is the leave-one-out baseline of
+    the maximum. Two that share the best reward, and a group of one, have 0. ``divide_by_std`` divides by
+    ``std + epsilon`` of the group's rewards, as ``grpo`` does; Pass@k Training (arXiv:2508.10751) standardises its
+    advantages as well. ValueError when ``epsilon`` is not above 0.
+    """
+    _check_epsilon(epsilon)
+    if not divide_by_std:
+        return _map_groups(outcomes, _lead_over_second)
+    return _map_groups(outcomes, lambda rows: [lead / (_std(rows) + epsilon) for lead in _lead_over_second(rows)])
 
 
-def _centred(rows: list[_Row]) -> list[float]:
+def gpg(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
+    """Centre rewards in each group and multiply by ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546, equation 7). [R].
+
+    B counts the groups of the batch on all workers, M those whose advantages are all 0. These add nothing to the
+    gradient and still count in the loss's denominator; alpha makes up for that. The loss to train with is
+    ``policy_gradient``. The correction is exact where every response counts alike (``sequence_mean_token_mean``); the
+    paper aggregates by ``token_mean``.
+
+    ``divide_by_std`` chooses the paper's F_norm: False is 1, as in its best runs, True is ``std + epsilon`` as in
+    ``grpo``. A group of one keeps mean 0 and std 1. ValueError when ``epsilon`` is not above 0.
+    """
+    advantages = grpo(outcomes, epsilon=epsilon) if divide_by_std else dr_grpo(outcomes)
+    groups, nonzero_groups = outcomes.group_ids.unique(), outcomes.group_ids[advantages != 0].unique()
+    total, nonzero = outcomes.all_sum([float(len(groups)), float(len(nonzero_groups))])
+    return advantages * (total / max(1.0, nonzero))
+
+
+def _standardise(rows: list[_Row], epsilon: float) -> list[float]:
+    std = _std(rows)
+    return [centred / (std + epsilon) for centred in _centre(rows)]
+
+
+def _std(rows: list[_Row]) -> float:
+    """Return the unbiased standard deviation of the rewards; 1 for a single row."""
+    if len(rows) == 1:
+        return 1.0
+    return sqrt(fsum(centred * centred for centred in _centre(rows)) / (len(rows) - 1))
+
+
+def _centre(rows: list[_Row]) -> list[float]:
     mean = fsum(reward for reward, _ in rows) / len(rows) if len(rows) > 1 else 0.0
     return [reward - mean for reward, _ in rows]
 
 
-def _against_others(rows: list[_Row]) -> list[float]:
+def _subtract_mean_of_others(rows: list[_Row]) -> list[float]:
     if len(rows) == 1:
         return [0.0]
     total = fsum(reward for reward, _ in rows)
     return [reward - (total - reward) / (len(rows) - 1) for reward, _ in rows]
 
 
-def _against_weighted_mean(rows: list[_Row]) -> list[float]:
+def _subtract_weighted_mean(rows: list[_Row]) -> list[float]:
     tokens = sum(length for _, length in rows)
-    if tokens == 0:  # nothing to learn from, and no weights
+    if tokens == 0:  # no weights, and nothing that a loss could train on
         return [0.0] * len(rows)
     mean = fsum(reward * length for reward, length in rows) / tokens
     return [reward - mean for reward, _ in rows]
 
 
-def _lead(rows: list[_Row]) -> list[float]:
+def _lead_over_second(rows: list[_Row]) -> list[float]:
     if len(rows) == 1:
         return [0.0]
     second, best = sorted(reward for reward, _ in rows)[-2:]
     return [best - second if reward == best else 0.0 for reward, _ in rows]
 
 
-def _per_group(outcomes: Outcomes, function: Callable[[list[_Row]], list[float]]) -> Tensor:
-    groups: dict[int, list[int]] = {}
+def _batch_std(outcomes: Outcomes) -> float:
+    """Return the unbiased standard deviation of all workers' rewards: 1 without spread, nan if one is not finite."""
+    rewards = outcomes.rewards.tolist()
+    count, total = outcomes.all_sum([float(len(rewards)), _sum(rewards)])
+    mean = total / max(1.0, count)
+    # A second pass over differences: a sum of squared rewards minus the squared mean would not be 0 for equal rewards.
+    (squares,) = outcomes.all_sum([_sum([(reward - mean) ** 2 for reward in rewards])])
+    return sqrt(squares / max(1.0, count - 1)) or 1.0
+
+
+def _sum(numbers: list[float]) -> float:
+    """Return the exactly rounded sum; nan if a number is not finite, where fsum may raise."""
+    return fsum(numbers) if all(map(isfinite, numbers)) else nan
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not epsilon > 0:
+        raise ValueError(
+            f"epsilon={epsilon}: expected more than 0, so that equal rewards have advantage 0 and not 0 / 0"
+        )
+
+
+def _map_groups(outcomes: Outcomes, function: Callable[[list[_Row]], list[float]]) -> Tensor:
+    """Apply ``function`` to the rows of each group and put the results back in the rows' places. [R] float32.
+
+    A group with a reward that is not finite has nan throughout and never reaches ``function``.
+    """
+    members_of: dict[int, list[int]] = {}
     for row, group in enumerate(outcomes.group_ids.tolist()):
-        groups.setdefault(group, []).append(row)
+        members_of.setdefault(group, []).append(row)
     rows = list(zip(outcomes.rewards.tolist(), outcomes.lengths.tolist(), strict=True))
     advantages = [nan] * len(rows)
-    for members in groups.values():
+    for members in members_of.values():
         group_rows = [rows[row] for row in members]
         if all(isfinite(reward) for reward, _ in group_rows):
             for row, advantage in zip(members, function(group_rows), strict=True):
@@ -134,9 +218,12 @@ def _per_group(outcomes: Outcomes, function: Callable[[list[_Row]], list[float]]
 
 
 def check_shapes(expected: str, **tensors: Tensor | None) -> None:
-    """ValueError unless all that are given are one-dimensional and equally long; ``expected`` is how to say so."""
-    given = {name: list(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
-    shapes = list(given.values())
-    if len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes):
-        named = " and ".join(f"{name} {shape}" for name, shape in given.items())
+    """Check that all tensors are one-dimensional and equally long; None is passed over.
+
+    ValueError otherwise, with each tensor's shape and ``expected``, the shape in words.
+    """
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(shapes.values()))
+    if len(first) != 1 or any(shape != first for shape in shapes.values()):
+        named = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"{named}: expected {expected} each")

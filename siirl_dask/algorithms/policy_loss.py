@@ -1,4 +1,4 @@
-"""The loss a policy is trained on: a surrogate, and what is added to any."""
+"""The loss that a policy trains on: a surrogate, and the terms that go with any surrogate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from siirl_dask.algorithms.correction import CorrectionFn
 from siirl_dask.algorithms.kl import KLFn, k3
 from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss
-from siirl_dask.algorithms.ratios import bounded
+from siirl_dask.algorithms.packed import clamp_log_ratio
 
 
 def policy_loss(
@@ -17,17 +17,23 @@ def policy_loss(
     surrogate: LossFn,
     kl: KLFn = k3,
     kl_coefficient: float = 0.0,
+    kl_bias_correction: bool = False,
     entropy_coefficient: float = 0.0,
     correction: CorrectionFn | None = None,
 ) -> TokenLoss:
-    """``w surrogate + kl_coefficient kl(logp, reference) - entropy_coefficient entropy``, token by token.
+    """Return ``w surrogate + kl_coefficient kl(logp, reference) - entropy_coefficient entropy`` for each token. [K].
 
-    w are the ``correction``'s weights, 1 without one. ``kl`` gets log-ratios within +-20. ValueError when
+    The weights w come from ``correction``, and are 1 without one. ``kl`` gets log-ratios within +-20. ValueError when
     ``kl_coefficient`` is not 0 and there is no reference.
 
-    Metrics: the surrogate's; ``kl_to_sampler``, the k3 estimate of KL(sampler, current policy): what the engine's
-    arithmetic and the updates since the sampling amount to together; ``entropy``; ``reference_kl``, k3, when there is a
-    reference; ``correction_weight`` w, when there is a correction.
+    ``kl_bias_correction`` multiplies the estimate of the KL by ``exp(logp - old)``, through which gradients flow
+    (DeepSeek-V3.2, arXiv:2512.02556, equation 7): the old policy drew the tokens, the KL is the current one's. With k1
+    and k3 the estimate at each token and its gradient are then unbiased, given the tokens before it. Leave it off for
+    k2 and ``straight_through``, whose own gradient is that of the KL as long as the policy is the old one.
+
+    Metrics: the surrogate's; ``kl_to_sampler``, the k3 estimate of KL(sampler, current policy), in which differences of
+    arithmetic and the updates since sampling add up; ``entropy``; ``reference_kl``, the k3 estimate, if there is a
+    reference; ``correction_weight`` w, if there is a correction.
     """
     if kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError(
@@ -48,12 +54,16 @@ def policy_loss(
     if inputs.reference_logprobs is not None:
         metrics["reference_kl"] = _divergence(k3, inputs.logprobs, inputs.reference_logprobs).detach()
         if kl_coefficient:
-            loss = loss + kl_coefficient * _divergence(kl, inputs.logprobs, inputs.reference_logprobs)
+            divergence = _divergence(kl, inputs.logprobs, inputs.reference_logprobs)
+            if kl_bias_correction:
+                divergence = divergence * clamp_log_ratio(inputs.logprobs - inputs.old_logprobs).exp()
+            loss = loss + kl_coefficient * divergence
     if entropy_coefficient:
         loss = loss - entropy_coefficient * inputs.entropy
     return TokenLoss(loss=loss, metrics=metrics)
 
 
 def _divergence(kl: KLFn, logprobs: Tensor, reference: Tensor) -> Tensor:
-    difference = bounded(logprobs - reference)
-    return kl(difference, torch.zeros_like(difference))
+    """Estimate KL(p, q) of log-probabilities whose difference is first clamped to +-20. [K], [K] -> [K]."""
+    difference = clamp_log_ratio(logprobs - reference)
+    return kl(difference, torch.zeros_like(difference))  # an estimate depends on the difference alone

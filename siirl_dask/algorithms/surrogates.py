@@ -1,20 +1,133 @@
-"""CISPO: the importance ratio is clipped as a weight, so that every token keeps its gradient."""
+"""Surrogates that limit the policy's step in other ways than PPO: a clipped weight, a bounded log-probability, a soft
+gate, one ratio for a whole row.
+"""
 
 from __future__ import annotations
 
-from siirl_dask.algorithms.losses import LossInputs, TokenLoss
-from siirl_dask.algorithms.ratios import bounded, check_clip
+from math import inf, log1p
+
+import torch
+from torch import Tensor
+
+from siirl_dask.algorithms.losses import LossInputs, TokenLoss, clipped_loss
+from siirl_dask.algorithms.packed import (
+    check_clip,
+    clamp_by_advantage_sign,
+    clamp_log_ratio,
+    row_means,
+    row_sums,
+    spread,
+)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> TokenLoss:
-    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp``, ``r = exp(logp - old)`` (MiniMax-M1, arXiv:2506.13585).
+    """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp``, ``r = exp(logp - old)`` (CISPO in MiniMax-M1,
+    arXiv:2506.13585). [K].
 
-    The paper has no lower bound, which is ``clip_low = 1``, and tunes the upper one without naming it; 0.28 is DAPO's.
+    The ratio is clipped as a weight, so every token keeps its gradient. The paper has no lower bound, which is
+    ``clip_low = 1``, and tunes the upper one without naming it; 0.28 is DAPO's. ValueError for bounds below 0 and for
+    ``clip_low`` above 1.
 
     Metrics: ``ratio`` r; ``clip_fraction``, tokens whose weight is clipped.
     """
     check_clip(clip_low, clip_high)
-    ratio = bounded(inputs.logprobs.detach() - inputs.old_logprobs).exp()
+    ratio = clamp_log_ratio(inputs.logprobs.detach() - inputs.old_logprobs).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     metrics = {"ratio": ratio, "clip_fraction": (weight != ratio).to(ratio.dtype)}
     return TokenLoss(loss=-weight * inputs.advantages * inputs.logprobs, metrics=metrics)
+
+
+_MAX_DRIFT = 2.0  # bound of r - 1: beyond a ratio of 3 the pull grows no further
+
+
+def cpgd(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, drift: float = 1e-3) -> TokenLoss:
+    """Return ``-A`` times a bounded logp, plus ``drift min(sg(r) - 1, 2) logp``, ``r = exp(logp - old)`` (CPGD,
+    arXiv:2505.12504). [K].
+
+    The bounded logp is at most ``old + ln(1 + clip_high)`` where A > 0, and at least ``old + ln(1 - clip_low)``
+    elsewhere. The drift term pulls back to the old policy: its gradient is that of k3 of KL(old, current). The default
+    of ``drift`` is siiRL's. ValueError when ``clip_low`` is not from 0 to below 1.
+
+    Metrics: ``ratio`` r; ``clip_fraction``, tokens whose logp is at its bound; ``drift``, the term before its factor.
+    """
+    if not 0 <= clip_low < 1:
+        raise ValueError(f"clip_low={clip_low}: expected 0 to below 1, so that ln(1 - clip_low) is a number")
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    clamped = clamp_by_advantage_sign(log_ratio, inputs.advantages, log1p(-clip_low), log1p(clip_high))
+    ratio = clamp_log_ratio(log_ratio.detach()).exp()
+    # Computed with a drift of 0 too: it is nan where logp or old is not finite, which the clamp above would hide.
+    pull = (ratio - 1).clamp(max=_MAX_DRIFT) * inputs.logprobs
+    metrics = {
+        "ratio": ratio,
+        "clip_fraction": (clamped != log_ratio).to(ratio.dtype),
+        "drift": pull.detach(),
+    }
+    return TokenLoss(loss=-inputs.advantages * (inputs.old_logprobs + clamped) + drift * pull, metrics=metrics)
+
+
+def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
+    """Return ``-A sigmoid(tau (r - 1)) 4 / tau``, ``r = exp(logp - old)`` (SAPO, arXiv:2511.20347). [K].
+
+    tau is ``tau_positive`` where A > 0 and ``tau_negative`` elsewhere. A soft gate replaces the clip: the gradient is
+    ``-A g r grad logp`` with ``g = 4 s (1 - s)``, s being the sigmoid. g is 1 at r = 1 and fades on either side, faster
+    for a larger tau. ValueError when a tau is not above 0.
+
+    Metrics: ``ratio`` r; ``gate`` g.
+    """
+    if not (tau_positive > 0 and tau_negative > 0):
+        raise ValueError(f"tau_positive={tau_positive}, tau_negative={tau_negative}: expected more than 0 each")
+    ratio = clamp_log_ratio(inputs.logprobs - inputs.old_logprobs).exp()
+    tau = torch.full_like(ratio, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
+    sigmoid = (tau * (ratio - 1)).sigmoid()
+    metrics = {"ratio": ratio.detach(), "gate": (4 * sigmoid * (1 - sigmoid)).detach()}
+    return TokenLoss(loss=-inputs.advantages * sigmoid * 4 / tau, metrics=metrics)
+
+
+def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """Return PPO's loss with ``s = exp(mean over the row of logp - old)`` as the ratio of each of its tokens (GSPO,
+    arXiv:2507.18071). [K].
+
+    A token's gradient is ``s grad logp`` of that token alone, the paper's token form:
+    ``log s_t = sg(mean) + logp - sg(logp)``. Aggregate by ``sequence_mean_token_mean``. ValueError for bounds below 0
+    and for ``clip_low`` above 1.
+
+    Metrics: ``ratio`` s; ``clip_fraction``, tokens of rows that are clipped.
+    """
+    mean = row_means(inputs.logprobs - inputs.old_logprobs, inputs.offsets)
+    return clipped_loss(_row_ratio(inputs, mean), inputs.advantages, clip_low, clip_high)
+
+
+def sequence_clip(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """Return PPO's loss with ``s = exp(sum over the row of logp - old)`` as the ratio of each of its tokens. [K].
+
+    RLOO takes a whole response for one action (arXiv:2402.14740), so its ratio is the response's; the clip is TRL's. A
+    token's gradient is ``s grad logp`` of that token alone, as in ``gspo``. Aggregate by ``sequence_mean_token_sum``:
+    the gradient is then that of the mean over rows of ``max(-A s, -A clip(s))``. ValueError for bounds below 0 and for
+    ``clip_low`` above 1.
+
+    Metrics: ``ratio`` s; ``clip_fraction``, tokens of rows that are clipped.
+    """
+    total = row_sums(inputs.logprobs - inputs.old_logprobs, inputs.offsets)
+    return clipped_loss(_row_ratio(inputs, total), inputs.advantages, clip_low, clip_high)
+
+
+def _row_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
+    """Give each token the ratio of its row, with the gradient of that token's own logp. [R] log-ratios -> [K]."""
+    own_gradient = inputs.logprobs - inputs.logprobs.detach()  # exactly 0: gspo's bounds are as narrow as 3e-4
+    return clamp_log_ratio(spread(log_ratio, inputs.offsets).detach() + own_gradient).exp()
+
+
+def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+    """Return ``-A`` times the geometric mean of the row's clipped ratios (GMPO, arXiv:2507.20673). [K].
+
+    Each log-ratio is clamped to at most ``clip_high`` where A > 0, and to at least ``-clip_low`` elsewhere. Every token
+    of a row has the row's loss. Aggregate by ``sequence_mean_token_mean``. ValueError for bounds below 0.
+
+    Metrics: ``ratio``, the geometric mean; ``clip_fraction``, tokens that are clipped.
+    """
+    check_clip(clip_low, clip_high, inf)
+    log_ratio = clamp_log_ratio(inputs.logprobs - inputs.old_logprobs)
+    clamped = clamp_by_advantage_sign(log_ratio, inputs.advantages, -clip_low, clip_high)
+    ratio = spread(row_means(clamped, inputs.offsets).exp(), inputs.offsets)
+    metrics = {"ratio": ratio.detach(), "clip_fraction": (clamped != log_ratio).to(ratio.dtype)}
+    return TokenLoss(loss=-inputs.advantages * ratio, metrics=metrics)

@@ -1,7 +1,8 @@
-"""Advantages of tokens, from rewards of tokens.
+"""Advantages of tokens, computed from rewards of tokens.
 
-Here, unlike in losses, all response tokens are there, and a mask says which the policy wrote: the others (a tool's
-answer) are stepped over. Rows are laid side by side and gone through from the last token to the first, in float64.
+Shapes: K response tokens of R rows. Unlike in losses, all response tokens are present, and a mask marks those that the
+policy wrote; the others (a tool's answer) pass values and advantages on unchanged. Rows are padded to one length and
+processed together from the last token to the first, in float64.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ _EPSILON = 1e-8  # as in siiRL and verl; tokens without spread have advantage 0,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutcomes:
-    """R responses of K tokens; a group is always whole. ValueError when the shapes do not fit together, or for a reward
-    on a token that does not count, from which it would never arrive.
+    """K tokens of R responses that were scored, in complete groups.
+
+    ValueError when the shapes do not fit together, and for a reward on a masked token, which no advantage would see.
     """
 
     rewards: Tensor
-    """[K] float32."""
+    """[K] float32 reward of each token; 0 where the mask is False."""
     group_ids: Tensor
-    """[R] int64."""
+    """[R] int64 number of the prompt that each response answers."""
     offsets: Tensor
     """[R + 1] int64: row r owns tokens ``offsets[r]`` to ``offsets[r + 1]``, perhaps none."""
     mask: Tensor
-    """[K] bool: the tokens that are learned from."""
+    """[K] bool: True on the tokens that the loss trains on."""
     values: Tensor | None = None
-    """[K] float32, the critic's, when there is one."""
+    """[K] float32 values of a critic; None when no node estimated them."""
 
     def __post_init__(self) -> None:
         check_shapes("[K]", rewards=self.rewards, mask=self.mask, values=self.values)
@@ -43,97 +45,104 @@ class TokenOutcomes:
                 f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected [{rows + 1}] for "
                 f"{rows} group_ids, and {tokens}, the number of rewards"
             )
-        if lost := int((self.rewards[~self.mask] != 0).sum()):
+        if masked_rewards := int((self.rewards[~self.mask] != 0).sum()):
             raise ValueError(
-                f"{lost} rewards are on tokens that do not count: expected 0 there; move them to one that does"
+                f"{masked_rewards} rewards are on tokens where the mask is False: expected 0 there; move each to a "
+                "token where it is True"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAdvantages:
+    """Advantages and returns of K tokens. Both are meaningless where the mask is False."""
+
     advantages: Tensor
-    """[K] float32; of no meaning where the mask is False."""
+    """[K] float32 advantages."""
     returns: Tensor
-    """[K] float32: what a critic is to foresee; of no meaning where the mask is False."""
+    """[K] float32 returns, which a critic should predict."""
 
 
 TokenAdvantageFn = Callable[[TokenOutcomes], TokenAdvantages]
+"""``TokenOutcomes -> TokenAdvantages``."""
 
 
 def gae(outcomes: TokenOutcomes, *, discount: float = 1.0, gae_lambda: float = 1.0) -> TokenAdvantages:
-    """``A = delta + discount gae_lambda A_next`` with ``delta = r + discount V_next - V`` (arXiv:1506.02438).
+    """Estimate ``A = delta + discount gae_lambda A_next``, ``delta = r + discount V_next - V`` (GAE, arXiv:1506.02438).
+    [K].
 
-    After the last token both are 0; tokens that do not count hand V_next and A on unchanged. Returns are ``A + V``.
+    After the last token V_next and A_next are 0. Masked tokens pass both on unchanged. Returns are ``A + V``.
     ValueError without values.
     """
     if outcomes.values is None:
         raise ValueError("gae needs a critic's values: add the node siirl_dask.nodes:estimate_values before it")
     layout = _Layout(outcomes)
-    rewards, values = layout.side_by_side(outcomes.rewards), layout.side_by_side(outcomes.values)
+    rewards, values = layout.pad(outcomes.rewards), layout.pad(outcomes.values)
     advantages = torch.zeros_like(rewards)
-    value_after, advantage_after = rewards.new_zeros(layout.rows), rewards.new_zeros(layout.rows)
-    for at in reversed(range(layout.longest)):
-        delta = rewards[:, at] + discount * value_after - values[:, at]
-        advantage = delta + discount * gae_lambda * advantage_after
-        value_after = torch.where(layout.counts[:, at], values[:, at], value_after)
-        advantage_after = torch.where(layout.counts[:, at], advantage, advantage_after)
-        advantages[:, at] = advantage_after
-    packed = layout.packed(advantages)
+    next_value, next_advantage = rewards.new_zeros(layout.rows), rewards.new_zeros(layout.rows)
+    for position in reversed(range(layout.longest)):
+        delta = rewards[:, position] + discount * next_value - values[:, position]
+        advantage = delta + discount * gae_lambda * next_advantage
+        next_value = torch.where(layout.mask[:, position], values[:, position], next_value)
+        next_advantage = torch.where(layout.mask[:, position], advantage, next_advantage)
+        advantages[:, position] = next_advantage
+    packed = layout.pack(advantages)
     return TokenAdvantages(advantages=packed.float(), returns=(packed + outcomes.values.double()).float())
 
 
 def reinforce_plus_plus(outcomes: TokenOutcomes, *, discount: float = 1.0) -> TokenAdvantages:
-    """``A = r + discount A_next`` (REINFORCE++, arXiv:2501.03262), to be whitened over all tokens.
+    """Sum rewards to come, ``A = r + discount A_next`` (REINFORCE++, arXiv:2501.03262). [K].
 
-    Tokens that do not count hand A on unchanged. Returns are the same numbers.
+    The node whitens them over all tokens. Masked tokens pass A on unchanged. Returns are the same numbers.
     """
     layout = _Layout(outcomes)
-    rewards = layout.side_by_side(outcomes.rewards)
+    rewards = layout.pad(outcomes.rewards)
     returns = torch.zeros_like(rewards)
-    after = rewards.new_zeros(layout.rows)
-    for at in reversed(range(layout.longest)):
-        after = torch.where(layout.counts[:, at], rewards[:, at] + discount * after, after)
-        returns[:, at] = after
-    packed = layout.packed(returns).float()
+    next_return = rewards.new_zeros(layout.rows)
+    for position in reversed(range(layout.longest)):
+        next_return = torch.where(layout.mask[:, position], rewards[:, position] + discount * next_return, next_return)
+        returns[:, position] = next_return
+    packed = layout.pack(returns).float()
     return TokenAdvantages(advantages=packed, returns=packed)
 
 
 def reinforce_plus_plus_baseline(outcomes: TokenOutcomes) -> TokenAdvantages:
-    """Each token has its row's summed reward minus the mean of its group (arXiv:2501.03262), to be whitened over all
-    tokens. Returns are the row's summed reward.
+    """Give each token its row's summed reward minus the mean of its group (REINFORCE++ with a baseline,
+    arXiv:2501.03262). [K].
 
-    A group of one keeps mean 0. A row without a token that counts has no place for its reward, and is no part of its
-    group's mean.
+    The node whitens them over all tokens. Returns are the row's summed reward. A group of one keeps mean 0. A row whose
+    tokens are all masked has no token to carry a reward, and does not count in its group's mean.
     """
     lengths = row_sums(outcomes.mask.long(), outcomes.offsets)
     sums = row_sums(outcomes.rewards.double(), outcomes.offsets).float()
-    there = lengths > 0
+    has_tokens = lengths > 0
     advantages = torch.zeros_like(sums)
-    advantages[there] = dr_grpo(
-        Outcomes(rewards=sums[there], group_ids=outcomes.group_ids[there], lengths=lengths[there])
+    advantages[has_tokens] = dr_grpo(
+        Outcomes(rewards=sums[has_tokens], group_ids=outcomes.group_ids[has_tokens], lengths=lengths[has_tokens])
     )
     return TokenAdvantages(advantages=spread(advantages, outcomes.offsets), returns=spread(sums, outcomes.offsets))
 
 
 def moments(values: Tensor, mask: Tensor) -> tuple[float, float, float]:
-    """Count, sum and sum of squares of the tokens that count, in float64; they add up over workers. [K], [K]."""
-    counted = values[mask].double()
-    return float(len(counted)), float(counted.sum()), float(counted.square().sum())
+    """Return count, sum and sum of squares of the unmasked tokens, in float64; they add up over workers. [K], [K]."""
+    unmasked = values[mask].double()
+    return float(len(unmasked)), float(unmasked.sum()), float(unmasked.square().sum())
 
 
-def whitened(values: Tensor, mask: Tensor, summed: Sequence[float]) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` with the mean and unbiased variance of all workers' tokens; 0 where the mask is
-    False. [K], [K] -> [K]. ``summed``: all workers' ``moments``, added up. A single token has 0.
+def whitened(values: Tensor, mask: Tensor, total_moments: Sequence[float]) -> Tensor:
+    """Return ``(x - mean) / sqrt(var + 1e-8)`` with the mean and unbiased variance over all workers' unmasked tokens.
+    [K], [K] -> [K], 0 where the mask is False.
+
+    ``total_moments`` are the ``moments`` of all workers, added up. A single token has 0.
     """
-    count, total, squares = summed
+    count, total, squares = total_moments
     mean = total / max(count, 1.0)
     variance = max((squares - total * mean) / max(count - 1.0, 1.0), 0.0)  # rounding may take it below 0
-    standard = ((values.double() - mean) / (variance + _EPSILON) ** 0.5).to(values.dtype)
-    return torch.where(mask, standard, torch.zeros_like(standard))
+    standardised = ((values.double() - mean) / (variance + _EPSILON) ** 0.5).to(values.dtype)
+    return torch.where(mask, standardised, torch.zeros_like(standardised))
 
 
 class _Layout:
-    """Where each packed token lies when rows are laid side by side, [R, longest]; padding does not count."""
+    """Pads packed tokens to [R, longest] and packs them again. ``mask`` is False on padding."""
 
     def __init__(self, outcomes: TokenOutcomes) -> None:
         lengths = outcomes.offsets.diff()
@@ -143,15 +152,15 @@ class _Layout:
         self._column = torch.arange(len(self._row), device=lengths.device) - spread(
             outcomes.offsets[:-1], outcomes.offsets
         )
-        self.counts = lengths.new_zeros(self.rows, self.longest, dtype=torch.bool)
-        self.counts[self._row, self._column] = outcomes.mask
+        self.mask = lengths.new_zeros(self.rows, self.longest, dtype=torch.bool)
+        self.mask[self._row, self._column] = outcomes.mask
 
-    def side_by_side(self, packed: Tensor) -> Tensor:
-        """[K] to [R, longest] float64, 0 where there is no token."""
+    def pad(self, packed: Tensor) -> Tensor:
+        """Pad with 0 and convert to float64. [K] -> [R, longest]."""
         padded = packed.new_zeros(self.rows, self.longest, dtype=torch.float64)
         padded[self._row, self._column] = packed.double()
         return padded
 
-    def packed(self, padded: Tensor) -> Tensor:
-        """[R, longest] to [K]."""
+    def pack(self, padded: Tensor) -> Tensor:
+        """Drop the padding. [R, longest] -> [K]."""
         return padded[self._row, self._column]

@@ -15,20 +15,21 @@ from tempfile import TemporaryDirectory
 
 from siirl_storage import join, open_table
 
+from siirl_dask.commands.export import refuse_used, write_folder
 from siirl_dask.config import Config
+from siirl_dask.config.file import load_text
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
-from siirl_dask.export import refuse_used, write_folder
 from siirl_dask.nodes import ColumnPath, encode_prompts, generate_answers, list_samples, measure_answers, score
-from siirl_dask.nodes.listing import SOURCE, listed
-from siirl_dask.nodes.rollout import answering
+from siirl_dask.nodes.evaluate import SOURCE, listed
+from siirl_dask.nodes.generate import answering
 from siirl_dask.observe import Standing, write_standing
-from siirl_dask.onepass import one_pass
 from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
-from siirl_dask.planner.canonical import function_name
-from siirl_dask.recorded import Scoring, is_run, loaded, recorded_config, recorded_scoring, recorded_step
+from siirl_dask.planner.names import function_name
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
+from siirl_dask.runs.reader import Run, Scoring, is_run
 from siirl_dask.schema import ANSWER, GROUP_ID, PROMPT, Schema
 
 TABLE = "generations"
@@ -55,18 +56,18 @@ def evaluate(asked: Evaluation) -> tuple[Standing, str]:
     starts.
     """
     run = _is_run(asked)
-    step = recorded_step(asked.model, asked.step) if run else None
+    step = Run(asked.model).checkpoint_step(asked.step) if run else None
     out = asked.out or _place(asked, step)
     refuse_used(out, "--out")
     with TemporaryDirectory() as folder:
         settings = {**_settings(asked.data, out), "model.path": folder if run else asked.model}
         overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *asked.overrides]
-        config = recorded_config(asked.model, overrides) if run else loaded(b"{}", "the defaults", overrides)
+        config = Run(asked.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
         own = not run or any(text.startswith(_REWARD) for text in asked.overrides)
-        scoring = Scoring(resolve(config.rewards.function)) if own else recorded_scoring(asked.model)
+        scoring = Scoring(resolve(config.rewards.function)) if own else Run(asked.model).scoring()
         dag, source = _planned(config, scoring)
         if step is not None:
-            write_folder(Path(folder), asked.model, recorded_config(asked.model), step, role="policy")
+            write_folder(Path(folder), asked.model, Run(asked.model).config, step, role="policy")
         found = one_pass(config, dag, source, step or 0)
     standing = _standing(asked, config, scoring, step, found)
     write_standing(out, standing)
@@ -75,23 +76,23 @@ def evaluate(asked: Evaluation) -> tuple[Standing, str]:
 
 def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
     """Prompts, responses, rewards; then the numbers, and the table of samples. ``data``: what the dataloader gives."""
-    given, source = config.validation, ColumnPath(config.validation.source)
+    given, source = config.validation, ColumnPath(config.validation.source_column)
     roles = (
         Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward)),
     )
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
-    extract = resolve(given.extract) if given.extract else None
+    extract = resolve(given.answer_extractor) if given.answer_extractor else None
     measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
     keep = partial(list_samples, n=given.n, source=source)
     columns = listed(data.field(PROMPT).type, data.field(ANSWER).type)
     nodes = (
-        Node("prompts", encode, "rollout"),
-        Node("rollout", sample, "rollout", ("prompts",), Rows(str(config.rollout.rows))),
-        Node("reward", partial(score, columns=scoring.columns), "reward", ("rollout",)),
-        Node("samples", keep, "reward", ("reward",), keep=TABLE, writes=columns),
-        Node("measure", measure, "reward", ("reward",), Rows.GROUPED),
+        Node("prompts", encode, role="rollout"),
+        Node("rollout", sample, role="rollout", after="prompts", rows=Rows(str(config.rollout.prompt_placement))),
+        Node("reward", partial(score, columns=scoring.columns), role="reward", after="rollout"),
+        Node("samples", keep, role="reward", after="reward", save_as=TABLE, writes=columns),
+        Node("measure", measure, role="reward", after="reward", rows=Rows.GROUPED),
     )
     return DAG(roles, nodes)
 
@@ -123,8 +124,8 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
         "data.url": data,
         "data.prepare": None,
         "cluster.placement": {},
-        "rollout.expected_length": None,
-        "rollout.rows": None,
+        "rollout.expected_length_column": None,
+        "rollout.prompt_placement": None,
         "validation.url": None,
         "validation.test_url": None,
         "validation.k": [],
@@ -135,8 +136,8 @@ def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
     """DataError or PlanError for data, a source or columns that cannot be used."""
     source = Source(url=config.data.url, prompt=config.data.prompt, answer=config.data.answer)
     schema = open_source(source).schema
-    if config.validation.source is not None:  # a field of a struct: the plan looks at columns alone
-        source_schema(schema, replace(source, answer=config.validation.source))
+    if config.validation.source_column is not None:  # a field of a struct: the plan looks at columns alone
+        source_schema(schema, replace(source, answer=config.validation.source_column))
     given = source_schema(schema, source)
     dag = evaluation_dag(config, scoring, given)
     compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], given, config.cluster.placement)

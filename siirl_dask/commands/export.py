@@ -9,10 +9,10 @@ from typing import Any
 
 from siirl_storage import StorageError, join, open_fs
 
-from siirl_dask.checkpoints import checkpoint_url, read_state
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.recorded import recorded_config, recorded_step
+from siirl_dask.runs.checkpoints import checkpoint_url, read_state
+from siirl_dask.runs.reader import open_run
 
 _LAST = ("config.json", "adapter_config.json")
 """Without it, nothing loads the folder: so a copy that was cut short is never taken for whole."""
@@ -31,11 +31,11 @@ def export(
     """Write what ``role`` had learned by ``step`` (the newest checkpoint's) to ``to``, and give the step.
 
     ``ema`` takes the moving average of the weights; ``dtype`` is the run's own if none is given. Adapters
-    (``trainer.lora_rank``) are merged with the weights that they are for, or with ``adapter`` written alone, for peft.
+    (``trainer.lora.rank``) are merged with the weights that they are for, or with ``adapter`` written alone, for peft.
     ConfigError when there is no such run, checkpoint or role, or when there is something at ``to``.
     """
-    config = recorded_config(run)
-    chosen = recorded_step(run, step)
+    recorded = open_run(run)
+    config, chosen = recorded.config, recorded.checkpoint_step(step)
     refuse_used(to, "DEST")
     with TemporaryDirectory() as folder:
         write_folder(Path(folder), run, config, chosen, role=role, ema=ema, dtype=dtype, adapter=adapter)
@@ -55,8 +55,10 @@ def write_folder(
     adapter: bool = False,
 ) -> None:
     """As ``export``, into a local folder that is there."""
-    from siirl_dask.training.checkpoint import read_model  # torch and transformers: seconds that --help need not wait
-    from siirl_dask.training.hugging_face import with_base, write_adapters, write_hugging_face
+    from siirl_dask.training.files.checkpoint import (
+        read_model,  # torch and transformers: seconds that --help need not wait
+    )
+    from siirl_dask.training.files.hugging_face import with_base, write_adapters, write_hugging_face
 
     roles = read_state(run, step).roles
     if role not in roles:
@@ -70,7 +72,7 @@ def write_folder(
     base, kind = config.model.path, dtype or config.model.dtype
     adapted = _adapted(run, config, weights)
     if adapter and not adapted:
-        raise ConfigError(f"run {run!r} has no adapters (trainer.lora_rank): leave out --adapter")
+        raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:
         write_adapters(folder, weights, config.trainer, base, kind)
     else:
@@ -79,13 +81,13 @@ def write_folder(
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
     """Whether the checkpoint has adapters. ConfigError unless they are those that ``trainer`` describes."""
-    from siirl_dask.training.lora import is_adapter, rank_of
+    from siirl_dask.training.model.lora import is_adapter, rank_of
 
     ranks = {rank_of(name, tensor) for name, tensor in weights.items() if is_adapter(name)}
-    if ranks - {config.trainer.lora_rank}:
+    if ranks - {config.trainer.lora.rank}:
         raise ConfigError(
             f"the checkpoint has adapters of rank {sorted(ranks)}, and the config of run {run!r} says "
-            f"trainer.lora_rank={config.trainer.lora_rank}: only adapters of that can be exported"
+            f"trainer.lora.rank={config.trainer.lora.rank}: only adapters of that can be exported"
         )
     return bool(ranks)
 

@@ -6,60 +6,49 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from siirl_dask.adapters import refuse_wrong_adapters
 from siirl_dask.config import Config
-from siirl_dask.engines import engine_notes, refuse_wrong_engines
-from siirl_dask.layouts import refuse_wrong_layouts
-from siirl_dask.lengths import refuse_wrong_lengths
-from siirl_dask.memory import WorkerMemory, memory_of, refuse_what_cannot_fit, sizes_of
-from siirl_dask.phases import PREPARED, Phases, exists, plan_phases, worker_names
-from siirl_dask.planner import DAG, Plan, Sizes, as_data, describe, draw
-from siirl_dask.planner.text import readable_bytes, table, who
-from siirl_dask.transfer import refuse_wrong_transfers, transfer_notes
+from siirl_dask.driver.memory import WorkerMemory, sizes_of
+from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
+from siirl_dask.driver.preflight import check
+from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
+from siirl_dask.planner.explain.tables import readable_bytes, table, who
+from siirl_dask.runs.folder import check_writable
 
 
 def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "text") -> str:
     """The training plan and the validation plan of a run: DAG, chains, edges with their columns and estimated bytes,
     and what a worker needs of memory. PlanError when that is more than ``cluster.memory_limit``.
     """
+    validation = validation_of(config, dag, validation)
     workers = worker_names(config)
-    phases = plan_phases(config, dag, validation, workers, PREPARED if config.data.prepare else None)
-    refuse_wrong_lengths(config, phases)
-    refuse_wrong_adapters(config, dag)
-    refuse_wrong_engines(config, phases["train"][0])
-    refuse_wrong_layouts(config, phases["train"][0])
-    refuse_wrong_transfers(config, phases["train"][0])
-    refuse_what_cannot_fit(config, phases)
-    notes, shown = _notes(config, phases), _shown(config, phases)
+    phases = plan_phases(config, dag, validation, workers, assume_columns=True)
+    checked = check(config, phases)
+    check_writable(config.run.url, write=False)
+    notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)
     match form:
         case "json":
             plans = {phase: as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
-            memory = [_memory_as_data(one) for one in memory_of(config, phases)]
+            memory = [_memory_as_data(one) for one in checked.memory]
             return json.dumps({"version": 1, "notes": notes, "phases": plans, "memory": memory}, indent=1)
         case "svg":
             return draw(shown)
     texts = [f"note: {note}" for note in notes]
     texts += [f"== {phase} ==\n\n{describe(plan, sizes)}" for phase, (plan, sizes) in shown.items()]
-    return "\n\n".join([*texts, _memory(config, memory_of(config, phases), workers)])
+    return "\n\n".join([*texts, _memory(config, checked.memory, workers)])
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
     """The test phase is the validation's plan on other data."""
-    found = {phase: pair for phase, pair in phases.items() if phase != "test"}
+    found = {phase: pair for phase, pair in phases.items() if phase is not Phase.TEST}
     return {phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in found.items()}
 
 
-def _notes(config: Config, phases: Phases) -> list[str]:
-    notes = []
-    if not exists(config.data.url):
-        notes.append(f"nothing is at {config.data.url} yet; assumed the columns {PREPARED.names}, both strings")
-    plan = phases["train"][0]
-    busy = {worker for workers in plan.placement.values() for worker in workers}
-    if idle := [worker for worker in plan.chains if worker not in busy]:
-        notes.append(
-            f"workers {who(idle, tuple(plan.chains))} have nothing to do: cluster.placement gives every role other ones"
-        )
-    return [*notes, *engine_notes(config, plan), *transfer_notes(config, plan)]
+def _assumed(config: Config) -> list[str]:
+    """A note on each dataset whose columns could only be assumed."""
+    urls = dict.fromkeys([config.data.url, config.validation.url, config.validation.test_url])
+    absent = [url for url in urls if url is not None and not exists(url)]
+    columns = ", ".join(f"{column.name}: {column.type}" for column in assumed_columns(config))
+    return [f"nothing is at {url} yet; assumed the columns that the config names ({columns})" for url in absent]
 
 
 def _memory(config: Config, found: Sequence[WorkerMemory], workers: Sequence[str]) -> str:

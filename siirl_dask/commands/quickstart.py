@@ -12,18 +12,18 @@ import pyarrow as pa
 from rich.console import Console
 from siirl_storage import join, open_table
 
-from siirl_dask.cli import dags
 from siirl_dask.config import Config
-from siirl_dask.configfile import load
+from siirl_dask.config.file import load_config_file
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from siirl_dask.observe import Report, Sample, render_report
-from siirl_dask.run import run
 
 _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
 
 def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     """Train as the shipped config says and show what came of it. A run of an earlier quickstart is replaced."""
-    file = load(config_file, overrides)
+    file = load_config_file(config_file, overrides)
     config, console = file.config, Console()
     console.print(
         "GRPO on one machine: a small model learns to sort digits. "

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.checks import parse_bytes
-from siirl_dask.config.data import DataConfig, Way
-from siirl_dask.config.generation import Dtype, Engine, ModelConfig, RewardsConfig, RolloutConfig, WeightsBy
-from siirl_dask.config.learning import AlgorithmConfig, Backend, Schedule, TrainerConfig
-from siirl_dask.config.running import CheckpointConfig, ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
+from siirl_dask.config.data import DataConfig, TransportMode
+from siirl_dask.config.rollout import (
+    Dtype,
+    Engine,
+    ModelConfig,
+    PromptPlacement,
+    RewardsConfig,
+    RolloutConfig,
+    VllmConfig,
+    WeightSync,
+)
+from siirl_dask.config.run import CheckpointConfig, ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
+from siirl_dask.config.training import AlgorithmConfig, Backend, FsdpConfig, LoraConfig, Schedule, TrainerConfig
 from siirl_dask.errors import ConfigError
 
 __all__ = [
@@ -20,16 +29,20 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "Engine",
+    "FsdpConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObserveConfig",
+    "PromptPlacement",
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
     "Schedule",
     "TrainerConfig",
+    "TransportMode",
     "ValidationConfig",
-    "Way",
-    "WeightsBy",
+    "VllmConfig",
+    "WeightSync",
     "parse_bytes",
 ]
 

@@ -9,7 +9,7 @@ from siirl_dask.config.checks import at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
-class Way(StrEnum):
+class TransportMode(StrEnum):
     """By which rows travel between two workers. ``auto`` finds out for each pair."""
 
     auto = "auto"
@@ -34,7 +34,7 @@ class DataConfig:
     """Column of the answer; a dot goes into a struct, as in ``reward_model.ground_truth``."""
     max_prompt_length: int = 1024
     """Tokens. A longer prompt is dropped from its step, and counted."""
-    transport: Way = Way.auto
+    transport: TransportMode = TransportMode.auto
     """How rows move between workers: ``auto``, ``dask`` or ``shm``."""
     memory_limit: str = "2GiB"
     """What a worker may use to move rows, beyond its own part and its result; partitions that wait beyond it spill."""

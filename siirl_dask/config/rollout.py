@@ -1,4 +1,4 @@
-"""Groups of what generates and what is generated: the model, sampling, rewards."""
+"""Config groups of generation: the model, how responses are sampled, which engine generates, how they are rewarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from siirl_dask.errors import ConfigError
 
 
 class Engine(StrEnum):
-    """What generates; see docs/engines.md."""
+    """The engine that generates; see docs/engines.md."""
 
     transformers = "transformers"
     vllm = "vllm"
@@ -24,31 +24,74 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class WeightsBy(StrEnum):
-    """How the policy's new weights go to the engines; see docs/engines.md."""
+class WeightSync(StrEnum):
+    """How the policy's new weights reach the engines; see docs/engines.md."""
 
     auto = "auto"
-    """The broadcast where it is nccl's or hccl's, rows elsewhere."""
+    """A broadcast where its backend is nccl or hccl, rows elsewhere."""
     rows = "rows"
-    """As all rows go, through the host's memory."""
+    """As rows of the data plane, through the host's memory."""
     broadcast = "broadcast"
-    """From the device of one of the policy's workers to those of the engines, always."""
+    """From the device of one of the policy's workers to the engines' devices; a run that cannot do so is refused."""
 
 
-class PromptRows(StrEnum):
-    """On which of the workers that generate a prompt is sampled from."""
+class PromptPlacement(StrEnum):
+    """Which rollout worker samples a prompt."""
 
     anywhere = "anywhere"
-    """That which loaded it."""
+    """The worker that loaded it."""
     balanced = "balanced"
-    """The most costly first, each on that which has least to do."""
+    """Prompts with the longest expected responses first, each to the least loaded worker."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = "???"
-    """A folder that transformers loads: config, weights, tokenizer."""
+    """Folder with a model that transformers loads: config, weights, tokenizer."""
     dtype: Dtype = Dtype.float32
+
+
+@dataclass(kw_only=True, slots=True)
+class VllmConfig:
+    """``rollout.vllm``: options that only vLLM reads."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given."""
+    kv_cache_memory: str | None = None
+    """Size of a worker's cache of keys and values, such as ``4GiB``. None: 1GiB on a CPU."""
+    max_num_seqs: int | None = None
+    """Rows in an engine's batch. None: ``rollout.max_rows`` for each of its workers."""
+    max_num_batched_tokens: int | None = None
+    """Tokens in an engine's batch. None: vLLM's own choice."""
+    enforce_eager: bool | None = None
+    """Run without compiled graphs. None: on a CPU only."""
+    enable_prefix_caching: bool = True
+    """Read a prompt once for all its samples."""
+    sleep_level: int = 1
+    """Memory of an accelerator that the engine frees while other roles compute on it: 0, none; 1, the cache, and the
+    weights move to the host's memory; 2, both, and each update loads the weights before the next generation."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization}: expected more than 0, at most 1"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if (count := getattr(self, name)) is not None:
+                at_least("rollout.vllm", 1, **{name: count})
+        if self.sleep_level not in (0, 1, 2):
+            raise ConfigError(f"rollout.vllm.sleep_level={self.sleep_level}: expected 0, 1 or 2")
+        cache = self.kv_cache_memory
+        if cache is not None and parse_bytes("rollout.vllm.kv_cache_memory", cache) < 2**20:
+            raise ConfigError(f"rollout.vllm.kv_cache_memory={cache!r}: expected at least 1MiB")
+        if "tensor_parallel_size" in self.engine_kwargs:
+            size = self.engine_kwargs["tensor_parallel_size"]
+            raise ConfigError(
+                f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine are the run's; "
+                f"give rollout.tensor_parallel_size={size} instead"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,65 +102,44 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens that may be drawn; 0 is off."""
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest are not drawn; 0 is off."""
     max_response_length: int = 256
-    """Tokens."""
+    """Longest response, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, besides those that the model and its tokenizer name."""
     max_rows: int = 256
     """Rows generated at once on a worker."""
     max_staleness: int = 0
-    """Steps by which the weights that sample may be behind those that are trained: so far ahead is generated while
-    training goes on. Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` is
-    truncated_is if none is given.
-    """
+    """Steps by which the weights that sample may be older than those that are trained: generation runs so far ahead.
+    Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` defaults to truncated_is."""
     partial: bool = False
-    """A response stops after ``max_tokens_per_step`` tokens and goes on in the next step, with the weights of then. Its
-    group is trained when all of it is there; ``max_staleness`` must allow for the steps that takes.
-    """
+    """A response stops after ``max_tokens_per_step`` tokens and goes on in the next step, with that step's weights. Its
+    group is trained when all of it is there; ``max_staleness`` must allow for the steps that takes."""
     max_tokens_per_step: int | None = None
-    ahead: int | None = None
-    """Steps generated ahead of training; none, what ``max_staleness`` leaves when partial responses have theirs."""
-    weights_bucket: str = "256MiB"
-    """Of the policy's new weights, what is on its way to the engines at once; a parameter that is larger goes alone."""
-    weights_by: WeightsBy = WeightsBy.auto
-    """How they go: ``auto`` broadcasts them from device to device where policy and engines have workers of their own
-    and each of these an accelerator; ``rows``; ``broadcast``, or the run is refused.
-    """
-    expected_length: str | None = None
-    """Column of the dataset that says how many tokens responses to the prompt are expected to have. By it the workers
-    share the prompts, and begin with the longest; samples do not depend on it.
-    """
-    rows: PromptRows | None = None
-    """How they share them: ``anywhere`` or ``balanced``; none, ``balanced`` with ``expected_length``."""
+    """Tokens of a response that are generated in one step, with ``partial``."""
+    steps_ahead: int | None = None
+    """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of partial responses."""
+    weight_bucket: str = "256MiB"
+    """Largest part of the policy's new weights that is on its way to the engines at once; a larger parameter goes
+    alone."""
+    weight_sync: WeightSync = WeightSync.auto
+    """How new weights reach the engines: ``auto`` broadcasts them from device to device where policy and engines have
+    workers of their own, each with an accelerator; ``rows``; or ``broadcast``."""
+    expected_length_column: str | None = None
+    """Dataset column with the number of tokens that responses to the prompt are expected to have. Workers share the
+    prompts by it and begin with the longest; samples do not depend on it."""
+    prompt_placement: PromptPlacement | None = None
+    """Which rollout worker samples a prompt: ``anywhere``, the worker that loaded it; ``balanced``, longest first, to
+    the least loaded. None: ``balanced`` with ``expected_length_column``, else ``anywhere``."""
     work_stealing: bool | None = None
-    """A worker that has nothing left to begin takes over what waits at others, beyond their ``max_rows``; none, so
-    where each worker has an engine of its own.
-    """
+    """A worker that has nothing left to begin takes over rows that wait at others, beyond their ``max_rows``. None: on,
+    except with ``tensor_parallel_size`` above 1."""
     tensor_parallel_size: int = 1
-    """So many consecutive workers of the role are one engine of vLLM, each with a slice of the model."""
-    gpu_memory_utilization: float = 0.9
-    """This and what follows is for vLLM. Share of an accelerator's memory that it takes, weights and caches, where
-    ``kv_cache_memory`` is not given.
-    """
-    kv_cache_memory: str | None = None
-    """Of the cache of keys and values on a worker, such as ``4GiB``; where none is given, 1GiB on a CPU."""
-    max_num_seqs: int | None = None
-    """Rows in an engine's batch; none, ``max_rows`` for each of its workers."""
-    max_num_batched_tokens: int | None = None
-    """Tokens in a batch; none, vLLM's own choice."""
-    enforce_eager: bool | None = None
-    """Without compiled graphs; none, so on a CPU only."""
-    enable_prefix_caching: bool = True
-    """Read a prompt once for all its samples."""
-    sleep_level: int = 1
-    """What it gives back of an accelerator while others compute on it: 0, nothing; 1, the cache, and the weights to the
-    host's memory; 2, both altogether, where each update's weights are loaded before it generates again.
-    """
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
+    """Consecutive workers of the role that are one engine of vLLM together, each with a slice of the model."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """Options that only vLLM reads."""
 
     @property
     def n_and_greedy(self) -> int:
@@ -126,12 +148,12 @@ class RolloutConfig:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Of a step, at most: partial responses of steps before come as well."""
+        """Most rows of a step per prompt: partial responses of earlier steps end in it as well."""
         return self.n * self.steps_per_response
 
     @property
     def steps_per_response(self) -> int:
-        """In which a response is generated, at most."""
+        """Most steps over which one response is generated."""
         return -(-self.max_response_length // self.max_tokens_per_step) if self.max_tokens_per_step else 1
 
     def __post_init__(self) -> None:
@@ -143,53 +165,39 @@ class RolloutConfig:
             raise ConfigError(f"rollout.top_p={self.top_p}: expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"rollout.min_p={self.min_p}: expected 0 to 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if negative := [token for token in self.stop_token_ids if token < 0]:
             raise ConfigError(
-                f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: expected more than 0 and at most 1"
+                f"rollout.stop_token_ids={self.stop_token_ids}: {negative[0]} is no token; expected ids from 0"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if (given := getattr(self, name)) is not None:
-                at_least("rollout", 1, **{name: given})
-        if wrong := [token for token in self.stop_token_ids if token < 0]:
-            raise ConfigError(
-                f"rollout.stop_token_ids={self.stop_token_ids}: {wrong[0]} is no token; expected ids from 0"
-            )
-        if self.rows is None:
-            self.rows = PromptRows.anywhere if self.expected_length is None else PromptRows.balanced
-        self._check_ahead()
-        self._check_tensor_parallel()
-        if parse_bytes("rollout.weights_bucket", self.weights_bucket) < 1:
-            raise ConfigError(f"rollout.weights_bucket={self.weights_bucket!r}: expected at least 1 byte")
-        if self.sleep_level not in (0, 1, 2):
-            raise ConfigError(f"rollout.sleep_level={self.sleep_level}: expected 0, 1 or 2")
-        if self.kv_cache_memory is not None and parse_bytes("rollout.kv_cache_memory", self.kv_cache_memory) < 2**20:
-            raise ConfigError(f"rollout.kv_cache_memory={self.kv_cache_memory!r}: expected at least 1MiB")
-        if self.engine_kwargs and self.engine is Engine.transformers:
-            raise ConfigError(
-                f"rollout.engine_kwargs={self.engine_kwargs}: they are vLLM's, and rollout.engine is transformers; "
-                "leave them out or take rollout.engine=vllm"
-            )
+        if parse_bytes("rollout.weight_bucket", self.weight_bucket) < 1:
+            raise ConfigError(f"rollout.weight_bucket={self.weight_bucket!r}: expected at least 1 byte")
+        if self.prompt_placement is None:
+            known = self.expected_length_column is not None
+            self.prompt_placement = PromptPlacement.balanced if known else PromptPlacement.anywhere
+        self._check_steps_ahead()
+        self._check_engine()
 
-    def _check_tensor_parallel(self) -> None:
+    def _check_engine(self) -> None:
         size = self.tensor_parallel_size
-        if "tensor_parallel_size" in self.engine_kwargs:
-            given = self.engine_kwargs["tensor_parallel_size"]
-            raise ConfigError(
-                f"rollout.engine_kwargs.tensor_parallel_size={given}: the workers of an engine are the run's; give "
-                f"rollout.tensor_parallel_size={given} instead"
-            )
-        if size > 1 and self.engine is Engine.transformers:
-            raise ConfigError(
-                f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on one device; take "
-                "rollout.engine=vllm, or leave it at 1"
-            )
         if size > 1 and self.work_stealing:
             raise ConfigError(
                 f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
                 "all rows together, so that there are none to take over; leave work_stealing out, or give false"
             )
+        if self.engine is not Engine.transformers:
+            return
+        if size > 1:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on one device; take "
+                "rollout.engine=vllm, or leave it at 1"
+            )
+        if self.vllm.engine_kwargs:
+            raise ConfigError(
+                f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and rollout.engine is "
+                "transformers; leave them out or take rollout.engine=vllm"
+            )
 
-    def _check_ahead(self) -> None:
+    def _check_steps_ahead(self) -> None:
         if self.partial != (self.max_tokens_per_step is not None):
             raise ConfigError(
                 f"rollout.partial={self.partial} and rollout.max_tokens_per_step={self.max_tokens_per_step}: "
@@ -197,13 +205,14 @@ class RolloutConfig:
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
-        left = self.max_staleness - (self.steps_per_response - 1)
-        self.ahead = left if self.ahead is None else self.ahead
-        if not 0 <= self.ahead <= left:
+        allowed = self.max_staleness - (self.steps_per_response - 1)
+        self.steps_ahead = allowed if self.steps_ahead is None else self.steps_ahead
+        if not 0 <= self.steps_ahead <= allowed:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
-                f"{max(self.ahead, 0)} (rollout.ahead), and {self.steps_per_response - 1} more for a response of "
-                f"{self.steps_per_response} steps (rollout.max_response_length, rollout.max_tokens_per_step)"
+                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and {self.steps_per_response - 1} more for a "
+                f"response of {self.steps_per_response} steps (rollout.max_response_length, "
+                "rollout.max_tokens_per_step)"
             )
 
 
@@ -212,7 +221,7 @@ class RewardsConfig:
     function: str = "siirl_dask.rewards:exact_match"
     """``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
     processes: int = 0
-    """On each worker, processes that call it; 0 calls it in the worker itself."""
+    """Processes on each worker that call it; 0 calls it in the worker itself."""
     timeout: float | None = None
     """Seconds for one row. A function that is not async needs ``processes`` for it."""
     concurrency: int = 64

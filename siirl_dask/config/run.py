@@ -86,9 +86,9 @@ class ValidationConfig:
     top_p: float = 1.0
     k: list[int] = field(default_factory=list)
     """Of pass@k, maj@k and best@k: numbers of samples, up to ``n``. None given: 1 and ``n``."""
-    source: str | None = None
+    source_column: str | None = None
     """Column that says what a row comes from, for numbers of each source; a dot goes into a struct."""
-    extract: str | None = None
+    answer_extractor: str | None = None
     """``module:function`` of a response that gives the answer in it, which maj@k counts; none, the whole response."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups of what is learned and how: the algorithm, the optimiser."""
+"""Config groups of learning: the algorithm, and how a policy or a critic is trained."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ class AlgorithmConfig:
     """Functions by name, ``module:function``, and their options by theirs; see docs/algorithms.md for what there is."""
 
     advantage: str = "siirl_dask.algorithms:grpo"
-    """Of Outcomes, or where the DAG estimates advantages of tokens, of TokenOutcomes."""
+    """Function of Outcomes, or of TokenOutcomes where the DAG estimates advantages of tokens."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     loss: str = "siirl_dask.algorithms:ppo_clip"
-    """Of LossInputs: the policy's loss, token by token."""
+    """Function of LossInputs that gives the policy's loss, token by token."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    """Such as ``{clip_low: 0.2, clip_high: 0.28}``."""
+    """Options of the loss, such as ``{clip_low: 0.2, clip_high: 0.28}``."""
     aggregation: str = "siirl_dask.algorithms:token_mean"
-    """How tokens' losses become a mini-batch's."""
+    """Function that weighs the tokens' losses in a mini-batch's loss."""
     aggregation_options: dict[str, Any] = field(default_factory=dict)
     kl: str = "siirl_dask.algorithms:k3"
-    """Estimate of KL(policy, reference) that ``kl_coefficient`` multiplies."""
+    """Estimator of KL(policy, reference) that ``kl_coefficient`` multiplies."""
     kl_coefficient: float = 0.0
-    """In the loss; needs a node that writes ``reference_logprobs``."""
+    """Weight of the KL term in the loss; above 0 it needs a node that writes ``reference_logprobs``."""
+    kl_bias_correction: bool = False
+    """Multiply the KL term by the ratio of current to old policy, which removes its bias: see ``policy_loss``."""
     entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus in the loss."""
     correction: str | None = None
-    """Of LossInputs: weights of tokens that correct for a sampler that is not quite the policy; none, no correction
-    where ``rollout.max_staleness`` is 0.
-    """
+    """Function of LossInputs that weighs tokens, since the engine that sampled is not quite the policy. None: no
+    correction where ``rollout.max_staleness`` is 0, else truncated_is."""
     correction_options: dict[str, Any] = field(default_factory=dict)
     minibatches: int = 1
-    """Optimiser steps per step; prompts are drawn into mini-batches globally, with all their samples."""
+    """Optimizer steps per step; prompts are drawn into mini-batches globally, with all their samples."""
     split_groups: bool = False
     """Samples are drawn into mini-batches one by one, wherever the others of their prompt go."""
     epochs: int = 1
     """Passes over a step's mini-batches; old log-probs stay those before the first."""
     critic_warmup_steps: int = 0
-    """Steps, the first of the run, in which a critic learns and the policy does not."""
+    """First steps of the run in which a critic learns and the policy does not."""
 
     def __post_init__(self) -> None:
         at_least("algorithm", 1, minibatches=self.minibatches, epochs=self.epochs)
@@ -52,12 +54,12 @@ class AlgorithmConfig:
 
 
 class Backend(StrEnum):
-    """What trains; see docs/training.md."""
+    """How a model that learns lies on its workers; see docs/training.md."""
 
     torch = "torch"
     """The whole model on every worker of the role: the simplest, and the fastest where it fits."""
     fsdp = "fsdp"
-    """The model in shards over the workers of the role (FSDP2)."""
+    """Shards of the model over the workers of the role (FSDP2)."""
 
 
 class Schedule(StrEnum):
@@ -69,58 +71,94 @@ class Schedule(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
+class FsdpConfig:
+    """``trainer.fsdp``: options of the backend fsdp."""
+
+    shard_size: int | None = None
+    """Ranks over which the model is sharded; fewer than the role's ranks replicates the shards over groups of them
+    (HSDP). None: all of the role's ranks."""
+    offload: bool = False
+    """Keep shards and the optimizer's state in the host's memory; the device holds only what it computes with."""
+    gather_size: str = "64MiB"
+    """Least size of float32 parameters that are gathered at once: smaller layers are gathered together. Less takes less
+    memory, and more messages."""
+    sequence_parallel: int = 1
+    """Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; a divisor of the
+    role's ranks and of the model's attention heads."""
+    tensor_parallel: int = 1
+    """Ranks that share the heads and the feed-forward width of each layer; a divisor of the role's ranks and of the
+    model's key heads. Excludes adapters, ``compile`` and the options above but ``gather_size``."""
+
+    def __post_init__(self) -> None:
+        parse_bytes("trainer.fsdp.gather_size", self.gather_size)
+        at_least("trainer.fsdp", 1, sequence_parallel=self.sequence_parallel, tensor_parallel=self.tensor_parallel)
+        if self.shard_size is not None:
+            at_least("trainer.fsdp", 1, shard_size=self.shard_size)
+
+    @property
+    def needs_fsdp(self) -> list[str]:
+        """Options given that the backend torch does not have, as ``trainer.fsdp.offload=True``."""
+        given = {
+            "shard_size": self.shard_size,
+            "offload": self.offload or None,
+            "sequence_parallel": self.sequence_parallel if self.sequence_parallel > 1 else None,
+            "tensor_parallel": self.tensor_parallel if self.tensor_parallel > 1 else None,
+        }
+        return [f"trainer.fsdp.{name}={value}" for name, value in given.items() if value is not None]
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """``trainer.lora``: adapters (LoRA, arXiv:2106.09685) that learn in place of the weights."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: the weights learn themselves."""
+    alpha: float = 16.0
+    """``alpha / rank`` multiplies what an adapter adds."""
+    targets: list[str] = field(default_factory=list)
+    """Names of the linear layers that get an adapter, such as ``[q_proj, v_proj]``. Empty: all of the decoder's."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.lora", 0, rank=self.rank)
+        above("trainer.lora", 0, alpha=self.alpha)
+        if self.targets and not self.rank:
+            raise ConfigError(
+                f"trainer.lora.targets={self.targets}: there are no adapters with trainer.lora.rank=0; give it a rank, "
+                "or leave them out"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     backend: Backend = Backend.torch
     """``torch`` unless the model does not fit: on two workers and small models it is the faster one."""
-    shard_size: int | None = None
-    """This and ``offload`` are for fsdp. Ranks that a model is in shards over, of which a role may have several lots
-    that hold the same; none, all of the role's.
-    """
-    offload: bool = False
-    """Shards and the optimiser's state are in the memory of the host, and only what is computed with on the device."""
-    gather_size: str = "64MiB"
-    """For fsdp. Of float32 parameters that are gathered at once, at least: layers that are smaller go together. Less
-    takes less memory, and more messages.
-    """
-    sequence_parallel: int = 1
-    """For fsdp. Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; it divides
-    the role's ranks and the model's attention heads.
-    """
-    tensor_parallel: int = 1
-    """For fsdp. Ranks that share the heads and the feed-forward width of each layer, and their rows; it divides the
-    role's ranks and the model's heads of keys. Without adapters and the options above.
-    """
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they computed."""
     compile: bool = False
-    """torch.compile of the layers: minutes before the first step."""
-    lora_rank: int = 0
-    """Of adapters (LoRA, arXiv:2106.09685) that learn in place of the weights; 0, the weights do."""
-    lora_alpha: float = 16.0
-    """``lora_alpha / lora_rank`` multiplies what an adapter adds."""
-    lora_targets: list[str] = field(default_factory=list)
-    """Names of the linear layers that get one, such as ``[q_proj, v_proj]``; none, all of the decoder's."""
+    """Compile the layers with torch.compile: minutes before the first step."""
     lr: float = 1e-6
+    """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """What AdamW adds to the root of the second moment."""
+    """Number that AdamW adds to the root of the second moment."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    """Optimiser steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = Schedule.constant
     total_steps: int | None = None
-    """Optimiser steps, warm-up included, at whose end the rate has fallen; none, those of the run."""
+    """Optimizer steps, warm-up included, at whose end the rate has fallen. None: those of the run."""
     min_lr_ratio: float = 0.0
-    """Of ``lr``: what the rate falls to."""
+    """Share of ``lr`` that the rate falls to."""
     max_grad_norm: float = 1.0
     max_skipped_steps: int = 0
-    """Optimiser steps in a row that may be left out because their loss or gradient is not finite."""
+    """Optimizer steps in a row that may be left out because their loss or gradient is not finite."""
     ema_decay: float = 0.0
-    """Of a moving average of the weights that is kept beside them; 0, none is."""
+    """Decay of a moving average of the weights that is kept beside them; 0: there is none."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens, prompt and response, that go through the model at once; ``sequence_parallel`` ranks take that many times
-    as many together.
-    """
+    """Tokens, prompt and response, that go through the model at once on a rank; ``fsdp.sequence_parallel`` ranks take
+    that many times as many together."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -132,8 +170,9 @@ class TrainerConfig:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # a list is fine as well
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"trainer.betas={self.betas}: expected two numbers from 0 to below 1")
-        self._check_backend()
-        self._check_lora()
+        if self.backend is Backend.torch and (given := self.fsdp.needs_fsdp):
+            raise ConfigError(f"{given[0]}: the backend torch does not have it; take trainer.backend=fsdp")
+        self._check_tensor_parallel()
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -143,44 +182,18 @@ class TrainerConfig:
                 f"trainer.total_steps={self.total_steps}: expected more than trainer.warmup_steps={self.warmup_steps}"
             )
 
-    def _check_backend(self) -> None:
-        parse_bytes("trainer.gather_size", self.gather_size)
-        at_least("trainer", 1, sequence_parallel=self.sequence_parallel)
-        if self.sequence_parallel > 1 and self.backend != Backend.fsdp:
-            raise ConfigError(
-                f"trainer.sequence_parallel={self.sequence_parallel}: the backend {self.backend} does not share tokens "
-                "among workers; take trainer.backend=fsdp"
-            )
-        if self.shard_size is not None:
-            at_least("trainer", 1, shard_size=self.shard_size)
-        self._check_tensor_parallel()
-        given = {"shard_size": self.shard_size, "offload": self.offload}
-        for name, value in given.items():
-            if value and self.backend != Backend.fsdp:
-                raise ConfigError(f"trainer.{name}={value}: it is of trainer.backend=fsdp, and the backend is torch")
-
     def _check_tensor_parallel(self) -> None:
-        at_least("trainer", 1, tensor_parallel=self.tensor_parallel)
-        if self.tensor_parallel == 1:
+        if self.fsdp.tensor_parallel == 1:
             return
-        what = f"trainer.tensor_parallel={self.tensor_parallel}"
-        if self.backend != Backend.fsdp:
-            raise ConfigError(f"{what}: the backend {self.backend} does not share layers; take trainer.backend=fsdp")
-        given = {
-            "shard_size": self.shard_size,
-            "offload": self.offload,
-            "sequence_parallel": self.sequence_parallel > 1,
+        others = {
+            "fsdp.shard_size": self.fsdp.shard_size,
+            "fsdp.offload": self.fsdp.offload,
+            "fsdp.sequence_parallel": self.fsdp.sequence_parallel > 1,
             "compile": self.compile,
-            "lora_rank": self.lora_rank,
+            "lora.rank": self.lora.rank,
         }
-        if others := [f"trainer.{name}" for name, value in given.items() if value]:
-            raise ConfigError(f"{what}: it does not go together with {', '.join(others)}; leave one out")
-
-    def _check_lora(self) -> None:
-        at_least("trainer", 0, lora_rank=self.lora_rank)
-        above("trainer", 0, lora_alpha=self.lora_alpha)
-        if self.lora_targets and not self.lora_rank:
+        if given := [f"trainer.{name}" for name, value in others.items() if value]:
             raise ConfigError(
-                f"trainer.lora_targets={self.lora_targets}: there are no adapters with trainer.lora_rank=0; give it a "
-                "rank, or leave them out"
+                f"trainer.fsdp.tensor_parallel={self.fsdp.tensor_parallel}: it does not go together with "
+                f"{', '.join(given)}; leave one out"
             )

@@ -1,1 +1,1 @@
-"""Data Coordinator: the data's life. Loads prompts (Dataloader), moves rows between workers (Databuffer)."""
+"""The Data Coordinator: the Dataloader reads prompts, the Databuffer moves rows between workers."""

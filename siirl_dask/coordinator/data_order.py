@@ -1,8 +1,8 @@
-"""The global order of a dataset: which row stands where in which step, as a pure function of a seed.
+"""The global order of a dataset: which row comes at which position of which step, as a pure function of a seed.
 
 A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are shuffled within each, and
-the resulting order is cut into B equal runs: stream j gives the prompt at position j of every step. A worker that
-owns a run of positions therefore reads one run of row groups and nothing else, and what a step holds does not depend
+the resulting order is cut into B equal ranges: stream j gives the prompt at position j of every step. A worker that
+owns a range of positions therefore reads one range of row groups and nothing else, and the rows of a step do not depend
 on how many workers there are. The order changes with each epoch; the last step of an epoch is shorter when B does not
 divide the dataset, so no row is lost or repeated.
 """
@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from siirl_dask.coordinator.balance import Ints, split
+from siirl_dask.coordinator.layout.balance import Ints, split
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row lies: row ``row`` of row group ``group``, the row that stands at ``position`` of the step's batch."""
+class RowPosition:
+    """Row ``row`` of row group ``group``, which comes at ``position`` of the step's batch."""
 
     position: int
     group: int
@@ -28,7 +28,11 @@ class Place:
 
 
 class GlobalOrder:
-    """``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order."""
+    """The order of the rows of a dataset, over all epochs.
+
+    ``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order. All prompts of all
+    epochs are numbered in this order; a number is a prompt, whichever worker reads it.
+    """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -39,32 +43,33 @@ class GlobalOrder:
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
         self._within = lru_cache(maxsize=1024)(self._shuffled_rows)
 
-    def numbers(self, step: int) -> range:
-        """The numbers of the prompts of global step ``step`` (from 0): all prompts of all epochs are numbered in order,
-        and the one of number q stands in stream ``q % rows % batch_size``.
+    def prompt_numbers(self, step: int) -> range:
+        """Return the numbers of the prompts of global step ``step``, from 0.
+
+        Prompt number q stands in stream ``q % rows % batch_size``.
         """
-        epoch, turn = divmod(step, self.steps_per_epoch)
-        first = turn * len(self._streams)
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        first = epoch_step * len(self._streams)
         return range(epoch * self._rows + first, epoch * self._rows + min(first + len(self._streams), self._rows))
 
-    def share(self, numbers: range, index: int, count: int) -> list[Place]:
-        """The places of worker ``index`` of ``count``, by position in ``numbers``: those in its run of streams."""
+    def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
+        """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so: those of its streams."""
         first, last = split(len(self._streams), count)[index]
-        mine = (number for number in numbers if first <= number % self._rows % len(self._streams) < last)
-        return [self.place(number, number - numbers.start) for number in mine]
+        own = (number for number in numbers if first <= number % self._rows % len(self._streams) < last)
+        return [self.row_position(number, number - numbers.start) for number in own]
 
-    def place(self, number: int, position: int) -> Place:
-        """Where the prompt of a number lies, as one that stands at ``position``."""
+    def row_position(self, number: int, position: int) -> RowPosition:
+        """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
         epoch, within_epoch = divmod(number, self._rows)
-        turn, stream = divmod(within_epoch, len(self._streams))
+        epoch_step, stream = divmod(within_epoch, len(self._streams))
         groups, starts = self._epoch(epoch)
-        at = self._streams[stream][0] + turn
+        at = self._streams[stream][0] + epoch_step
         slot = int(np.searchsorted(starts, at, side="right")) - 1
         group = int(groups[slot])
-        return Place(position, group, int(self._within(epoch, group)[at - int(starts[slot])]))
+        return RowPosition(position, group, int(self._within(epoch, group)[at - int(starts[slot])]))
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
-        """Row groups in this epoch's order, and the global index of each one's first row."""
+        """Return the row groups in this epoch's order, and the global index of each one's first row."""
         groups = np.arange(len(self._sizes))
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch]).shuffle(groups)

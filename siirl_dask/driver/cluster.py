@@ -15,8 +15,8 @@ from distributed import Client, LocalCluster
 
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.errors import ConfigError, RunError
-from siirl_dask.rollout.vllm_process import ENVIRONMENT
-from siirl_dask.worker.processes import START_METHOD, prepare_processes
+from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
+from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
 _PATIENCE = 3.0  # seconds that workers have to close by themselves after a run that is complete
 _HASTE = 0.5  # the same after a failure or Ctrl-C, which has to be over within five

@@ -1,4 +1,4 @@
-"""The driver: hands out turns a few steps ahead and listens. It sees no sample: only what was logged, and failures."""
+"""The driver hands out iterations a few steps ahead and listens: to metrics and failures, never to a sample."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
-from siirl_dask.coordinator.messages import Turn
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
+from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker, finish_worker, run_chain, save_worker, start_worker
-from siirl_dask.worker.runspec import RunSpec
+from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
 logger = logging.getLogger("siirl_dask.driver")
-CHECKPOINT = "checkpoint"
-"""Phase of a turn in which states are saved in place of a chain that is gone through."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still come in
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model
@@ -34,11 +32,11 @@ _STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the clus
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A turn that every worker has completed."""
+    """An iteration that every worker has completed."""
 
-    turn: Turn
+    iteration: Iteration
     seconds: float
-    """Since the turn before it was done, or since the start."""
+    """Since the iteration before it was done, or since the start."""
     metrics: dict[str, Metric]
 
 
@@ -46,7 +44,7 @@ class Done:
 class Written:
     """A checkpoint of which every worker has written its part."""
 
-    turn: Turn
+    iteration: Iteration
     url: str
     saved: list[Mapping[str, Any]]
     """What each worker said of its part, in rank order."""
@@ -54,21 +52,21 @@ class Written:
 
 @dataclass(slots=True)
 class _Pending:
-    turn: Turn
+    iteration: Iteration
     futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Writing:
-    turn: Turn
+    iteration: Iteration
     url: str
     saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
 
 class Driver:
-    """Runs turns on the workers of one run."""
+    """Runs iterations on the workers of one run."""
 
     def __init__(
         self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, claim: Callable[[int], str]
@@ -113,17 +111,17 @@ class Driver:
         self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
-    def run(self, turns: Iterator[Turn]) -> Iterator[Done | Written]:
-        """Yield each turn when all workers are through with it, while the next ones are under way already, and each
-        checkpoint when it is written, which may be some turns later.
+    def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
+        """Yield each iteration when all workers are through with it, while the next ones are under way already, and
+        each checkpoint when it is written, which may be some iterations later.
 
         The run's failure is raised here: WorkerLost names the worker and the step, CheckpointError a folder that
         cannot be written, anything else is what a node raised.
         """
         since = time.monotonic()
         while True:
-            while len(self._pending) <= self._lookahead and (turn := next(turns, None)) is not None:
-                self._hand_out(turn)
+            while len(self._pending) <= self._lookahead and (iteration := next(iterations, None)) is not None:
+                self._hand_out(iteration)
             while (written := self._next_written()) is not None:
                 yield written
             if not self._pending and not self._writing:
@@ -133,16 +131,16 @@ class Driver:
                 continue
             head = self._pending.popleft()
             now = time.monotonic()
-            yield Done(head.turn, now - since, merge([head.logged[worker] for worker in self._spec.members]))
+            yield Done(head.iteration, now - since, merge([head.logged[worker] for worker in self._spec.members]))
             since = now
 
     def _next_written(self) -> Written | None:
-        """One whose turn was yielded before."""
-        under_way = {pending.turn.sequence for pending in self._pending}
+        """One whose iteration was yielded before."""
+        under_way = {pending.iteration.sequence for pending in self._pending}
         for sequence, writing in self._writing.items():
             if sequence not in under_way and len(writing.written) == len(self._spec.members):
                 del self._writing[sequence]
-                return Written(writing.turn, writing.url, [writing.saved[worker] for worker in self._spec.members])
+                return Written(writing.iteration, writing.url, [writing.saved[worker] for worker in self._spec.members])
         return None
 
     def traffic(self) -> int | None:
@@ -178,16 +176,16 @@ class Driver:
         except TimeoutError:
             logger.warning("a worker does not answer: what this run built on it stays there until it is restarted")
 
-    def _hand_out(self, turn: Turn) -> None:
-        completed = self._pending[0].turn.sequence if self._pending else turn.sequence
-        named = (turn.phase, turn.step, turn.sequence, turn.settles)
+    def _hand_out(self, iteration: Iteration) -> None:
+        completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
+        named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
         task: tuple[Any, ...] = (run_chain, self._spec.plugin, named, completed)
-        if turn.phase == CHECKPOINT:
-            url = self._claim(turn.step)
-            self._writing[turn.sequence] = _Writing(turn, url)
+        if iteration.phase is Phase.CHECKPOINT:
+            url = self._claim(iteration.step)
+            self._writing[iteration.sequence] = _Writing(iteration, url)
             task = (save_worker, self._spec.plugin, named, url, completed)
-        futures = self._submit(f"{turn.sequence:06d}", lambda worker: (*task, self._last[worker]))
-        self._pending.append(_Pending(turn, futures))
+        futures = self._submit(f"{iteration.sequence:06d}", lambda worker: (*task, self._last[worker]))
+        self._pending.append(_Pending(iteration, futures))
         self._last = futures
 
     def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future[Any]]:
@@ -226,13 +224,13 @@ class Driver:
             except queue.Empty:
                 continue
         silent = [worker for worker in self._spec.members if self._pending and worker not in self._pending[0].logged]
-        where = f"{self._pending[0].turn}: no word from workers {silent}" if self._pending else stalled
+        where = f"{self._pending[0].iteration}: no word from workers {silent}" if self._pending else stalled
         raise RunError(f"{where} within {timeout:g} s (cluster.stall_timeout, cluster.start_timeout)")
 
     def _handle(self, event: dict[str, Any]) -> None:
         match event["kind"]:
             case "done":
-                pending = next(p for p in self._pending if p.turn.sequence == event["sequence"])
+                pending = next(p for p in self._pending if p.iteration.sequence == event["sequence"])
                 pending.logged[event["member"]] = unpack(event["metrics"])
                 if "saved" in event:
                     self._writing[event["sequence"]].saved[event["member"]] = event["saved"]
@@ -261,7 +259,7 @@ class Driver:
         """
         for event in events:
             if event["kind"] == "lost":
-                step = str(self._pending[0].turn) if self._pending else "the start"
+                step = str(self._pending[0].iteration) if self._pending else "the start"
                 return WorkerLost(
                     f"worker {event['member']!r} at {event['address']} left the cluster during {step}: it was killed, "
                     "ran out of memory or lost its connection; parts that were written are complete"
@@ -269,7 +267,7 @@ class Driver:
         errors: list[Exception] = [event["error"] for event in events if event["kind"] == "error"]
         for event in events:
             if event["kind"] == "silent":
-                step = str(self._pending[0].turn) if self._pending else "the start"
+                step = str(self._pending[0].iteration) if self._pending else "the start"
                 errors.append(PeerError(f"{step}: {event['what']}"))
             if event["kind"] == "unsaved":
                 errors.append(CheckpointError(f"worker {event['member']!r}: {event['what']}"))

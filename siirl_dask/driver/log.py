@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from siirl_storage import join
 
 from siirl_dask.config import Config
-from siirl_dask.driver import CHECKPOINT, Done
+from siirl_dask.driver.driver import Done
+from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.observe import (
+    MEASURED,
     Accuracy,
     BytesPerStep,
     MetricsLog,
-    Phase,
     Progress,
     Record,
     Status,
@@ -25,15 +26,15 @@ from siirl_dask.observe import (
     values,
     write_summary,
 )
-from siirl_dask.resume import WEIGHTS, Beginning
+from siirl_dask.planner import Phase
 
 
 @dataclass(slots=True)
 class RunLog:
-    """``begin``, then ``record`` each turn, then ``end``, whatever happened. Of a run that goes on it counts all."""
+    """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. A resumed run counts in full."""
 
     config: Config
-    beginning: Beginning = field(default_factory=Beginning)
+    resume: ResumePoint = field(default_factory=ResumePoint)
     steps: int = field(init=False)
     samples: float = 0.0
     peer_bytes: float = 0.0
@@ -48,12 +49,12 @@ class RunLog:
     _tensorboard: TensorBoardLog | None = None
 
     def __post_init__(self) -> None:
-        self.steps = self.beginning.done
+        self.steps = self.resume.done
         self.progress = Progress(self.config.run.steps, enabled=self.config.observe.progress)
 
     def begin(self, dashboard: str) -> None:
-        url, done = self.config.run.url, self.beginning.done
-        until, again_from = (done or -1, done + 1 if done else 0) if self.beginning.again else (None, None)
+        url, done = self.config.run.url, self.resume.done
+        until, again_from = (done or -1, done + 1 if done else 0) if self.resume.exists else (None, None)
         self._metrics = MetricsLog(url, until)
         self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
         for record in read_metrics(url) if done else ():
@@ -63,26 +64,26 @@ class RunLog:
         self.progress.start(dashboard, url, done)
 
     def record(self, done: Done) -> None:
-        if done.turn.phase == CHECKPOINT:
-            self._of_step[done.turn.step] = self._latest
-        if done.turn.phase in (CHECKPOINT, WEIGHTS):
+        phase = done.iteration.phase
+        if phase is Phase.CHECKPOINT:
+            self._of_step[done.iteration.step] = self._latest
+        if phase not in MEASURED:
             return
         metrics = values(done.metrics)
-        phase: Phase = done.turn.phase  # type: ignore[assignment]
-        if phase == "train":
+        if phase is Phase.TRAIN:
             self.steps += 1
             _add_speeds(metrics, done.seconds)
-        record = Record(step=done.turn.step, phase=phase, seconds=done.seconds, metrics=metrics)
+        record = Record(step=done.iteration.step, phase=phase, seconds=done.seconds, metrics=metrics)
         self._tally(record)
         self._remember(record)
         assert self._metrics is not None
         self._metrics.write(record)
         if self._tensorboard:
             self._tensorboard.write(record)
-        if phase == "train":
+        if phase is Phase.TRAIN:
             self.progress.step(record)
         else:
-            self.progress.validation(done.turn.step, metrics, phase)
+            self.progress.validation(done.iteration.step, metrics, phase)
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Of a step of which a checkpoint was made, as ``train/loss``, and of the validation after it. Once."""
@@ -95,7 +96,7 @@ class RunLog:
             self._tensorboard.close()
         seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
         per_step = 1 / self.steps if self.steps else None
-        here = self.steps - self.beginning.done
+        here = self.steps - self.resume.done
         summary = Summary(
             run_id=self.config.run.name,
             status=status,
@@ -120,12 +121,12 @@ class RunLog:
         step, metrics = record["step"], record["metrics"]
         accuracy = metrics.get("reward/mean")
         match record["phase"]:
-            case "train":
+            case Phase.TRAIN:
                 self.samples += metrics.get("samples") or 0.0
                 self.peer_bytes += metrics.get("bytes/peers") or 0.0
-            case "test":
+            case Phase.TEST:
                 self.accuracy = replace(self.accuracy, test=accuracy)
-            case "validation":
+            case Phase.VALIDATION:
                 first = {"first": accuracy} if step == 0 else {}
                 self.accuracy = replace(self.accuracy, last=accuracy, **first)
 
@@ -139,7 +140,7 @@ class RunLog:
             raise ConfigError(
                 f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {[*named]}){near}"
             )
-        before = {} if phase == "train" else self._latest
+        before = {} if phase is Phase.TRAIN else self._latest
         self._latest = before | {name: value for name, value in named.items() if value is not None}
 
 

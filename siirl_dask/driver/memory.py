@@ -1,18 +1,12 @@
-"""What a worker process needs of memory, at most, and PlanError for a run that does not have it.
+"""Estimates the memory of a worker process, as an upper bound, and refuses a run that does not have it.
 
     process     Python with torch, transformers, Arrow and Dask
-    roles       a model that learns: weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, 20
-                with an average of the weights; the reference: 4; with trainer.lora_rank 4 a parameter, and what
-                learns is the adapters; with trainer.backend=fsdp a worker's shard of that, and whole, with gradients,
-                the embeddings of both ends and trainer.gather_size of layers; an engine or a reward model: 4, or 2 in
-                bfloat16, of an engine with rollout.tensor_parallel_size a slice of that, and rollout.kv_cache_memory,
-                or for vLLM the 1 GiB that it takes on a CPU
-    checkpoint  where it is written while training goes on: a copy of what learns and its moments, 12 bytes a parameter,
-                16 with an average; of adapters with trainer.lora_rank, of a worker's shard with trainer.backend=fsdp
-    tables      at that node of the chain where there are most: see planner/memory.py
-    moving      published and received, of as many steps as run at once; no more than data.memory_limit
+    roles       what each role's builder declares (``RoleCost.memory``): see training/preflight.py, rollout/preflight.py
+    checkpoint  the copy that is written while training goes on (``RoleCost.checkpoint_copy``)
+    tables      at the node of the chain where there are most: see planner/explain/memory.py
+    moving      rows published and received, of as many steps as run at once; at most data.memory_limit
 
-Not in it: activations, what transformers keeps of keys and values, columns that nothing bounds (texts of the dataset),
+Not counted: activations, transformers' cache of keys and values, columns that nothing bounds (texts of the dataset),
 and what the dataloader keeps of a file.
 """
 
@@ -22,32 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from siirl_dask.adapters import PUBLISHES, count_adapters
-from siirl_dask.config import Backend, Config, Dtype, Engine, RolloutConfig, TrainerConfig, WeightsBy, parse_bytes
+from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_bytes
 from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import PlanError
-from siirl_dask.parameters import Parameters, count_parameters
-from siirl_dask.phases import Phases, exists
-from siirl_dask.planner import Node, Plan, Role, Sizes, Usage, usage
-from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare
-from siirl_dask.planner.text import readable_bytes, who
-from siirl_dask.roles import ENGINE, REFERENCE, builder_of, model_of, placed_by, rollout_of, trainer_of
-from siirl_dask.rollout import choose_engine
-from siirl_dask.rollout.engine import CPU_CACHE
+from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.planner import Node, Phase, Plan, RoleCost, Sizes, Usage, usage
+from siirl_dask.planner.contract import options_of
+from siirl_dask.planner.explain.tables import readable_bytes, who
 from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.training.preflight import count_adapters
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
-_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes a parameter
-_GRADIENT = 4  # of _LEARNS: no checkpoint has it
-_GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and the gradients of both
-_PER_PARAMETER = {
-    "siirl_dask.training:build_trainer": _LEARNS,
-    "siirl_dask.training:build_critic": _LEARNS,
-    REFERENCE: _SCORES,
-}
-_SCORER = "siirl_dask.rewards.scorer:build_scorer"
-_IN_DTYPE = (ENGINE, "siirl_dask.training:build_reward_model")
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids: names of 400 letters would be long
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # what to do about the largest part
@@ -97,28 +77,23 @@ class WorkerMemory:
         parts |= {"checkpoint": self.checkpoint} if self.checkpoint else {}
         parts |= {f"role {role}": size for role, size in self.roles.items() if size}
         known = (f"{name} {readable_bytes(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
-        unknown = [f"role {role} ?" for role, size in self.roles.items() if size is None]
-        return ", ".join([*known, *unknown, *([f"columns {', '.join(self.unknown)} ?"] if self.unknown else [])])
+        return ", ".join([*known, *([f"columns {', '.join(self.unknown)} ?"] if self.unknown else [])])
 
 
-def memory_of(config: Config, phases: Phases) -> list[WorkerMemory]:
-    """Workers by what roles they have, each with the largest of its phases and of its like."""
+def memory_of(config: Config, phases: Phases, costs: Mapping[str, RoleCost]) -> list[WorkerMemory]:
+    """The memory of each group of workers that have the same roles, in the phase that takes most."""
     count = cache(count_parameters)
     used = {
         phase: usage(plan, sizes_of(config, plan, source, count))
         for phase, (plan, source) in phases.items()
-        if phase != "test"  # the validation's plan on other data
+        if phase is not Phase.TEST  # the validation's plan on other data
     }
-    plan = phases["train"][0]
-    roles = [(role, len(plan.placement[role.name])) for role in plan.dag.roles]
-    built = {role.name: _built(role, workers, config, count) for role, workers in roles}
-    copied = {role.name: _copied(role, workers, config, count) for role, workers in roles}
-    found = []
-    for names, workers in _by_roles(plan).items():
-        each = [(phase, one[worker]) for phase, one in used.items() for worker in workers]
-        most = _largest(config, workers, {name: built[name] for name in names}, each)
-        found.append(replace(most, checkpoint=sum(copied[name] for name in names)))
-    return found
+    groups = []
+    for names, workers in _by_roles(next(iter(phases.values()))[0]).items():
+        usages = [(phase, by_worker[worker]) for phase, by_worker in used.items() for worker in workers]
+        peak = _largest(config, workers, {name: costs[name].memory for name in names}, usages)
+        groups.append(replace(peak, checkpoint=sum(costs[name].checkpoint_copy for name in names)))
+    return groups
 
 
 def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
@@ -136,7 +111,7 @@ def _largest(
     config: Config, workers: Sequence[str], roles: Mapping[str, int | None], each: Sequence[tuple[str, Usage]]
 ) -> WorkerMemory:
     phase, most = max(each, key=lambda pair: pair[1].tables)
-    steps = config.run.lookahead + (config.rollout.ahead or 0) + 1
+    steps = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
     return WorkerMemory(
         workers=tuple(workers),
         roles=roles,
@@ -147,12 +122,12 @@ def _largest(
     )
 
 
-def refuse_what_cannot_fit(config: Config, phases: Phases) -> None:
+def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
     """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need."""
     if config.cluster.memory_limit is None:
         return
     limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)
-    for memory in memory_of(config, phases):
+    for memory in groups:
         if memory.total > limit:
             parts = memory.parts
             largest = max(list(_LOWER), key=lambda name: parts[name]) if memory.process < limit else "process"
@@ -164,7 +139,7 @@ def refuse_what_cannot_fit(config: Config, phases: Phases) -> None:
 
 
 def sizes_of(
-    config: Config, plan: Plan, source: Source, count: Callable[[str], Parameters | None] = count_parameters
+    config: Config, plan: Plan, source: Source, count: Callable[[str], ModelSize | None] = count_parameters
 ) -> Sizes:
     """What the estimates of a phase start from. A dataset that is read whole and is not there yet counts as a batch."""
     published = {node.name: _published(node, config, plan, count) for node in plan.dag.nodes}
@@ -176,95 +151,25 @@ def sizes_of(
         response_tokens=config.rollout.max_response_length,
         totals={name: found.total * each + found.tensors * _ROW for name, (found, each) in weights.items()},
         pieces={name: (found.tensors, found.largest * each + _ROW) for name, (found, each) in weights.items()},
-        part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
-        buffers=config.rollout.weights_by is WeightsBy.broadcast,
+        part=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
+        buffers=config.rollout.weight_sync is WeightSync.broadcast,
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )
 
 
 def _published(
-    node: Node, config: Config, plan: Plan, count: Callable[[str], Parameters | None]
-) -> tuple[Parameters, int] | None:
-    """What a node publishes of the model, and bytes of each number; None for other nodes, and of a model that is not
-    there.
+    node: Node, config: Config, plan: Plan, count: Callable[[str], ModelSize | None]
+) -> tuple[ModelSize, int] | None:
+    """The size of what a node publishes of a model, and bytes of each number; None for other nodes, and for a model
+    that is not on this machine.
     """
     if PARAMETER_DATA not in node.contract.writes.names:
         return None
-    role = next(role for role in plan.dag.roles if role.name == node.role)
-    if function_name(bare(node.fn)) == PUBLISHES and (learns := trainer_of(role, config)) is not None:
-        found, each = count_adapters(config.model.path, learns), _BYTES[Dtype.float32]
+    options = options_of(plan.dag.role(node.role).build)
+    model: ModelConfig = options.get("model", config.model)
+    if "adapters" in node.contract.requires:
+        size, each = count_adapters(model.path, options.get("trainer", config.trainer)), _BYTES[Dtype.float32]
     else:
-        found, each = count(config.model.path), _BYTES[config.model.dtype]
-    return None if found is None else (found, each)
-
-
-def _built(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int | None:
-    """Bytes of what the role builds on each of its workers; None where that is not known."""
-    name, model = builder_of(role), model_of(role, config)
-    if name == _SCORER:
-        return 0
-    each = _BYTES[model.dtype] if name in _IN_DTYPE else _PER_PARAMETER.get(name)
-    parameters = count(model.path) if each is not None else None
-    if each is None or parameters is None:
-        return None
-    if name in _PER_PARAMETER:
-        return _trained(role, each, parameters, config, workers)
-    if (rollout := rollout_of(role, config)) is None:
-        return each * parameters.total
-    return -(-each * parameters.total // rollout.tensor_parallel_size) + _cache(rollout)
-
-
-def _cache(rollout: RolloutConfig) -> int:
-    """Bytes of an engine's keys and values. On an accelerator vLLM takes of its memory what is left."""
-    uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
-    size = rollout.kv_cache_memory or (CPU_CACHE if uses_vllm else None)
-    return parse_bytes("rollout.kv_cache_memory", size) if size else 0
-
-
-def _trained(role: Role, each: int, parameters: Parameters, config: Config, workers: int) -> int:
-    """``each`` bytes a parameter, or a parameter of the adapters, of all of them or of a shard."""
-    trainer = placed_by(role, config)
-    assert trainer is not None  # its builder is one of ours
-    adapters = _adapters(role, config)
-    each += _AVERAGE if trainer.ema_decay and each == _LEARNS else 0
-    held = _numbers(parameters, trainer)
-    size = each * held if adapters is None else _SCORES * held + each * adapters.total
-    return _share(size, trainer, workers) + (_gathered(parameters, trainer) if trainer.backend is Backend.fsdp else 0)
-
-
-def _gathered(parameters: Parameters, trainer: TrainerConfig) -> int:
-    """Of what is whole for a moment: the embeddings of both ends, and layers that are gathered together, with their
-    gradients.
-    """
-    most = parse_bytes("trainer.gather_size", trainer.gather_size) + 4 * parameters.layer  # the last one goes beyond it
-    layers = min(most, 4 * parameters.total)
-    return _GATHERED * parameters.largest + 2 * layers
-
-
-def _copied(role: Role, workers: int, config: Config, count: Callable[[str], Parameters | None]) -> int:
-    """Bytes of the copy of what the role has learned, on each of its workers, while a checkpoint is written."""
-    trainer = trainer_of(role, config)
-    if trainer is None or not (config.checkpoint.every and config.checkpoint.asynchronous):
-        return 0
-    learned = _adapters(role, config) or count(model_of(role, config).path)
-    each = _LEARNS - _GRADIENT + (_AVERAGE if trainer.ema_decay else 0)
-    return 0 if learned is None else _share(each * _numbers(learned, trainer), trainer, workers)
-
-
-def _adapters(role: Role, config: Config) -> Parameters | None:
-    """What learns in place of the model; None where the model does, or nothing."""
-    trainer = trainer_of(role, config)
-    if trainer is None or not trainer.lora_rank:
-        return None
-    return count_adapters(model_of(role, config).path, trainer)
-
-
-def _numbers(parameters: Parameters, trainer: TrainerConfig) -> int:
-    """On all workers together: each of those that share layers has the embeddings of both ends, the largest of all."""
-    return parameters.total + 2 * (trainer.tensor_parallel - 1) * parameters.largest
-
-
-def _share(size: int, trainer: TrainerConfig, workers: int) -> int:
-    """Of one of the workers that a model is in shards over."""
-    return size if trainer.backend is Backend.torch else -(-size // (trainer.shard_size or workers))
+        size, each = count(model.path), _BYTES[model.dtype]
+    return None if size is None else (size, each)

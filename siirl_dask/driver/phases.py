@@ -1,6 +1,4 @@
-"""The phases of a run (training, validation, test): their DAGs, their datasets, their plans, and what cannot go
-together.
-"""
+"""The phases of a run (training, validation, test): their DAGs, datasets and plans."""
 
 from __future__ import annotations
 
@@ -11,45 +9,87 @@ import pyarrow as pa
 from siirl_storage import StorageError, TableNotFound, open_table
 
 from siirl_dask.config import Config
+from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.errors import ConfigError
-from siirl_dask.planner import DAG, Plan, compile_chains, resolve
-from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, Schema
+from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.planner import DAG, Phase, Plan, compile_chains, dag_from_spec, resolve
+from siirl_dask.recipes import common
+from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, DataType, Schema
 
-PREPARED = pa.schema({"prompt": pa.string(), "answer": pa.string()})
-"""Columns that are assumed of a dataset which ``data.prepare`` has yet to make."""
-
-Phases = dict[str, tuple[Plan, Source]]
+Phases = dict[Phase, tuple[Plan, Source]]
+"""The plan and the dataset of each phase; the first phase's plan has every role."""
 
 
 def plan_phases(
-    config: Config, dag: DAG, validation: DAG | None, workers: Sequence[str], assumed: Schema | None = None
+    config: Config, dag: DAG, validation: DAG | None, workers: Sequence[str], *, assume_columns: bool = False
 ) -> Phases:
     """The plans of a run on ``workers``. ConfigError, DataError or PlanError for what cannot run.
 
-    Opens the datasets for their columns; ``assumed`` are those of a dataset that ``data.prepare`` has yet to make.
+    Opens the datasets for their columns; with ``assume_columns`` one that is not there (yet) is assumed to have those
+    that the configuration names.
     """
     _check(config, dag, validation)
-    shuffled = Source(
+    training = Source(
         url=config.data.url,
         prompt=config.data.prompt,
         answer=config.data.answer,
         batch_size=config.data.batch_size,
         seed=config.run.seed,
     )
-    sources = {"train": (dag, shuffled)}
+    sources = {Phase.TRAIN: (dag, training)}
     if validation is not None and config.validation.url:
-        whole = replace(shuffled, url=config.validation.url, batch_size=None, seed=None)
-        sources["validation"] = (validation, whole)
+        whole = replace(training, url=config.validation.url, batch_size=None, seed=None)
+        sources[Phase.VALIDATION] = (validation, whole)
         if config.validation.test_url:
-            tested = replace(validation, nodes=tuple(replace(n, keep=n.keep and "test") for n in validation.nodes))
-            sources["test"] = (tested, replace(whole, url=config.validation.test_url))
+            nodes = tuple(replace(node, save_as=node.save_as and "test") for node in validation.nodes)
+            sources[Phase.TEST] = (replace(validation, nodes=nodes), replace(whole, url=config.validation.test_url))
     phases = {}
     for phase, (graph, source) in sources.items():
-        found = assumed if assumed is not None and not exists(source.url) else open_source(source).schema
-        plan = compile_chains(graph, workers, source_schema(found, source), config.cluster.placement)
+        absent = assume_columns and not exists(source.url)
+        columns = assumed_columns(config) if absent else open_source(source).schema
+        plan = compile_chains(graph, workers, source_schema(columns, source), config.cluster.placement)
         phases[phase] = (plan, source)
     return phases
+
+
+def assumed_columns(config: Config) -> Schema:
+    """Dataset columns that the configuration names: texts, and whole numbers of expected tokens."""
+    named = [config.data.prompt, config.data.answer, config.validation.source_column]
+    paths: dict[str, DataType] = {path: pa.string() for path in named if path is not None}
+    if config.rollout.expected_length_column is not None:
+        paths[config.rollout.expected_length_column] = pa.int64()
+    tree: dict[str, list[tuple[str, DataType]]] = {}
+    for path, kind in paths.items():
+        column, _, field = path.partition(".")
+        tree.setdefault(column, []).append((field, kind))
+    return pa.schema({column: _column_type(fields) for column, fields in tree.items()})
+
+
+def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
+    """The type of a column from the dotted paths into it, and their types; an empty path is the column itself."""
+    if fields[0][0] == "":
+        return fields[0][1]
+    inner: dict[str, list[tuple[str, DataType]]] = {}
+    for path, kind in fields:
+        name, _, rest = path.partition(".")
+        inner.setdefault(name, []).append((rest, kind))
+    return pa.struct([(name, _column_type(rest)) for name, rest in inner.items()])
+
+
+def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | None:
+    """``validation``, else the validation DAG that goes with ``dag``; None where there is no validation data.
+
+    ConfigError where none is given and the training DAG does not have the roles that it needs.
+    """
+    if validation is not None or not config.validation.url:
+        return validation
+    try:
+        return common.validation(config, dag)
+    except PlanError as error:
+        raise ConfigError(
+            f"validation.url is set, and no validation goes with this training DAG: {error}; give validation_nodes, or "
+            "leave validation.url out"
+        ) from error
 
 
 def worker_names(config: Config) -> list[str]:
@@ -57,12 +97,15 @@ def worker_names(config: Config) -> list[str]:
     return [str(worker) for worker in range(config.cluster.workers)]
 
 
-def prepare(config: Config) -> None:
-    """Make the dataset where there is none, if the config says how."""
-    if config.data.prepare is not None:
-        make = resolve(config.data.prepare)
-        if not exists(config.data.url):
-            make(config)
+def prepare(config: Config) -> bool:
+    """Make the dataset where there is none, if ``data.prepare`` says how. Whether it was made."""
+    if config.data.prepare is None:
+        return False
+    make = resolve(config.data.prepare)
+    if exists(config.data.url):
+        return False
+    make(config)
+    return True
 
 
 def exists(url: str) -> bool:
@@ -77,7 +120,7 @@ def exists(url: str) -> bool:
 
 
 def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
-    """What no single key can say: groups of the config, and the config and the DAG, against one another."""
+    """ConfigError where groups of the configuration, or the configuration and the DAG, contradict each other."""
     for name, value in {"data.url": config.data.url, "model.path": config.model.path}.items():
         if value == "???":
             raise ConfigError(f"{name} is not set: give it in the config or as {name}=...")
@@ -87,18 +130,25 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
             "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
-    ahead, behind = config.rollout.ahead, {node.name: node.behind for node in dag.nodes if node.behind}
-    if set(behind.values()) != {ahead} - {0}:
+    ahead, lags = config.rollout.steps_ahead, {node.name: node.lag for node in dag.nodes if node.lag}
+    if set(lags.values()) != {ahead} - {0}:
         raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes are behind "
-            f"as many as {behind}: expected behind={ahead} of the node that loads weights, and 0 of the others"
+            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes lag by "
+            f"{lags}: expected lag={ahead} of the node that loads weights, and 0 of the others"
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
         raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
     validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
     if validated - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")
-    if config.validation.url and validation is None:
-        raise ConfigError("validation.url is set and there are no validation_nodes: add them, or leave it out")
     if config.validation.test_url and not config.validation.url:
         raise ConfigError("validation.test_url needs validation.url")
+
+
+def dags(file: ConfigFile) -> tuple[DAG, DAG | None]:
+    """The training and the validation DAG that a config file spells; None where it spells no validation."""
+    dag = dag_from_spec(file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places)
+    if not file.validation_nodes:
+        return dag, None
+    places = file.validation_node_places
+    return dag, dag_from_spec(file.roles, file.validation_nodes, role_places=file.role_places, node_places=places)

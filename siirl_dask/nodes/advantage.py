@@ -16,9 +16,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
-from siirl_dask.coordinator.tensors import packed, ragged, values
-from siirl_dask.nodes.nulls import only_where, rows_with
-from siirl_dask.nodes.packing import response_mask
+from siirl_dask.nodes.packed_table import only_where, packed, ragged, response_mask, rows_with, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -81,6 +79,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
         group_ids=values(scored[GROUP_ID]),
         lengths=row_sums(mask.long(), offsets),
         baselines=values(scored[GREEDY_REWARD]) if GREEDY_REWARD in scored.column_names else None,
+        all_sum=ctx.all_sum,
     )
     estimated = pa.array(advantage(outcomes).numpy(), TYPES[ADVANTAGE])
     return table.append_column(ADVANTAGE, only_where(comparable, estimated))

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import covariances
 from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.tensors import ragged
-from siirl_dask.nodes.nulls import only_where, rows_with
-from siirl_dask.nodes.packing import advantages_of, pack_rows, response_mask
+from siirl_dask.nodes.packed_table import advantages_of, only_where, pack_rows, ragged, response_mask, rows_with
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,

@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.lengths import MAX_TOKENS
-from siirl_dask.nodes.prompts import encode_prompts
+from siirl_dask.nodes.generate import generate
+from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, reads_expected_length
 from siirl_dask.nodes.reward import score
-from siirl_dask.nodes.rollout import generate
 from siirl_dask.nodes.sampling import SAMPLED
+from siirl_dask.planner import Changes
 from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     ANSWER,
@@ -38,15 +38,17 @@ from siirl_dask.schema import (
 _WRITES = SAMPLED | fields(PROMPT_IDS, PROMPT_TEXT, REWARD, REWARD_PARTS)
 
 
+def _changes(*, rollout: RolloutConfig, scorer: str, columns: Sequence[str], **options: object) -> Changes:
+    expected = reads_expected_length(rollout=rollout)
+    return replace(expected, reads=tuple(columns), neighbour=scorer, draws=True)
+
+
 @declares(
     reads=[PROMPT, ANSWER],
     optional=[MAX_TOKENS],
-    optional_at="rollout.expected_length",
     writes=_WRITES,
     expand="rollout.n",
-    draws=True,
-    more="columns",
-    beside="scorer",
+    depends_on_options=_changes,
 )
 def sample_mixed_groups(
     ctx: Context,
@@ -79,7 +81,7 @@ def sample_mixed_groups(
             break
         missing, rate = batch_size - len(groups), len(groups) / first
         count = min(batch_size, ceil(missing / rate)) if rate else batch_size
-        table = ctx.more(count)
+        table = ctx.draw_prompts(count)
     if ctx.rank.rank == 0:  # all workers know the same
         ctx.log("data/drawn_prompts", first)
         ctx.log("data/generation_rounds", len(parts))

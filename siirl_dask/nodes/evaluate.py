@@ -24,9 +24,22 @@ import pyarrow.compute as pc
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k
-from siirl_dask.nodes.gather import gather
-from siirl_dask.planner import columns
-from siirl_dask.schema import GROUP_ID, RESPONSE, REWARD
+from siirl_dask.planner import columns, reads_option
+from siirl_dask.schema import (
+    ANSWER,
+    FINISH_REASON,
+    GROUP_ID,
+    IDENTITY,
+    PROMPT,
+    RESPONSE,
+    REWARD,
+    REWARD_PARTS,
+    ROW_ID,
+    DataType,
+    Schema,
+    fields,
+    make_schema,
+)
 
 _RIGHT = 1.0  # rewards of at least this: all tests passed, the answer and the format right
 _MOST_SOURCES = 256  # a column with more values than this is no source
@@ -103,7 +116,7 @@ def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | N
         raise ValueError(f"extract gave {found!r}: expected a text or None")
 
 
-@columns(reads=[GROUP_ID, REWARD, RESPONSE], more="source", trial=_try)
+@columns(reads=[GROUP_ID, REWARD, RESPONSE], depends_on_options=reads_option("source"), trial=_try)
 def measure_answers(
     ctx: Context,
     table: pa.Table,
@@ -124,7 +137,7 @@ def measure_answers(
     mine = _tally(table, n, k, source, extract)
     mine.check(source)  # before a column of prompts goes to everybody
     tally = _Tally()
-    for packed in gather(ctx, mine.pack()):
+    for packed in ctx.all_gather(mine.pack()):
         tally.merge(packed)
     tally.check(source)
     if ctx.rank.rank == 0:  # all workers know the same
@@ -168,3 +181,24 @@ def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequen
     more = [one for one in k if 1 < one <= count]
     numbers |= {f"{_BEST}{one}": best_at_k(rewards, one) for one in more}
     return numbers | {f"maj@{one}": majority_at_k(answers, rewards, one) for one in more}
+
+
+SAMPLE, SOURCE = "sample", "source"
+_SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
+
+
+def listed(prompt: DataType, answer: DataType) -> Schema:
+    """The columns that ``list_samples`` writes, for its node: a dataset's prompts and answers are of any type."""
+    own = {SAMPLE: pa.int64(), SOURCE: pa.string()}
+    return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED)})
+
+
+@columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=reads_option("source"), passes=False)
+def list_samples(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN) -> pa.Table:
+    """Prompt, answer, response and reward of each row, which of the prompt's ``n`` samples it is, from 0, and its
+    source; and nothing that depends on which worker made it.
+    """
+    given = {name: table[name] for name in (*IDENTITY, PROMPT, ANSWER, *_SAMPLED)}
+    given[SAMPLE] = pa.array(table[ROW_ID].to_numpy() % n, pa.int64())
+    given[SOURCE] = pa.array(source.texts(table), pa.string())
+    return pa.table(given)

@@ -10,19 +10,23 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.lengths import MAX_TOKENS
-from siirl_dask.nodes.parts import generate_in_parts
+from siirl_dask.nodes.partial_rollout import generate_in_parts
+from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import SAMPLED, begin, serve, with_samples
-from siirl_dask.planner import columns
+from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
+
+
+def _writes_versions(*, rollout: RolloutConfig) -> Changes:
+    return Changes(writes=fields(TOKEN_VERSIONS) if rollout.partial else {})
 
 
 @columns(
     reads=[PROMPT_IDS],
     optional=[MAX_TOKENS],
     writes=SAMPLED,
-    writes_if={"rollout.partial": fields(TOKEN_VERSIONS)},
+    depends_on_options=_writes_versions,
     expand="rollout.rows_per_prompt",
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
-from siirl_dask.coordinator.tensors import packed, ragged, values
 from siirl_dask.errors import DataError
 from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
 from siirl_dask.training import PackedRows
@@ -70,3 +74,58 @@ def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
 def advantages_of(table: pa.Table) -> str:
     """The name of the column that holds advantages: of tokens where there are such, else of rows."""
     return ADVANTAGES if ADVANTAGES in table.column_names else ADVANTAGE
+
+
+Flags = NDArray[np.bool_]
+
+
+def rows_with(table: pa.Table, *names: str) -> Flags:
+    """[R]: rows in which none of the columns that are there is null."""
+    there = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
+    flags: Flags = np.logical_and.reduce(there)
+    return flags
+
+
+def only_where(there: Flags, given: pa.Array) -> pa.Array:
+    """``given``, of the rows in which something is there, as a column of all rows, null in the others."""
+    return given.take(pa.array(np.cumsum(there) - 1, pa.int64(), mask=~there))
+
+
+def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
+    """Values [T] and offsets [R + 1] (int64, from 0) of a list column; the values of a single chunk are not copied.
+
+    The values tensor shares Arrow's memory: do not write to it. ValueError if a row is null.
+    """
+    array = _one_chunk(column)
+    if array.null_count:
+        raise ValueError(
+            f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
+        )
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    return _tensor(array.flatten()), torch.from_numpy(offsets - offsets[0])
+
+
+def values(column: pa.ChunkedArray) -> Tensor:
+    """A column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
+    array = _one_chunk(column)
+    if array.null_count:
+        raise ValueError(f"a column of numbers has {array.null_count} null rows")
+    return _tensor(array)
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    """Over the array's memory; booleans, which Arrow packs in bits, are copied."""
+    if pa.types.is_boolean(array.type):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+    return from_dlpack(array)
+
+
+def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> pa.Array:
+    """A list column of ``kind`` whose row r is ``flat[offsets[r]:offsets[r + 1]]``."""
+    flat_array = pa.array(flat.detach().cpu().numpy(), kind.value_type)
+    ends = torch.as_tensor(offsets).to("cpu", torch.int32).numpy()
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), flat_array, type=kind)
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([pa.array([], column.type), *column.chunks])

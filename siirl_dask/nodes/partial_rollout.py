@@ -2,7 +2,7 @@
 
 A sample that has not ended when it has its step's tokens is kept on its worker, with all of its group, and goes on in
 the next step from where it was, with the weights of then (partial rollouts: Kimi k1.5, arXiv:2501.12599, section
-2.6.2). Its next token is drawn as if it had never been left. A step that settles leaves none.
+2.6.2). Its next token is drawn as if it had never been left. A step that drain leaves none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 from siirl_dask.context import Context, Reduce
 from siirl_dask.nodes.sampling import begin, serve, with_samples
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
-from siirl_dask.rollout.wire import Sampled
+from siirl_dask.rollout.requests import Sampled
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TOKENS, TYPES
 
 _A_STEP_OLDER = 2**32  # added to the ids of what is kept, that no row of the next step has
@@ -68,18 +68,18 @@ def generate_in_parts(ctx: Context, table: pa.Table, ways: Sequence[Sampling], b
     engine: RolloutEngine = ctx.resource
     rows, requests = begin(ctx, table, ways)
     samples = [_Sample(request) for request in requests]
-    kept: _Kept | None = ctx.kept.pop(_KEPT, None)
+    kept: _Kept | None = ctx.state.pop(_KEPT, None)
     if kept is not None:
         rows, samples = pa.concat_tables([rows, _older(kept.rows)]), [*samples, *kept.samples]
     running = [at for at, sample in enumerate(samples) if sample.ended is None]
-    requests = [samples[at].rest(None if ctx.settles else budget) for at in running]
+    requests = [samples[at].rest(None if ctx.drain else budget) for at in running]
     given = serve(ctx, requests, rows[TOKENS].take(running).to_pylist())
     for at, sampled in zip(running, given, strict=True):
         samples[at].add(sampled, engine.version)
     whole = _whole_groups(rows, samples)
     left = [sample for sample, is_whole in zip(samples, whole, strict=True) if not is_whole]
     if left:
-        ctx.kept[_KEPT] = _Kept(rows.filter(pa.array(~whole)), left)
+        ctx.state[_KEPT] = _Kept(rows.filter(pa.array(~whole)), left)
     ctx.log("rollout/kept_for_next_step", len(left), Reduce.SUM)
     ended = [sample for sample, is_whole in zip(samples, whole, strict=True) if is_whole]
     return _output(ctx, rows.filter(pa.array(whole)), ended)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.lengths import MAX_TOKENS, sampling_costs
-from siirl_dask.planner import columns
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.errors import DataError
+from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
 
 logger = logging.getLogger(__name__)
 
 
+MAX_TOKENS = "max_tokens"
+"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
+_READ_FOR_ONE = 16  # tokens of a prompt that are read in the time in which one is sampled: together, and by n samples
+
+
+def reads_expected_length(*, rollout: RolloutConfig | None = None, **options: object) -> Changes:
+    """For ``depends_on_options``: ``rollout.expected_length_column`` is read where a dataset has it."""
+    column = None if rollout is None else rollout.expected_length_column
+    return Changes(optional=() if column is None else (column,))
+
+
 @columns(
     reads=[PROMPT],
     optional=[MAX_TOKENS],
-    optional_at="rollout.expected_length",
+    depends_on_options=reads_expected_length,
     writes=fields(PROMPT_IDS, PROMPT_TEXT),
     new_rows=True,
 )
@@ -47,3 +62,46 @@ def encode_prompts(
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
     return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))
+
+
+def limits_of(rows: pa.Table) -> list[int | None]:
+    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
+    tokens.
+    """
+    if MAX_TOKENS not in rows.column_names:
+        return [None] * int(rows.num_rows)
+    given: list[object] = rows[MAX_TOKENS].to_pylist()
+    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
+        if limit is not None and not (isinstance(limit, int) and limit >= 1):
+            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
+    return given  # type: ignore[return-value]  # as was just seen
+
+
+def check_expected(lengths: pa.ChunkedArray, what: str, first: int = 0) -> None:
+    """DataError for expected lengths that are no whole numbers of at least 1. ``first``: number of the first row."""
+    if not pa.types.is_integer(lengths.type):
+        raise DataError(f"{what} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS BIGINT)")
+    fits = pc.fill_null(pc.greater_equal(lengths, 1), False)
+    if (wrong := pc.index(fits, False).as_py()) >= 0:
+        raise DataError(f"{what} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 token")
+
+
+def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutConfig | None) -> Ints:
+    """What a sample of each prompt is expected to cost, in sampled tokens: those expected of the response, and one for
+    every 16 of the prompt, whose ``lengths`` are given. [N] -> [N].
+
+    Expected is what the column ``rollout.expected_length_column`` says, at most what the row and the rollout allow;
+    without the column, as much as the row allows. Where rows say neither, or no ``rollout`` is given, all are expected
+    to be as long as any, and the longest prompts cost most: their own tokens.
+    """
+    read = np.asarray(lengths, dtype=np.int64)
+    expected = None if rollout is None else rollout.expected_length_column
+    named = [name for name in (expected, MAX_TOKENS) if name in prompts.column_names]
+    if rollout is None or not named:
+        return read
+    longest = rollout.max_response_length
+    most = np.array([longest if limit is None else min(limit, longest) for limit in limits_of(prompts)], dtype=np.int64)
+    if named[0] == expected:
+        check_expected(prompts[expected], f"the column {expected!r} (rollout.expected_length_column)")
+        most = np.minimum(most, prompts[expected].to_numpy().astype(np.int64))
+    return most + read // _READ_FOR_ONE

@@ -9,16 +9,32 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import RewardError
+from siirl_dask.nodes.packed_table import pack_rows
+from siirl_dask.planner import columns, reads_option
 from siirl_dask.planner import columns as declares
 from siirl_dask.rewards import Score, Scorer
-from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, REWARD, REWARD_PARTS, ROW_ID, TYPES, fields
+from siirl_dask.schema import (
+    ANSWER,
+    PROMPT,
+    PROMPT_IDS,
+    RESPONSE,
+    RESPONSE_IDS,
+    REWARD,
+    REWARD_PARTS,
+    ROW_ID,
+    TYPES,
+    fields,
+)
+from siirl_dask.training import RewardModel
 
 logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a prompt or a response in an error
 _TOLD = 3  # rows of a step that are told one by one, of those that may fail
 
 
-@declares(reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), more="columns")
+@declares(
+    reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), depends_on_options=reads_option("columns")
+)
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
     """The scorer's reward of each row; its function also gets ``columns``, by name.
 
@@ -65,3 +81,19 @@ def _tell(ctx: Context, table: pa.Table, at: int, score: Score) -> str:
         f"reward {scorer.name} {score.failure}: row {row[ROW_ID]} of step {ctx.step}, "
         f"prompt {row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
     )
+
+
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REWARD))
+def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
+    """The reward model's score of each row, prompt and response. RewardError with the row that got no finite one."""
+    model: RewardModel = ctx.resource
+    scores = model.scores(pack_rows(table).rows)
+    if not scores.isfinite().all():
+        at = int((~scores.isfinite()).nonzero()[0])
+        raise RewardError(
+            f"the reward model gave {scores[at].item()}: expected a finite number (row {table[ROW_ID][at].as_py()} "
+            f"of step {ctx.step}); with model.dtype=bfloat16, try float32"
+        )
+    ctx.log("reward/mean", scores.tolist())
+    ctx.log("reward/std", scores.tolist(), Reduce.STD)
+    return table.append_column(REWARD, pa.array(scores.numpy(), TYPES[REWARD]))

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.context import Context, Reduce
-from siirl_dask.coordinator.stealing import Codec
-from siirl_dask.nodes.lengths import limits_of
+from siirl_dask.context import Codec, Context, Reduce
+from siirl_dask.nodes.prompts import limits_of
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
-from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
+from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
     PROMPT_IDS,
@@ -62,7 +61,7 @@ def serve(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[i
     codec = Codec(
         partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
     )
-    work = OwnWork(first_to_last) if ctx.share is None else ctx.share(first_to_last, codec)
+    work = OwnWork(first_to_last) if ctx.steal_from_peers is None else ctx.steal_from_peers(first_to_last, codec)
     began = time.perf_counter()
     engine.serve(_Signed(work, ctx.device.worker))
     busy = time.perf_counter() - began

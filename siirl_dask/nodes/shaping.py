@@ -10,8 +10,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import KLController, k1, overlong_penalty
 from siirl_dask.context import Context
-from siirl_dask.coordinator.tensors import packed, ragged, values
-from siirl_dask.nodes.packing import response_mask
+from siirl_dask.nodes.packed_table import packed, ragged, response_mask, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     KL_PENALTY,
@@ -45,8 +44,14 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
 
 
 @columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK], writes=fields(REWARD))
-def penalise_overlong(ctx: Context, table: pa.Table, *, max_length: int, buffer: int, factor: float = 1.0) -> pa.Table:
-    """DAPO's soft penalty (arXiv:2503.14476): beyond ``max_length - buffer`` tokens up to ``factor`` is taken away."""
+def penalise_overlong(
+    ctx: Context, table: pa.Table, *, max_length: int, buffer: int | None = None, factor: float = 1.0
+) -> pa.Table:
+    """DAPO's soft penalty (arXiv:2503.14476): beyond ``max_length - buffer`` tokens up to ``factor`` is taken away.
+
+    ``buffer`` is a fifth of ``max_length`` unless it is given, as in the paper.
+    """
+    buffer = max(1, max_length // 5) if buffer is None else buffer
     lengths = values(pc.list_value_length(table[RESPONSE_IDS]))
     penalty = overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
     ctx.log("reward/overlong_penalty", penalty.tolist())

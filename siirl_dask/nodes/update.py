@@ -12,10 +12,9 @@ from torch import Tensor
 from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import TrainingError
-from siirl_dask.nodes.nulls import rows_with
-from siirl_dask.nodes.packing import advantages_of, pack_rows
-from siirl_dask.nodes.room import make_room
+from siirl_dask.nodes.packed_table import advantages_of, pack_rows, rows_with
 from siirl_dask.planner import columns as declares
+from siirl_dask.planner import reads_option
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
@@ -81,7 +80,7 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
     optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION],
-    more="columns",
+    depends_on_options=reads_option("columns"),
     trial=_try_policy,
 )
 def update_policy(
@@ -103,7 +102,7 @@ def update_policy(
     ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``. TrainingError
     for rows that weights sampled which are more than ``max_staleness`` steps behind.
     """
-    make_room(ctx)
+    ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
@@ -127,7 +126,7 @@ def update_critic(
     """One optimiser step per mini-batch, in order, ``epochs`` times over, towards the returns. Rows without such are
     left out.
     """
-    make_room(ctx)
+    ctx.free_device()
     critic: Critic = ctx.resource
     batches = [_value_batch(part) for part in _parts(table, RETURNS, minibatches)]
     _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate))

@@ -1,8 +1,8 @@
 """The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker, in parts of
-``rollout.weights_bucket`` where nothing else reads them and no later step does; or as tensors, from device to device
-(``rollout.weights_by``).
+``rollout.weight_bucket`` where nothing else reads them and no later step does; or as tensors, from device to device
+(``rollout.weight_sync``).
 
-Of a policy with adapters (``trainer.lora_rank``) either all of its parameters, with what the adapters add, or the
+Of a policy with adapters (``trainer.lora.rank``) either all of its parameters, with what the adapters add, or the
 adapters alone, to workers that can read ``model.path`` and merge them.
 """
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from siirl_dask.config import ModelConfig, TrainerConfig
-from siirl_dask.context import Context, Parts
+from siirl_dask.context import Context, RowStream
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import columns
+from siirl_dask.planner import WeightSink, WeightSource, columns
 from siirl_dask.rollout import AnnouncedWeights, RolloutEngine
 from siirl_dask.schema import (
     GROUP_ID,
@@ -62,27 +62,27 @@ class _Parameter:
         return self.numel * self.dtype.itemsize
 
 
-def weights_in_parts(ctx: Context, table: pa.Table, *, most: int) -> Parts:
-    """What ``publish_weights`` gives, in parts of at most ``most`` bytes over all workers, or of one parameter.
+def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int) -> RowStream:
+    """What ``publish_weights`` gives, in parts of at most ``max_bytes`` over all workers, or of one parameter.
 
     A part is made when it is asked for, and of a model in shards every rank gathers every parameter. The first time in
     a run they are gathered once more, for their shapes: engines refuse what does not fit before anything is loaded.
     """
     parameters = _announced(ctx)
-    return Parts(_about(parameters), _parts(ctx, parameters, most))
+    return RowStream(_about(parameters), _parts(ctx, parameters, max_bytes))
 
 
-def weights_as_tensors(ctx: Context, table: pa.Table) -> Parts:
+def weights_as_tensors(ctx: Context, table: pa.Table) -> RowStream:
     """The same as tensors on the trainer's device, whole on every rank, each gathered when it is asked for."""
     parameters = _announced(ctx)
-    return Parts(_about(parameters), _as_announced(ctx, parameters))
+    return RowStream(_about(parameters), _as_announced(ctx, parameters))
 
 
 def _announced(ctx: Context) -> list[_Parameter]:
     trainer: Trainer = ctx.resource
-    if _ANNOUNCED not in ctx.kept:
-        ctx.kept[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
-    parameters: list[_Parameter] = ctx.kept[_ANNOUNCED]
+    if _ANNOUNCED not in ctx.state:
+        ctx.state[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
+    parameters: list[_Parameter] = ctx.state[_ANNOUNCED]
     return parameters
 
 
@@ -91,9 +91,9 @@ def _about(parameters: Sequence[_Parameter]) -> pa.Table:
     return _rows(range(len(parameters)), parameters, nothing)
 
 
-def _parts(ctx: Context, parameters: Sequence[_Parameter], most: int) -> Generator[pa.Table]:
+def _parts(ctx: Context, parameters: Sequence[_Parameter], max_bytes: int) -> Generator[pa.Table]:
     tensors = _as_announced(ctx, parameters)
-    for numbers in _runs([parameter.nbytes for parameter in parameters], most):
+    for numbers in _runs([parameter.nbytes for parameter in parameters], max_bytes):
         mine = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
         data = _Binary([parameters[number].nbytes for number in mine])
         for number in numbers:
@@ -136,8 +136,7 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:
     writes=_WEIGHTS,
     new_rows=True,
     passes=False,
-    gives_parts=weights_in_parts,
-    gives_tensors=weights_as_tensors,
+    stream=WeightSource(weights_in_parts, weights_as_tensors),
 )
 def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """This worker's share of the parameters: each is published by one worker of the role, and all share the load.
@@ -148,16 +147,16 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
     return _published(ctx, trainer.weights())
 
 
-@columns(writes=_WEIGHTS, new_rows=True, passes=False)
+@columns(writes=_WEIGHTS, new_rows=True, passes=False, requires=["adapters"])
 def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
     """The same of the adapters alone, in float32, for ``load_adapters``."""
-    from siirl_dask.training.lora import is_adapter
-    from siirl_dask.training.placement import whole_weights  # imports transformers
+    from siirl_dask.training.model.lora import is_adapter
+    from siirl_dask.training.parallel.backend import whole_weights  # imports transformers
 
     trainer: Trainer = ctx.resource
     adapters = trainer.state()["model"]
     if not all(map(is_adapter, adapters)):
-        raise TypeError("this policy has no adapters: give its trainer a lora_rank, or run publish_weights")
+        raise TypeError("this policy has no adapters: give its trainer a lora.rank, or run publish_weights")
     return _published(ctx, whole_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
 
 
@@ -184,16 +183,16 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
     return pa.table(arrays)
 
 
-def load_weights_in_parts(ctx: Context, parts: Parts) -> None:
+def load_weights_in_parts(ctx: Context, parts: RowStream) -> None:
     """What ``load_weights`` does, one parameter after the other. PeerError when others come than were announced."""
     engine: RolloutEngine = ctx.resource
-    engine.load_weights(AnnouncedWeights(_shapes(parts.about), _arriving(parts)), ctx.step)
+    engine.load_weights(AnnouncedWeights(_shapes(parts.index), _arriving(parts)), ctx.step)
 
 
-def load_weights_from_tensors(ctx: Context, parts: Parts) -> None:
+def load_weights_from_tensors(ctx: Context, parts: RowStream) -> None:
     """The same of tensors that are on the engine's device already."""
     engine: RolloutEngine = ctx.resource
-    shapes = _shapes(parts.about)
+    shapes = _shapes(parts.index)
     engine.load_weights(AnnouncedWeights(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
 
 
@@ -202,8 +201,8 @@ def _shapes(about: pa.Table) -> dict[str, list[int]]:
     return {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
 
 
-def _arriving(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    announced, first = parts.about.select(_DESCRIPTION), 0
+def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
+    announced, first = parts.index.select(_DESCRIPTION), 0
     for table in parts.tables:
         if not table.select(_DESCRIPTION).equals(announced.slice(first, table.num_rows)):
             raise PeerError(f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced")
@@ -214,8 +213,7 @@ def _arriving(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 @columns(
     reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA],
-    takes_parts=load_weights_in_parts,
-    takes_tensors=load_weights_from_tensors,
+    stream=WeightSink(load_weights_in_parts, load_weights_from_tensors),
 )
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
     """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps
@@ -226,14 +224,19 @@ def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
     return table
 
 
-@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
+def _try_adapters(*, trainer: TrainerConfig, **options: object) -> None:
+    if not trainer.lora.rank:
+        raise ValueError("trainer.lora.rank is 0, and load_adapters merges adapters: give the rank of the policy's")
+
+
+@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], trial=_try_adapters)
 def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer: TrainerConfig) -> pa.Table:
     """As ``load_weights``, of the weights in ``model.path`` with what the adapters add, which is merged here."""
-    from siirl_dask.training.lora import merged
-    from siirl_dask.training.weight_files import read_weights
+    from siirl_dask.training.files.safetensors import read_weights
+    from siirl_dask.training.model.lora import merged
 
     engine: RolloutEngine = ctx.resource
-    dtype, scaling = _DTYPES[model.dtype], trainer.lora_alpha / trainer.lora_rank
+    dtype, scaling = _DTYPES[model.dtype], trainer.lora.alpha / trainer.lora.rank
     named = {**read_weights(model.path), **dict(_tensors(table))}
     weights = ((name, tensor.to(dtype)) for name, tensor in merged(named, scaling, torch.device("cpu")))
     engine.load_weights(weights, ctx.step)

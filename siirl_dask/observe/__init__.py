@@ -3,10 +3,11 @@
 Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
 """
 
+from siirl_dask.observe.eval_result import Standing, render_standing, show_standing, write_standing
 from siirl_dask.observe.metrics import (
+    MEASURED,
     Message,
     MetricsLog,
-    Phase,
     Record,
     merge,
     pack,
@@ -17,16 +18,15 @@ from siirl_dask.observe.metrics import (
 from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.report import Report, Sample, render_report
-from siirl_dask.observe.standing import Standing, render_standing, show_standing, write_standing
 from siirl_dask.observe.summary import Accuracy, BytesPerStep, Status, Summary, read_summary, write_summary
 from siirl_dask.observe.tensorboard import TensorBoardLog
 
 __all__ = [
+    "MEASURED",
     "Accuracy",
     "BytesPerStep",
     "Message",
     "MetricsLog",
-    "Phase",
     "Progress",
     "Record",
     "Report",

@@ -10,18 +10,20 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, TypeGuard, get_args
+from typing import Any, TypedDict, TypeGuard
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.errors import DataError
+from siirl_dask.planner import Phase
 
-Phase = Literal["train", "validation", "test"]
 Message = dict[str, list[Any]]
 
 FILE = "metrics.jsonl"
+MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
+"""Phases whose iterations are recorded."""
 
 
 class Record(TypedDict):
@@ -150,7 +152,12 @@ def _whole_lines(text: bytes) -> bytes:
 
 def _encode(record: Record) -> bytes:
     finite = {name: _finite(value) for name, value in record["metrics"].items()}
-    line = {"step": record["step"], "phase": record["phase"], "seconds": _finite(record["seconds"]), "metrics": finite}
+    line = {
+        "step": record["step"],
+        "phase": str(record["phase"]),
+        "seconds": _finite(record["seconds"]),
+        "metrics": finite,
+    }
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
@@ -165,7 +172,7 @@ def _decode(line: bytes, where: str) -> Record:
         raise DataError(f"{where}: not JSON ({error})") from error
     match found:
         case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
-            phase in get_args(Phase) and all(value is None or _is_number(value) for value in metrics.values())
+            phase in MEASURED and all(value is None or _is_number(value) for value in metrics.values())
         ):
-            return Record(step=step, phase=phase, seconds=float(seconds), metrics=metrics)
+            return Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)
     raise DataError(f"{where}: expected step, phase, seconds and metrics, got {found!r:.200}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from siirl_storage import open_fs, write_atomic
 
-from siirl_dask.observe.metrics import Phase, Record, read_metrics
+from siirl_dask.observe.metrics import Record, read_metrics
+from siirl_dask.planner import Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,11 +47,11 @@ def draw(records: Sequence[Record], title: str) -> bytes:
 
 def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "training reward")
-    steps, means = _series(records, "train", "reward/mean")
+    steps, means = _series(records, Phase.TRAIN, "reward/mean")
     if not steps:
         _say_missing(axes)
         return
-    spread = dict(zip(*_series(records, "train", "reward/std"), strict=True))
+    spread = dict(zip(*_series(records, Phase.TRAIN, "reward/std"), strict=True))
     banded = [(step, mean, spread[step]) for step, mean in zip(steps, means, strict=True) if step in spread]
     if banded:
         at, low, high = zip(*((step, mean - std, mean + std) for step, mean, std in banded), strict=True)
@@ -63,8 +64,8 @@ def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
 
 def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "validation accuracy")
-    steps, scores = _series(records, "validation", "reward/mean")
-    tested, test_scores = _series(records, "test", "reward/mean")
+    steps, scores = _series(records, Phase.VALIDATION, "reward/mean")
+    tested, test_scores = _series(records, Phase.TEST, "reward/mean")
     if not steps and not tested:
         _say_missing(axes)
         return
@@ -81,7 +82,7 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
 
 def _draw_entropy(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "policy entropy (nats per token)")
-    steps, entropies = _series(records, "train", "policy/entropy")
+    steps, entropies = _series(records, Phase.TRAIN, "policy/entropy")
     if not steps:
         _say_missing(axes)
         return

@@ -10,7 +10,8 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from siirl_dask.observe.metrics import Phase, Record
+from siirl_dask.observe.metrics import Record
+from siirl_dask.planner import Phase
 
 _LINES = 20  # that a whole run prints where there is no terminal, and more if it is slow:
 _SILENCE = 60.0  # seconds after which a step is printed in any case
@@ -74,7 +75,7 @@ class Progress:
             self._printed_at = now
             self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
 
-    def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = "validation") -> None:
+    def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
         """One line: the accuracy after ``step`` steps, and what several samples a prompt say, as pass@8."""
         accuracy, samples = metrics.get("reward/mean"), metrics.get("samples")
         parts = [

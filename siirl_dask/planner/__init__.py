@@ -1,44 +1,77 @@
 """DAG Planner: a DAG and a placement become one chain of links per worker. Pure Python: no dask, no torch."""
 
-from siirl_dask.planner.chain import Behind, Chain, Drop, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send, Stream
+from siirl_dask.planner.chain import (
+    Chain,
+    Drop,
+    Edge,
+    Input,
+    Iteration,
+    Lagged,
+    Link,
+    Load,
+    Phase,
+    Plan,
+    Recv,
+    Run,
+    Save,
+    Send,
+    Stream,
+)
+from siirl_dask.planner.column_flow import DATA, Stage, trace
 from siirl_dask.planner.compile import compile_chains
-from siirl_dask.planner.contract import Contract, columns
+from siirl_dask.planner.contract import (
+    Changes,
+    Contract,
+    Preflight,
+    RoleCost,
+    WeightSink,
+    WeightSource,
+    builds,
+    columns,
+    reads_option,
+)
 from siirl_dask.planner.dag import DAG, Node, Role, Rows
-from siirl_dask.planner.describe import describe
-from siirl_dask.planner.draw import draw
-from siirl_dask.planner.estimate import Estimate, estimate
-from siirl_dask.planner.flow import DATA, Stage, trace
-from siirl_dask.planner.functions import resolve
-from siirl_dask.planner.listing import as_data
-from siirl_dask.planner.memory import Usage, usage
+from siirl_dask.planner.explain.as_json import as_data
+from siirl_dask.planner.explain.as_svg import draw
+from siirl_dask.planner.explain.as_text import describe
+from siirl_dask.planner.explain.memory import Usage, usage
+from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.names import resolve
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
-from siirl_dask.planner.widths import Sizes
 
 __all__ = [
     "DAG",
     "DATA",
-    "Behind",
     "Chain",
+    "Changes",
     "Contract",
     "Drop",
     "Edge",
     "Estimate",
     "Input",
-    "Keep",
+    "Iteration",
+    "Lagged",
     "Link",
     "Load",
     "Node",
+    "Phase",
     "Plan",
+    "Preflight",
     "Recv",
     "Role",
+    "RoleCost",
     "Rows",
     "Run",
+    "Save",
     "Send",
     "Sizes",
     "Stage",
     "Stream",
     "Usage",
+    "WeightSink",
+    "WeightSource",
     "as_data",
+    "builds",
     "columns",
     "compile_chains",
     "dag_from_spec",
@@ -46,6 +79,7 @@ __all__ = [
     "describe",
     "draw",
     "estimate",
+    "reads_option",
     "resolve",
     "trace",
     "usage",

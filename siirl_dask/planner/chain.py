@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.dag import DAG, Node, Rows
-from siirl_dask.planner.flow import Stage
 from siirl_dask.schema import Schema
 
 
@@ -83,7 +84,7 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Save:
     """Write a node's output on this worker as part ``index`` of ``count`` of the run's table ``table``."""
 
     node: str
@@ -100,8 +101,8 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """Links that are gone through as in the turn of ``steps`` steps before, if there was one."""
+class Lagged:
+    """Links that are gone through as in the iteration of ``steps`` steps before, if there was one."""
 
     steps: int
     links: tuple[Link, ...]
@@ -131,7 +132,7 @@ class Stream:
     """
 
 
-Link = Load | Run | Send | Recv | Keep | Drop | Behind | Stream
+Link = Load | Run | Send | Recv | Save | Drop | Lagged | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,42 @@ class Chain:
     @property
     def flat(self) -> Iterator[Link]:
         """Its links, and in place of those that are behind what they are."""
-        return (inner for link in self.links for inner in (link.links if isinstance(link, Behind) else (link,)))
+        return (inner for link in self.links for inner in (link.links if isinstance(link, Lagged) else (link,)))
+
+
+class Phase(StrEnum):
+    """What all workers do together in an iteration."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    TEST = "test"
+    EVALUATION = "evaluation"
+    """One pass over a dataset outside a training run (``siirl-dask eval``)."""
+    WEIGHTS = "weights"
+    """A resumed run brings the restored weights to the engines."""
+    CHECKPOINT = "checkpoint"
+    """Roles' states are saved; no chain is run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One passage of all workers through the chains of a phase."""
+
+    phase: Phase
+    step: int
+    """The step that is trained, from 1; in other phases, the number of steps trained before."""
+    sequence: int
+    """Counts the iterations of a run, which makes keys unique."""
+    drain: bool = False
+    """No training step follows at once: nodes with a lag catch up in this iteration."""
+
+    @property
+    def batch(self) -> int:
+        """Number of the dataset's batch that the iteration reads, from 0."""
+        return max(self.step - 1, 0)
+
+    def __str__(self) -> str:
+        return f"{self.phase} step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)

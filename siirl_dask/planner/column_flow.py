@@ -59,7 +59,6 @@ def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
     start = {f.name: Column(f.name, DATA, f.type) for f in source} | _identity(DATA)
     _check_draws(order)
     for node in order:
-        node.try_out()
         contract = node.contract
         rows[node.name] = _joined_rows(node, rows_out)
         above[node.name] = {*node.after}.union(*(above[parent] for parent in node.after))
@@ -155,7 +154,7 @@ def _demand(
     givers = _givers(order, output)
     for node in reversed(order):
         contract = node.contract
-        if node.keep:
+        if node.save_as:
             wanted[node.name] |= set(output[node.name])
         kept[node.name] = tuple(name for name in output[node.name] if name in wanted[node.name])
         need = {*IDENTITY, *contract.taken(available[node.name])}
@@ -207,7 +206,7 @@ def _is_left_out(node: Node, column: Column) -> bool:
     """A blob passes by a node unless it reads, writes or keeps it, or makes other rows, which nobody else can."""
     contract = node.contract
     reads = column.name in contract.taken((column.name,))
-    uses = reads or column.writer == node.name or node.keep is not None
+    uses = reads or column.writer == node.name or node.save_as is not None
     return is_blob(column.type) and bool(node.after) and not uses and not contract.new_rows
 
 

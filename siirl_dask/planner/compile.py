@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.chain import Behind, Chain, Edge, Input, Keep, Link, Load, Plan, Recv, Run, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.column_flow import DATA, Stage, trace
 from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
-from siirl_dask.planner.flow import DATA, Stage, trace
-from siirl_dask.planner.order import check_order
-from siirl_dask.planner.streams import find_streams, why_no_broadcast
-from siirl_dask.planner.text import steps_behind
+from siirl_dask.planner.explain.tables import steps_behind
+from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
 
@@ -56,7 +56,7 @@ def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[in
 
 def _check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
     for node in dag.nodes:
-        role = node.beside
+        role = node.contract.neighbour
         if role is None:
             continue
         if role not in placed:
@@ -134,22 +134,24 @@ def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...
             inputs, edges = (Input(f"{DATA}->{name}", stage.needed),), ()
         planned.layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
         planned.first.setdefault(planned.layouts[name], name)
-        if node.behind:
-            _check_behind(node, inputs, edges)
+        if node.lag:
+            _check_lag(node, inputs, edges)
         moves[name] = _Move(inputs, edges, planned.layouts[name].holders)
     return moves
 
 
-def _check_behind(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
+def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
     """What stays on a worker is gone when a later step asks for it."""
     arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
     if staying := [item.table for item in inputs if item.table not in arriving]:
         raise PlanError(
-            f"{node.label} is {steps_behind(node.behind)} and {staying[0]!r} does not leave its workers: expected its "
-            "parents on other workers than its own (cluster.placement), or behind=0 (rollout.max_staleness)"
+            f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its workers: expected its "
+            "parents on other workers than its own (cluster.placement), or lag=0 (rollout.max_staleness)"
         )
-    if node.keep:
-        raise PlanError(f"{node.label} is {steps_behind(node.behind)} and keeps {node.keep!r}: keep a node's before it")
+    if node.save_as:
+        raise PlanError(
+            f"{node.label} is {steps_behind(node.lag)} and saves {node.save_as!r}: save the output of a node before it"
+        )
 
 
 def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout]) -> str:
@@ -244,10 +246,10 @@ def _chains(
             if not node.after:
                 here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
             now = [*before, streaming.pop(worker, run)]
-            here += [Behind(node.behind, with_drops(now))] if node.behind else now
+            here += [Lagged(node.lag, with_drops(now))] if node.lag else now
             if worker in part:
                 here += sends
-                here += [Keep(name, node.keep, part[worker], len(part))] if node.keep else []
+                here += [Save(name, node.save_as, part[worker], len(part))] if node.save_as else []
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
     return {worker: Chain(worker, with_drops(found)) for worker, found in links.items()}

@@ -1,45 +1,91 @@
-"""What a node function declares of itself: the columns it reads and writes, and what it does to rows."""
+"""Contracts: a node function declares its columns and rows (``@columns``), a role's builder its needs (``@builds``).
+
+Both put one attribute on the function. So a wrapper that is made with ``functools.wraps`` declares the same, and so
+does a ``functools.partial``, whose options count.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.schema import Schema, make_schema
 
 NodeFn = Callable[..., Any]
 """``(Context, pa.Table, **options) -> pa.Table``; options are bound with functools.partial."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """How a node that makes new rows gives a model's weights bit by bit, so that they are never whole in memory."""
+
+    tables: Callable[..., Any]
+    """``(Context, pa.Table, *, max_bytes, **options) -> RowStream``: the node's table, in tables of at most
+    ``max_bytes`` or one row; all workers of the role make as many, with the same rows in the same order."""
+    tensors: Callable[..., Any] | None = None
+    """``(Context, pa.Table, **options) -> RowStream`` of tensors, one a row, for a broadcast from device to device, of
+    which only the first worker's are sent. None: the weights travel as tables alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSink:
+    """How a node takes what a WeightSource gives: both are called with ``(Context, RowStream, **options)``."""
+
+    tables: Callable[..., Any]
+    tensors: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a node's options add to its contract."""
+
+    reads: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    """Columns and their Arrow types."""
+    neighbour: str | None = None
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Which columns a node function reads and writes, and what it does to rows."""
+    """What a node function reads and writes, what it does to rows, and what it needs around it."""
 
     reads: tuple[str, ...] = ()
     writes: Schema = field(default_factory=lambda: make_schema({}))
     optional: tuple[str, ...] = ()
-    """Read when somebody upstream writes them."""
+    """Columns that it reads when a node upstream writes them."""
     new_rows: bool = False
     """The rows that come out are other rows than those that went in."""
     passes: bool = True
     """The columns that come in travel on."""
     one_of: tuple[str, ...] = ()
-    """Read when somebody upstream writes them, and somebody must write at least one."""
+    """Columns that it reads when a node upstream writes them; at least one of them must be written."""
     draws: bool = False
-    """It asks for more prompts than the step's own (``Context.more``). Such a node is the only one without parents."""
+    """It asks for more prompts than the step's own (``Context.draw_prompts``). Such a node is the only one without
+    parents."""
     expand: str | None = None
     """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
+    requires: tuple[str, ...] = ()
+    """What its role must provide (``RoleCost.provides``), such as ``adapters``."""
+    neighbour: str | None = None
+    """Role that must be on each of the node's workers, because the node uses ``ctx.resources`` of it."""
+    stream: WeightSource | WeightSink | None = None
+    """How the node gives or takes a model's weights bit by bit, where the plan allows it."""
+    trial: Callable[..., None] | None = None
+    """Called with the node's options before a run starts; it raises if they cannot work."""
+    depends_on_options: Callable[..., Changes] | None = None
+    """Called with the node's options, defaults included; gives what they add to this contract."""
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
-        """The columns it reads of those that are there."""
+        """The columns it reads among the ``available`` ones."""
         maybe = (name for name in (*self.optional, *self.one_of) if name in available)
         return (*self.reads, *maybe)
-
-
-_F = TypeVar("_F", bound=NodeFn)
 
 
 def columns(
@@ -47,98 +93,163 @@ def columns(
     reads: Iterable[str] = (),
     writes: Mapping[str, Any] | None = None,
     optional: Iterable[str] = (),
-    optional_at: str | None = None,
     one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
-    draws: bool = False,
     expand: str | None = None,
-    more: str | None = None,
-    writes_if: Mapping[str, Mapping[str, Any]] | None = None,
-    beside: str | None = None,
+    requires: Iterable[str] = (),
     trial: Callable[..., None] | None = None,
-    gives_parts: Callable[..., Any] | None = None,
-    takes_parts: Callable[..., Any] | None = None,
-    gives_tensors: Callable[..., Any] | None = None,
-    takes_tensors: Callable[..., Any] | None = None,
+    stream: WeightSource | WeightSink | None = None,
+    depends_on_options: Callable[..., Changes] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
-    ``more`` names an option of the function that lists further columns it reads, and ``optional_at``, by a dotted name,
-    one that names a further column which it reads when somebody upstream writes it; ``writes_if`` gives further columns
-    that it writes where an option, by its dotted name, is true. ``beside`` names an option that names a role that must
-    be on each of the node's workers, because it uses ``ctx.resources`` of that role. ``trial`` is called with the
-    node's options when it is planned, and raises if they cannot work: a loss should not fail after the rollout.
-
-    ``gives_parts``, of a function that makes new rows: another that makes the same table, as ``Parts`` (see context.py)
-    of at most ``most`` bytes, all workers of the role as many and alike. It is called ``(Context, pa.Table, most=most,
-    **options)`` in this one's place where the only node that reads the table, and that nothing comes after, declares
-    ``takes_parts``: what it does with ``(Context, Parts, **options)`` where a whole table would take too much memory.
-
-    ``gives_tensors`` and ``takes_tensors``, of functions that declare these: the same with ``Parts`` that hold tensors,
-    one a row, of which the columns ``dtype`` and ``shape`` tell, and that may go from device to device. The first is
-    called ``(Context, pa.Table, **options)``, and only the first worker's tensors are sent.
+    ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource of a function
+    that makes no new rows.
     """
-    if gives_parts is not None and not (new_rows or expand):
-        raise TypeError(
-            f"gives_parts={gives_parts.__name__}: only a function that makes new_rows can make them in parts"
-        )
-    if (gives_tensors and not gives_parts) or (takes_tensors and not takes_parts):
-        raise TypeError("gives_tensors and takes_tensors: expected gives_parts and takes_parts with them")
+    new_rows = new_rows or expand is not None
+    if isinstance(stream, WeightSource) and not new_rows:
+        raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give its table bit by bit")
     contract = Contract(
-        tuple(reads),
-        make_schema(writes or {}),
-        tuple(optional),
-        new_rows or expand is not None,
-        passes,
-        tuple(one_of),
-        draws,
-        expand,
+        reads=tuple(reads),
+        writes=make_schema(writes or {}),
+        optional=tuple(optional),
+        new_rows=new_rows,
+        passes=passes,
+        one_of=tuple(one_of),
+        expand=expand,
+        requires=tuple(requires),
+        stream=stream,
+        trial=trial,
+        depends_on_options=depends_on_options,
     )
 
     def attach(fn: _F) -> _F:
-        fn.__columns__ = contract  # type: ignore[attr-defined]
-        fn.__more_columns__ = more  # type: ignore[attr-defined]
-        fn.__optional_at__ = optional_at  # type: ignore[attr-defined]
-        fn.__writes_if__ = writes_if or {}  # type: ignore[attr-defined]
-        fn.__beside__ = beside  # type: ignore[attr-defined]
-        fn.__trial__ = trial  # type: ignore[attr-defined]
-        fn.__gives_parts__ = gives_parts  # type: ignore[attr-defined]
-        fn.__takes_parts__ = takes_parts  # type: ignore[attr-defined]
-        fn.__gives_tensors__ = gives_tensors  # type: ignore[attr-defined]
-        fn.__takes_tensors__ = takes_tensors  # type: ignore[attr-defined]
+        fn.__contract__ = contract  # type: ignore[attr-defined]
         return fn
 
     return attach
 
 
+def reads_option(name: str) -> Callable[..., Changes]:
+    """For ``depends_on_options``: the function also reads the columns that its option ``name`` lists."""
+
+    def changes(**options: Any) -> Changes:
+        return Changes(reads=tuple(options.get(name) or ()))
+
+    return changes
+
+
 def contract_of(fn: NodeFn) -> Contract:
-    """What the function declares, with the options that are bound to it."""
-    declared: Contract = getattr(bare(fn), "__columns__", Contract())
-    more = options_of(fn).get(getattr(bare(fn), "__more_columns__", None) or "", ())
-    conditional: Mapping[str, Mapping[str, Any]] = getattr(bare(fn), "__writes_if__", {})
-    writes = {column.name: column.type for column in declared.writes}
-    for path, further in conditional.items():
-        writes |= further if option_at(fn, path) else {}
-    at: str | None = getattr(bare(fn), "__optional_at__", None)
-    named = option_at(fn, at) if at else None
-    optional = dict.fromkeys((*declared.optional, *([named] if named else [])))
-    return replace(declared, reads=(*declared.reads, *more), writes=make_schema(writes), optional=tuple(optional))
+    """The contract that a function declares, with what its bound options add. An undeclared one reads nothing."""
+    declared: Contract = getattr(bare(fn), "__contract__", Contract())
+    if declared.depends_on_options is None:
+        return declared
+    changes = declared.depends_on_options(**all_options(fn))
+    writes = {column.name: column.type for column in declared.writes} | dict(changes.writes)
+    return replace(
+        declared,
+        reads=tuple(dict.fromkeys((*declared.reads, *changes.reads))),
+        optional=tuple(dict.fromkeys((*declared.optional, *changes.optional))),
+        writes=make_schema(writes),
+        neighbour=changes.neighbour,
+        draws=changes.draws,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCost:
+    """What a role takes of each of its workers and what it can do, as far as is known before it is built."""
+
+    memory: int | None = None
+    """Bytes; None where nobody can tell, such as for a model whose files are not on this machine."""
+    checkpoint_copy: int = 0
+    """Bytes of the copy that is there while a checkpoint is written."""
+    provides: frozenset[str] = frozenset()
+    """What nodes may ask for by ``@columns(requires=...)``, such as ``adapters``."""
+    notes: tuple[str, ...] = ()
+    """Sentences for readers of a plan."""
+
+
+Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]
+"""``(options, workers, config) -> RoleCost``: checks a role before anything starts.
+
+``options`` are those that are bound to the builder, ``workers`` the names of the role's workers in rank order,
+``config`` the run's Config. ConfigError or PlanError for what cannot work.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a role's builder declares by ``@builds``."""
+
+    preflight: Preflight
+    provides: frozenset[str]
+
+
+def builds(*, preflight: Preflight, provides: Iterable[str] = ()) -> Callable[[_F], _F]:
+    """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
+
+    ``provides``: what its roles always provide (see ``RoleCost.provides``); ``preflight`` may add to it.
+    """
+    declared = Declared(preflight, frozenset(provides))
+
+    def attach(fn: _F) -> _F:
+        fn.__builds__ = declared  # type: ignore[attr-defined]
+        return fn
+
+    return attach
+
+
+def preflight_of(build: Callable[..., Any]) -> Preflight | None:
+    """The check that a role's builder declares; None where it declares none."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    return None if declared is None else declared.preflight
+
+
+def provides_of(build: Callable[..., Any]) -> frozenset[str]:
+    """What roles of this builder always provide."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    return frozenset() if declared is None else declared.provides
 
 
 def bare(fn: Any) -> Any:
-    """Without its options."""
+    """The function without the options that are bound to it."""
     return fn.func if isinstance(fn, partial) else fn
 
 
 def options_of(fn: Any) -> Mapping[str, Any]:
+    """The options that are bound to a function."""
     return fn.keywords if isinstance(fn, partial) else {}
 
 
+def all_options(fn: Any) -> dict[str, Any]:
+    """Options by name with their defaults: of those that can only be given by name."""
+    parameters = inspect.signature(bare(fn)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    return {**defaults, **options_of(fn)}
+
+
+def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:
+    """PlanError for an option that the function does not have, with the nearest spelling, or that it needs and lacks.
+
+    What ``**extra`` takes is for whoever calls it: an option that the function does not name is a mistake.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    by_name = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    known = [p.name for p in (*by_name, *(p for p in parameters if p.kind is p.KEYWORD_ONLY))]
+    for name in options:
+        if name not in known:
+            raise PlanError(f"{label} has no option {name!r} (options: {known}){did_you_mean(str(name), known)}")
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options:
+            raise PlanError(f"{label} needs the option {p.name!r}: give it under 'with', or as an argument of Node")
+
+
 def option_at(fn: Any, path: str) -> Any:
-    """What is at a dotted path into a function's options, their dataclasses and mappings; None if there is nothing."""
+    """The value at a dotted path into a function's options, their dataclasses and mappings; None if there is none."""
     defaults = {p.name: p.default for p in inspect.signature(bare(fn)).parameters.values()}
-    found: Any = {**defaults, **options_of(fn)}
+    value: Any = {**defaults, **options_of(fn)}
     for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.canonical import canonical_text, function_name
-from siirl_dask.planner.contract import Contract, NodeFn, bare, contract_of, options_of
+from siirl_dask.planner.contract import (
+    Contract,
+    NodeFn,
+    WeightSink,
+    WeightSource,
+    bare,
+    check_options,
+    contract_of,
+    options_of,
+)
+from siirl_dask.planner.names import canonical_text, function_name
 from siirl_dask.schema import IDENTITY, Schema
 
 BuildFn = Callable[..., Any]
@@ -46,6 +55,8 @@ class Role:
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: role" if self.at else "role", self.name)
         function_name(bare(self.build))
+        label = f"{self.at}: role {self.name!r}" if self.at else f"role {self.name!r}"
+        check_options(bare(self.build), options_of(self.build), label)
 
     @property
     def key(self) -> str:
@@ -62,34 +73,44 @@ class Role:
 class Node:
     """One stage of the workflow: a function of a table, run on every worker of its role.
 
-    ``reads`` and ``writes`` come from the function's ``@columns`` unless they are given here. ``keep`` names the table
-    of the run in which every worker writes its part of the output.
+    PlanError for a name, a parent or an option that cannot be. ``reads`` and ``writes`` come from the function's
+    ``@columns`` unless they are given here.
     """
 
     name: str
     fn: NodeFn
+    """``(Context, pa.Table, **options) -> pa.Table``, at the top level of a module."""
+    _: KW_ONLY
     role: str
-    after: tuple[str, ...] = ()
+    after: Sequence[str] = ()
+    """Its parents: one name, or several. A tuple once the node is made."""
     rows: Rows = Rows.ANYWHERE
-    keep: str | None = None
+    save_as: str | None = None
+    """Table of the run in which every worker writes its part of the output."""
+    lag: int = 0
+    """Steps by which its input is older than the step, so that its workers need not wait for the step's own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the function, over those that a partial has bound; all of them, once the node is made."""
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
-    behind: int = 0
-    """It takes its rows from that many steps before, so that its workers need not wait for the step's own."""
     at: str = ""
-    """Where it is written; for errors."""
+    """The file and line that it is written at, for errors."""
 
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: node" if self.at else "node", self.name)
-        if isinstance(self.after, str):
-            raise PlanError(f"{self.label} has after={self.after!r}: expected a tuple, ({self.after!r},)")
+        object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
         function_name(bare(self.fn))
-        if self.keep is not None:
-            _check_name(f"keep of {self.label}:", self.keep)
+        options = {**options_of(self.fn), **self.options}
+        if options:
+            object.__setattr__(self, "fn", partial(bare(self.fn), **options))
+        object.__setattr__(self, "options", options)
+        check_options(bare(self.fn), options, self.label)
+        if self.save_as is not None:
+            _check_name(f"save_as of {self.label}:", self.save_as)
         if not self.after and self.rows is not Rows.ANYWHERE:
             raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
-        if not isinstance(self.behind, int) or self.behind < 0 or (self.behind and not self.after):
-            raise PlanError(f"{self.label} has behind={self.behind!r}: expected steps, and parents that are ahead")
+        if not isinstance(self.lag, int) or self.lag < 0 or (self.lag and not self.after):
+            raise PlanError(f"{self.label} has lag={self.lag!r}: expected a number of steps, and parents to lag behind")
         contract = self.contract
         # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
         if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
@@ -97,7 +118,7 @@ class Node:
 
     @property
     def label(self) -> str:
-        """For errors: where it is written, if that is known, and its name."""
+        """Its name, and where it is written if that is known, for errors."""
         return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
 
     @property
@@ -107,45 +128,24 @@ class Node:
         return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
 
     @property
-    def options(self) -> Mapping[str, Any]:
-        return options_of(self.fn)
+    def weight_source(self) -> WeightSource | None:
+        """How it gives a model's weights bit by bit, with its options bound; None for other nodes."""
+        stream = self.contract.stream
+        return WeightSource(*self._bound(stream)) if isinstance(stream, WeightSource) else None
 
     @property
-    def beside(self) -> str | None:
-        """A role that must be on each of its workers."""
-        option = getattr(bare(self.fn), "__beside__", None)
-        if option is None:
-            return None
-        default = signature(bare(self.fn)).parameters[option].default
-        return str(self.options.get(option, default))
+    def weight_sink(self) -> WeightSink | None:
+        """How it takes a model's weights bit by bit, with its options bound; None for other nodes."""
+        stream = self.contract.stream
+        return WeightSink(*self._bound(stream)) if isinstance(stream, WeightSink) else None
 
-    @property
-    def gives_parts(self) -> Callable[..., Any] | None:
-        """What makes its table in parts, with the node's options."""
-        return self._bound("__gives_parts__")
+    def _bound(self, stream: WeightSource | WeightSink) -> tuple[Any, Any]:
+        tensors = None if stream.tensors is None else partial(stream.tensors, **self.options)
+        return partial(stream.tables, **self.options), tensors
 
-    @property
-    def takes_parts(self) -> Callable[..., Any] | None:
-        """What takes its table in parts, with the node's options."""
-        return self._bound("__takes_parts__")
-
-    @property
-    def gives_tensors(self) -> Callable[..., Any] | None:
-        """What makes it in tensors, with the node's options."""
-        return self._bound("__gives_tensors__")
-
-    @property
-    def takes_tensors(self) -> Callable[..., Any] | None:
-        """What takes it in tensors, with the node's options."""
-        return self._bound("__takes_tensors__")
-
-    def _bound(self, attribute: str) -> Callable[..., Any] | None:
-        found = getattr(bare(self.fn), attribute, None)
-        return None if found is None else partial(found, **self.options)
-
-    def try_out(self) -> None:
+    def try_options(self) -> None:
         """PlanError when the node's options fail the trial that its function declares."""
-        trial = getattr(bare(self.fn), "__trial__", None)
+        trial = self.contract.trial
         if trial is not None:
             try:
                 trial(**self.options)
@@ -156,9 +156,10 @@ class Node:
 
     @property
     def key(self) -> str:
+        """Equal for nodes that do the same, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        parts = (self.name, self.fn, self.role, self.after, self.rows, self.keep, contract.reads, writes, self.behind)
+        parts = (self.name, self.fn, self.role, self.after, self.rows, self.save_as, contract.reads, writes, self.lag)
         return canonical_text(parts)
 
     def __eq__(self, other: object) -> bool:
@@ -170,7 +171,10 @@ class Node:
 
 @dataclass(frozen=True)
 class DAG:
-    """Roles and nodes. PlanError when a name is double or unknown, a role is unbound, or the nodes make a cycle."""
+    """Roles and nodes. PlanError when a name is double or unknown, a role is unbound, or the nodes make a cycle.
+
+    A DAG never changes: ``add``, ``replace`` and ``without`` give new ones, as changes of single nodes in YAML do.
+    """
 
     roles: tuple[Role, ...]
     nodes: tuple[Node, ...]
@@ -197,13 +201,54 @@ class DAG:
                         f"{node.label} comes after {parent!r}, which is no node "
                         f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
                     )
-            if late := [parent for parent in node.after if self.node(parent).behind]:
+            if late := [parent for parent in node.after if self.node(parent).lag]:
                 raise PlanError(f"{node.label} comes after {late[0]!r}, whose rows are of an earlier step")
             _unique(f"parent of {node.label}:", node.after)
         self.ordered()
 
     def node(self, name: str) -> Node:
-        return next(node for node in self.nodes if node.name == name)
+        """The node of that name. PlanError, with the nearest spelling, where there is none."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        names = [node.name for node in self.nodes]
+        raise PlanError(f"node {name!r} is none of the DAG's (nodes: {names}){did_you_mean(name, names)}")
+
+    def role(self, name: str) -> Role:
+        """The role of that name. PlanError, with the nearest spelling, where there is none."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        names = [role.name for role in self.roles]
+        raise PlanError(f"role {name!r} is none of the DAG's (roles: {names}){did_you_mean(name, names)}")
+
+    def add(self, *nodes: Node, roles: Sequence[Role] = ()) -> DAG:
+        """This DAG with more nodes. A role takes the place of the one of its name, or is added."""
+        named = {role.name: role for role in (*self.roles, *roles)}
+        return DAG(tuple(named.values()), (*self.nodes, *nodes))
+
+    def replace(self, name: str, **fields: Any) -> DAG:
+        """This DAG with other fields in the node ``name``: ``dag.replace("update", rows=Rows.BALANCED)``.
+
+        ``options`` are merged over the node's own, key by key; None takes an option away that was there. PlanError for
+        a node or a field that there is not.
+        """
+        old = self.node(name)
+        known = [f.name for f in dataclass_fields(Node) if f.name != "name"]
+        if unknown := [field for field in fields if field not in known]:
+            hint = did_you_mean(unknown[0], known)
+            raise PlanError(f"{old.label} has no field {unknown[0]!r} (fields: {known}){hint}")
+        fn = fields.pop("fn", old.fn)
+        changes = {**options_of(fn), **fields.pop("options", {})}
+        options = {**old.options, **changes}
+        options = {key: value for key, value in options.items() if value is not None or key not in old.options}
+        new = replace(old, fn=bare(fn), options=options, **fields)
+        return DAG(self.roles, tuple(new if node is old else node for node in self.nodes))
+
+    def without(self, name: str) -> DAG:
+        """This DAG without the node ``name``. PlanError where there is none, or where another comes after it."""
+        gone = self.node(name)
+        return DAG(self.roles, tuple(node for node in self.nodes if node is not gone))
 
     def ordered(self) -> tuple[Node, ...]:
         """The nodes, parents first, otherwise as written: the same order on every worker."""

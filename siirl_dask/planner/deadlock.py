@@ -5,7 +5,7 @@ Two kinds of links wait. A ``Run`` may call collectives, which wait for the same
 worker goes through its nodes in one order that all share, and a ``Send`` comes with its source's ``Run`` while a
 ``Recv`` comes just before its target's, then of all waiting workers those at the first node in that order wait for
 nobody: what they need has been run, or is being run by workers that are at the same node. What links that are behind
-wait for belongs to a turn that all workers take before.
+wait for belongs to an iteration that all workers take before.
 
 A ``Stream`` is two nodes at one place in that order. Its workers go through its parts in one order too: whoever gives
 makes part k when all who take have part k - 4, and whoever takes asks for part k when it has made its own. So of those
@@ -20,7 +20,7 @@ from itertools import pairwise
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Run, Send, Stream
 from siirl_dask.planner.dag import Node
-from siirl_dask.planner.streams import run_order
+from siirl_dask.planner.weight_streams import run_order
 
 
 def check_order(plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.planner.chain import Drop, Keep, Link, Load, Recv, Run, Send, Stream
+from siirl_dask.planner.chain import Drop, Link, Load, Recv, Run, Save, Send, Stream
 
 
 def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
@@ -31,6 +31,6 @@ def _uses(link: Link) -> tuple[str, ...]:
             return (edge.source,)
         case Recv(edge):
             return (edge.name,)
-        case Keep(node):
+        case Save(node):
             return (node,)
     return ()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,3 +80,54 @@ def _failed(name: str, error: Exception) -> PlanError:
     at = where or f"{frames[-1].filename}:{frames[-1].lineno}"
     what = error.msg if isinstance(error, SyntaxError) else str(error)
     return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {what}")
+
+
+def function_name(fn: object) -> str:
+    """``module:name`` of a module-level function or class, by the shortest package that publishes it.
+
+    A package publishes a name by importing it in its ``__init__.py``: so what a run wrote down still resolves when the
+    package's own modules are rearranged. PlanError for a lambda, a nested function or a method.
+    """
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not module or not name:
+        raise PlanError(f"{fn!r} is not a module-level function: define it with def at the top of a module")
+    if "<" in name or "." in name:
+        kind = "a lambda or a nested function" if "<" in name else "a method or a nested class"
+        raise PlanError(f"{module}:{name} is {kind}: define it with def at the top of a module")
+    return f"{_publisher(fn, module, name)}:{name}"
+
+
+def _publisher(fn: object, module: str, name: str) -> str:
+    """The outermost package of ``module`` whose ``name`` is ``fn``; ``module`` itself where no package has it."""
+    parts = module.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((path for path in packages if vars(sys.modules.get(path, object)).get(name) is fn), module)
+
+
+def canonical(value: Any) -> Any:
+    """``value`` as plain JSON data. PlanError names a value that no YAML could spell."""
+    match value:
+        case None | bool() | int() | float() | str() if not isinstance(value, Enum):
+            return value
+        case Enum():
+            return value.value
+        case partial():
+            if value.args:
+                raise PlanError(f"partial({function_name(value.func)}, ...) has positional arguments: name them")
+            return {"run": function_name(value.func), "with": canonical(value.keywords)}
+        case Mapping():
+            return {str(key): canonical(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
+        case list() | tuple():
+            return [canonical(item) for item in value]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return {f.name: canonical(getattr(value, f.name)) for f in fields(value)}
+        case _ if callable(value):
+            return {"run": function_name(value), "with": {}}
+    raise PlanError(
+        f"a value of type {type(value).__name__} cannot be part of a DAG: "
+        "give numbers, strings, lists, dicts, dataclasses or module-level functions"
+    )
+
+
+def canonical_text(value: Any) -> str:
+    return json.dumps(canonical(value), sort_keys=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.dag import DAG, Node, Rows
-from siirl_dask.planner.flow import Stage
-from siirl_dask.planner.text import short_name, steps_behind
+from siirl_dask.planner.explain.tables import short_name, steps_behind
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 
 
@@ -28,21 +28,22 @@ def why_no_broadcast(
     """Why no broadcast can bring the tensors of ``source`` to ``target``, in words; None where one can."""
     giver, taker = source.node, target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
-    if taker.behind:
-        return f"node {taker.name!r} is {steps_behind(taker.behind)} (rollout.max_staleness)"
-    if giver.gives_tensors is None or taker.takes_tensors is None:
+    if taker.lag:
+        return f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness)"
+    gives, takes = giver.weight_source, taker.weight_sink
+    if gives is None or gives.tensors is None or takes is None or takes.tensors is None:
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
-        return f"{functions} do not both know tensors (@columns: gives_tensors, takes_tensors)"
+        return f"{functions} do not both handle tensors (@columns(stream=...))"
     if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.kept):
-        return f"the table of node {giver.name!r} is kept, has other readers, or does not go whole to each worker"
+        return f"the table of node {giver.name!r} is saved, has other readers, or does not go whole to each worker"
     if both:
         return f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} (cluster.placement)"
     return None
 
 
 def _fit(source: Node, target: Node) -> bool:
-    declared = source.gives_parts is not None and source.contract.new_rows and target.takes_parts is not None
-    whole = source.keep or target.keep or target.behind
+    declared = source.weight_source is not None and target.weight_sink is not None
+    whole = source.save_as or target.save_as or target.lag
     return declared and not whole and target.after == (source.name,) and target.rows is Rows.REPLICATED
 
 

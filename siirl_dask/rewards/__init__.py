@@ -3,14 +3,10 @@
 ``build_scorer`` is a role's ``build``: it calls the function for each row.
 """
 
-from siirl_dask.rewards.arithmetic import gsm8k
-from siirl_dask.rewards.choice import multiple_choice
-from siirl_dask.rewards.competition import dapo_math
-from siirl_dask.rewards.exact import exact_match
-from siirl_dask.rewards.programs import code_execution
+from siirl_dask.rewards.code_execution.cases import code_execution
+from siirl_dask.rewards.math_answers import dapo_math, gsm8k, math_answer
 from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, build_scorer
-from siirl_dask.rewards.shaping import brevity, matches_format, weighted_sum
-from siirl_dask.rewards.symbolic import math_answer
+from siirl_dask.rewards.text_answers import brevity, exact_match, matches_format, multiple_choice, weighted_sum
 
 __all__ = [
     "RewardFn",

@@ -6,7 +6,9 @@ standard pool cannot be stopped alone. What a child says is read as JSON: it wor
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import inspect
 import json
 import os
 import pickle
@@ -24,7 +26,6 @@ from typing import Any
 import cloudpickle
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.rewards.outcome import Outcome, call
 
 _START_TIMEOUT = 120.0  # seconds to import what the function needs
 _LONGEST = 2**20  # bytes of an answer: a few numbers by name
@@ -77,7 +78,7 @@ class _Child:
     def __init__(self, payload: bytes) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = f"from siirl_dask.rewards.pool import serve; serve({theirs.fileno()})"
+            command = f"from siirl_dask.rewards.process_pool import serve; serve({theirs.fileno()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command],
                 pass_fds=[theirs.fileno()],
@@ -146,3 +147,20 @@ def _die_with_parent() -> None:
     """Also where the function never comes back to Python: on Linux the kernel sees to it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+Outcome = tuple[Any, str | None]
+"""What a function returned, or what went wrong."""
+
+
+def call(function: Callable[..., Any], row: Mapping[str, Any]) -> Outcome:
+    """Call it with the row's columns by name; to its end, if it is async."""
+    try:
+        given = function(**row)
+        return (asyncio.run(given) if inspect.iscoroutine(given) else given), None
+    except Exception as error:  # whatever a user's function raises is told with its row
+        return None, raised(error)
+
+
+def raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {error}"

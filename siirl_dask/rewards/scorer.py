@@ -13,8 +13,8 @@ from typing import Any
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.rewards.outcome import Outcome, call, raised
-from siirl_dask.rewards.pool import Pool
+from siirl_dask.planner import RoleCost, builds
+from siirl_dask.rewards.process_pool import Outcome, Pool, call, raised
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra``: columns the node adds.
@@ -107,6 +107,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and abs(value) <= _LARGEST  # type: ignore[operator]
 
 
+def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
+    """The preflight of ``build_scorer``: reward functions take no memory that is known."""
+    return RoleCost(memory=0)
+
+
+@builds(preflight=check_scorer, provides=["scorer"])
 def build_scorer(device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]) -> Scorer:
     """The scorer of a role. ConfigError when ``rewards`` asks for what the function cannot do."""
     return Scorer(reward, rewards)

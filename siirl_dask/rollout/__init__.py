@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from importlib.util import find_spec
-
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.parameters import read_widths
+from siirl_dask.models.broken_imports import hide
+from siirl_dask.models.shapes import read_widths
+from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
     AnnouncedWeights,
     FinishReason,
@@ -20,6 +19,7 @@ from siirl_dask.rollout.engine import (
     Tokenizer,
     Work,
 )
+from siirl_dask.rollout.preflight import check_engine, choose_engine
 
 __all__ = [
     "AnnouncedWeights",
@@ -32,20 +32,21 @@ __all__ = [
     "Tokenizer",
     "Work",
     "build_engine",
+    "check_engine",
     "choose_engine",
 ]
 
-logger = logging.getLogger("siirl_dask.rollout")
 
-
+@builds(preflight=check_engine)
 def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
     """The engine the config names, or this rank of it, on this device. ConfigError when ``model.path`` is missing or
     cannot be loaded.
     """
-    _refuse_unknown_tokens(model, rollout)
+    hide()
+    _check_stop_tokens(model, rollout)
     if choose_engine(rollout.engine) is Engine.vllm:
         try:
-            from siirl_dask.rollout.vllm_engine import VllmEngine  # imports torch, transformers and vLLM
+            from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
         except (ImportError, OSError) as error:
             raise ConfigError(
                 f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
@@ -62,7 +63,7 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
     return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)
 
 
-def _refuse_unknown_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
+def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
     """ConfigError for a ``stop_token_ids`` that the model can never sample."""
     if not rollout.stop_token_ids:
         return
@@ -74,18 +75,3 @@ def _refuse_unknown_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
             f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has {vocabulary} tokens and "
             f"no {unknown[0]}"
         )
-
-
-def choose_engine(engine: Engine) -> Engine:
-    """``auto`` as one that is here, and says so. ConfigError when vLLM is asked for and not installed."""
-    installed = find_spec("vllm") is not None
-    if engine is Engine.vllm and not installed:
-        raise ConfigError(
-            "rollout.engine=vllm: vLLM is not installed; install the extra cpu, gpu or npu, as in "
-            "pip install 'siirl_dask[cpu]', or take rollout.engine=transformers"
-        )
-    if engine is not Engine.auto:
-        return engine
-    chosen = Engine.vllm if installed else Engine.transformers
-    logger.info("rollout.engine=auto takes %s: vLLM is %sinstalled", chosen, "" if installed else "not ")
-    return chosen

@@ -1,76 +1,115 @@
-"""Which workers are one engine (``rollout.tensor_parallel_size``), and errors for what cannot be one, before anything
-starts.
-"""
+"""Checks a rollout role before anything starts: which engine it gets, whether its workers can share one, its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Any
 
-from siirl_dask.config import Config, Engine, RolloutConfig
+from siirl_dask.config import Config, Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig, parse_bytes
 from siirl_dask.errors import ConfigError, PlanError
-from siirl_dask.parameters import read_widths
-from siirl_dask.planner import Plan, Role
-from siirl_dask.planner.text import who
-from siirl_dask.roles import model_of, rollout_of
-from siirl_dask.rollout import choose_engine
+from siirl_dask.models.shapes import count_parameters, read_widths
+from siirl_dask.planner import RoleCost
+from siirl_dask.rollout.engine import CPU_CACHE
 
-_PADDED_TO = 64  # what vLLM fills a vocabulary up to
+logger = logging.getLogger("siirl_dask.rollout")
+_VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
+_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+_LISTED_ENGINES = 4  # the rest is only counted
 
 
-def refuse_wrong_engines(config: Config, plan: Plan) -> None:
-    """PlanError for a role whose workers ``tensor_parallel_size`` does not divide, ConfigError for a model that it does
-    not, as far as the model is there, and where ``rollout.engine=auto`` takes an engine that runs on one device.
+def choose_engine(engine: Engine) -> Engine:
+    """``auto`` as an engine that is installed here. ConfigError when vLLM is asked for and not installed."""
+    installed = find_spec("vllm") is not None
+    if engine is Engine.vllm and not installed:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed; install the extra cpu, gpu or npu, as in "
+            "pip install 'siirl_dask[cpu]', or take rollout.engine=transformers"
+        )
+    if engine is not Engine.auto:
+        return engine
+    chosen = Engine.vllm if installed else Engine.transformers
+    logger.info("rollout.engine=auto takes %s: vLLM is %sinstalled", chosen, "" if installed else "not ")
+    return chosen
+
+
+def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """The preflight of ``build_engine``.
+
+    PlanError for a role whose workers ``tensor_parallel_size`` does not divide; ConfigError for a model that it does
+    not divide, as far as the model is on this machine, and for options of vLLM where ``auto`` takes transformers.
     """
-    for role, rollout in _shared(config, plan):
-        size, workers = rollout.tensor_parallel_size, plan.placement[role.name]
-        if rollout.engine is Engine.auto and choose_engine(Engine.auto) is Engine.transformers:
-            raise ConfigError(
-                f"rollout.tensor_parallel_size={size} needs vLLM, and rollout.engine=auto takes transformers: vLLM is "
-                "not installed here; take rollout.engine=vllm if the workers have it, or leave the size at 1"
-            )
-        if len(workers) % size:
-            raise PlanError(
-                f"rollout.tensor_parallel_size={size} and role {role.name!r} has {len(workers)} workers "
-                f"({who(workers, tuple(plan.chains))}): expected a multiple of {size}; change cluster.workers or "
-                f"cluster.placement.{role.name}, or take another size"
-            )
-        _refuse_model(model_of(role, config).path, size)
+    model: ModelConfig = options.get("model", config.model)
+    rollout: RolloutConfig = options.get("rollout", config.rollout)
+    uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
+    if not uses_vllm:
+        _check_no_vllm_options(rollout)
+    if rollout.tensor_parallel_size > 1:
+        _check_workers(rollout.tensor_parallel_size, workers)
+        _check_model(rollout.tensor_parallel_size, model.path)
+    parameters = count_parameters(model.path)
+    memory = None
+    if parameters is not None:
+        weights = -(-_BYTES[model.dtype] * parameters.total // rollout.tensor_parallel_size)
+        memory = weights + _cache(rollout, uses_vllm)
+    return RoleCost(memory=memory, notes=_notes(rollout.tensor_parallel_size, workers))
 
 
-def engine_notes(config: Config, plan: Plan) -> list[str]:
-    """Of each role whose workers share engines, which of them do."""
-    notes = []
-    for role, rollout in _shared(config, plan):
-        size, workers = rollout.tensor_parallel_size, plan.placement[role.name]
-        shown = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]
-        more = "; .." if len(shown) > 4 else ""
-        notes.append(f"{len(shown)} engines of role {role.name}, {size} workers each: {'; '.join(shown[:4])}{more}")
-    return notes
+def _check_no_vllm_options(rollout: RolloutConfig) -> None:
+    """ConfigError for an option that only vLLM reads, where ``auto`` falls back to transformers."""
+    default = VllmConfig()
+    given = {f"vllm.{f.name}": getattr(rollout.vllm, f.name) for f in fields(VllmConfig)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name.removeprefix("vllm."))}
+    if rollout.tensor_parallel_size > 1:
+        given["tensor_parallel_size"] = rollout.tensor_parallel_size
+    if rollout.engine is Engine.auto and given:
+        shown = ", ".join(f"rollout.{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not installed here; "
+            "take rollout.engine=vllm if the workers have it, or leave this out"
+        )
 
 
-def _shared(config: Config, plan: Plan) -> Iterator[tuple[Role, RolloutConfig]]:
-    for role in plan.dag.roles:
-        rollout = rollout_of(role, config)
-        if rollout is not None and rollout.tensor_parallel_size > 1:
-            yield role, rollout
+def _check_workers(size: int, workers: Sequence[str]) -> None:
+    if len(workers) % size:
+        raise PlanError(
+            f"rollout.tensor_parallel_size={size}, and the role has {len(workers)} workers: expected a multiple of "
+            f"{size}; change cluster.workers or cluster.placement, or take another size"
+        )
 
 
-def _refuse_model(path: str, size: int) -> None:
+def _check_model(size: int, path: str) -> None:
     if (widths := read_widths(path)) is None:
         return
     heads, intermediate, vocabulary = widths.heads, widths.intermediate, widths.vocabulary
     kv_heads = widths.kv_heads or heads
-    wrong = {
+    padded = None if vocabulary is None else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    indivisible = {
         "attention heads": heads if heads and heads % size else None,
         # each rank has some of them, or some ranks have the same one
         "key and value heads": kv_heads if kv_heads and max(kv_heads, size) % min(kv_heads, size) else None,
         "numbers between the layers of its MLPs": intermediate if intermediate and intermediate % size else None,
-        "tokens of its vocabulary": vocabulary
-        if vocabulary and -(-vocabulary // _PADDED_TO) * _PADDED_TO % size
-        else None,
+        "tokens of its vocabulary": vocabulary if padded and padded % size else None,
     }
-    if told := [f"{number} {what}" for what, number in wrong.items() if number is not None]:
+    if parts := [f"{number} {part}" for part, number in indivisible.items() if number is not None]:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={size}: the model in model.path={path!r} has {', '.join(told)}, which "
+            f"rollout.tensor_parallel_size={size}: the model in model.path={path!r} has {', '.join(parts)}, which "
             f"{size} workers cannot share evenly; take a divisor of its {heads} attention heads"
         )
+
+
+def _cache(rollout: RolloutConfig, uses_vllm: bool) -> int:
+    """Bytes of an engine's keys and values. On an accelerator vLLM takes what is left of its memory."""
+    size = rollout.vllm.kv_cache_memory or (CPU_CACHE if uses_vllm else None)
+    return parse_bytes("rollout.vllm.kv_cache_memory", size) if size else 0
+
+
+def _notes(size: int, workers: Sequence[str]) -> tuple[str, ...]:
+    """Which workers are one engine, where several are."""
+    if size == 1:
+        return ()
+    engines = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]
+    more = "; .." if len(engines) > _LISTED_ENGINES else ""
+    return (f"{len(engines)} engines, {size} workers each: {'; '.join(engines[:_LISTED_ENGINES])}{more}",)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.errors import RunError
-from siirl_dask.pretrained import load_pretrained, refused_by_name
+from siirl_dask.models.loading import load_pretrained, refused_by_name
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -22,9 +30,9 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
-from siirl_dask.rollout.sampler import Sampler
+from siirl_dask.rollout.token_sampling import Draw, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
-from siirl_dask.rollout.weights import Parameters
+from siirl_dask.rollout.weight_loading import Parameters
 
 
 class TransformersEngine:
@@ -125,3 +133,27 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     return network, HuggingFaceTokenizer(tokenizer, model.path)
+
+
+class Sampler(LogitsProcessor):
+    """Chooses each row's next token inside ``generate`` and keeps it with its log-probability. ``begun``: tokens of its
+    response that each row has already; none, 0.
+    """
+
+    def __init__(self, seeds: Sequence[int], sampling: Sampling, begun: Sequence[int] | None = None) -> None:
+        self._seeds = np.array([as_seed(seed) for seed in seeds], dtype=np.uint64)
+        self._begun = np.array(begun or [0] * len(seeds), dtype=np.uint64)
+        self._draw = Draw(sampling)
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record a token for each row and leave only it possible. [B, T], [B, V] -> [B, V]."""
+        tokens, logprobs = self._draw(scores, self._seeds, self._begun + np.uint64(len(self._tokens)))
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probabilities, [B, steps] each; rows that ended early go on with meaningless ones."""
+        return torch.stack(self._tokens, dim=1).cpu(), torch.stack(self._logprobs, dim=1).float().cpu()

@@ -1,6 +1,6 @@
 """A run's checkpoints: where they lie, which of them are whole, which are kept.
 
-    <run.url>/checkpoints/step=000010/policy/       what the role holds: see training/checkpoint.py
+    <run.url>/checkpoints/step=000010/policy/       what the role holds: see training/files/checkpoint.py
                                       CLAIMED       created first, and by one attempt only
                                       state.json    what is no tensor: see State
                                       COMMITTED     created last: without it, nothing here is ever read

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import Conflict, StorageError, join, open_fs, write_atomic, write_exclusive
 
-from siirl_dask import checkpoints
 from siirl_dask.config import Config
-from siirl_dask.configfile import dump, load
+from siirl_dask.config.file import dump, load_text
+from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
-from siirl_dask.planner.canonical import canonical
+from siirl_dask.planner.names import canonical
+from siirl_dask.runs import checkpoints
 
-CONFIG_FILE, _DAG_FILE = "config.yaml", "dag.json"
+CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
-_FILES = (_DAG_FILE, _SUMMARY, "metrics.jsonl", "plot.png")
+_FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "plot.png")
 _TEST = "test"  # the table of the test phase
 _STEP, _TABLE = re.compile(r"step=(\d{6,})", re.ASCII), re.compile(r"\w[\w-]*")
 _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
@@ -34,33 +37,33 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
     "data.transport",
     "data.memory_limit",
     "data.spill_directory",
-    "rollout.weights_bucket",
-    "rollout.weights_by",
+    "rollout.weight_bucket",
+    "rollout.weight_sync",
     "rollout.tensor_parallel_size",
-    "trainer.tensor_parallel",
-    "trainer.gather_size",
+    "trainer.fsdp.tensor_parallel",
+    "trainer.fsdp.gather_size",
 }
 """Groups and keys that extend or observe a run: what is learned does not depend on them."""
 _Spec = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What decides a run's results: its configuration and its training DAG, as plain data."""
+class RunIdentity:
+    """The part of a run that decides its results: configuration and training DAG, as plain data."""
 
     values: Mapping[str, Any]
     """By ``group.key``, without those that may change."""
     dag: _Spec
 
     @staticmethod
-    def of(config: Config, dag: DAG) -> Description:
-        return Description(_deciding(config), dag_to_spec(dag))
+    def of(config: Config, dag: DAG) -> RunIdentity:
+        return RunIdentity(_deciding(config), dag_to_spec(dag))
 
     def digest(self) -> str:
         text = json.dumps([dict(self.values), self.dag], sort_keys=True)
         return sha256(text.encode()).hexdigest()[:16]
 
-    def differences(self, other: Description) -> list[str]:
+    def differences(self, other: RunIdentity) -> list[str]:
         """Each as ``trainer.lr: 1e-06 -> 2e-06``, from this one to the other. A DAG that was not written yet is any."""
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
@@ -70,8 +73,8 @@ class Description:
         return [f"{name}: {_shown(mine.get(name))} -> {_shown(others.get(name))}" for name in names]
 
 
-def described(url: str) -> Description | None:
-    """Of the run that is at ``url``; None if there is none. ConfigError if it cannot be read."""
+def read_identity(url: str) -> RunIdentity | None:
+    """The identity of the run at ``url``; None if there is none. ConfigError if it cannot be read."""
     try:
         fs, path = open_fs(url)
         if not fs.exists(f"{path}/{CONFIG_FILE}"):
@@ -79,30 +82,51 @@ def described(url: str) -> Description | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    with TemporaryDirectory() as folder:
-        copy = Path(folder, CONFIG_FILE)
-        copy.write_bytes(text)
-        try:
-            config = load(copy).config
-        except ConfigError as error:  # it was changed by hand, or written by another version
-            raise ConfigError(str(error).replace(str(copy), join(url, CONFIG_FILE))) from error
-    return Description(_deciding(config), dag)
+    config = load_text(text, join(url, CONFIG_FILE))
+    return RunIdentity(_deciding(config), dag)
 
 
-def describe(config: Config, dag: DAG, *, again: bool) -> None:
-    """Write ``config.yaml`` and ``dag.json``; ``again``: in place of those that are there."""
+def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
+    """Write ``config.yaml`` and ``dag.json``; ``replace``: over those that are there.
+
+    ConfigError when another run has taken the folder meanwhile.
+    """
     fs, path = open_fs(config.run.url)
     text = dump(config).encode()
     try:
-        (write_atomic if again else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
+        (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:
         raise ConfigError(f"run.url={config.run.url!r} was taken by another run in the meantime") from error
-    write_atomic(fs, f"{path}/{_DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
+    write_atomic(fs, f"{path}/{DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
+
+
+def check_writable(url: str, *, write: bool = True) -> None:
+    """ConfigError unless a run can write below ``url``. Without ``write`` only a local folder can be judged."""
+    fs, path = open_fs(url)
+    if isinstance(fs, LocalFileSystem):
+        folder = Path(path)
+        parent = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.url={url!r}: {str(parent)!r} is no folder that this user can write to")
+    if write:
+        _probe(fs, path, url)
+
+
+def _probe(fs: AbstractFileSystem, path: str, url: str) -> None:
+    """Write a file and remove it again, and the folder with it where there was none."""
+    existed, file = fs.exists(path), f"{path}/.writable-{uuid4().hex}"
+    try:
+        write_atomic(fs, file, b"")
+        fs.rm_file(file)
+        if not existed and fs.exists(path):  # object stores have no folders
+            fs.rmdir(path)
+    except Exception as error:  # each store has errors of its own: no bucket, no credentials, no connection
+        raise ConfigError(f"run.url={url!r} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
     """Tables that a run keeps: those of its nodes, and that of the test phase."""
-    return {_TEST} | {node.keep for dag in dags if dag for node in dag.nodes if node.keep}
+    return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
@@ -140,7 +164,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
 
 def _kept_before(fs: AbstractFileSystem, path: str) -> set[str]:
     try:
-        names = {node.get("keep") for node in _read_dag(fs, path).get("nodes", ())}
+        names = {node.get("save_as") for node in _read_dag(fs, path).get("nodes", ())}
     except ConfigError:
         return set()  # a damaged file is removed like a whole one, and tells of no tables
     return {name for name in names if isinstance(name, str) and _TABLE.fullmatch(name)}
@@ -148,13 +172,13 @@ def _kept_before(fs: AbstractFileSystem, path: str) -> set[str]:
 
 def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
     """Empty where a start was killed before it wrote it. Options that it does not have yet are given their defaults."""
-    if not fs.exists(f"{path}/{_DAG_FILE}"):
+    if not fs.exists(f"{path}/{DAG_FILE}"):
         return {}
     try:
-        spec: _Spec = json.loads(fs.cat_file(f"{path}/{_DAG_FILE}"))
+        spec: _Spec = json.loads(fs.cat_file(f"{path}/{DAG_FILE}"))
         roles, nodes = dict(spec["roles"]), [dict(node) for node in spec["nodes"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}/{_DAG_FILE} is not a run's DAG: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}/{DAG_FILE} is not a run's DAG: {type(error).__name__}: {error}") from error
     try:
         return dag_to_spec(dag_from_spec(roles, nodes))
     except PlanError:
@@ -162,13 +186,15 @@ def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    groups: Mapping[str, Mapping[str, Any]] = canonical(config)
-    return {
-        f"{group}.{key}": value
-        for group, values in groups.items()
-        for key, value in values.items()
-        if group not in _MAY_CHANGE and f"{group}.{key}" not in _MAY_CHANGE
-    }
+    """The configuration's values by key, without those that may change."""
+    values = {}
+    for key in config_keys():
+        if key not in _MAY_CHANGE and key.split(".")[0] not in _MAY_CHANGE:
+            value: Any = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            values[key] = canonical(value)
+    return values
 
 
 def _by_name(dag: _Spec) -> dict[str, Any]:

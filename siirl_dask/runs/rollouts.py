@@ -1,11 +1,18 @@
-"""Every sample a run has generated, as one table for SQL. DuckDB reads the Parquet parts where they lie."""
+"""Every sample a run has generated, as one table for SQL: DuckDB reads the Parquet parts where they lie."""
 
 from __future__ import annotations
 
-import duckdb
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 from siirl_storage import join, open_fs
 
 from siirl_dask.errors import DataError
+
+if TYPE_CHECKING:
+    import duckdb
 
 _OVERVIEW = (
     "SELECT step, count(*) AS samples, round(avg(reward), 4) AS reward, "
@@ -13,10 +20,25 @@ _OVERVIEW = (
 )
 
 
-def query(url: str, sql: str | None = None) -> str:
-    """The answer to ``sql`` over the table ``rollouts`` (one row a sample, with ``step``), as text. DataError if
-    there is no such table or the SQL is wrong.
+def query(url: str, sql: str) -> pa.Table:
+    """The answer to ``sql`` over the table ``rollouts`` of the run at ``url``: one row a sample, with its ``step``.
+
+    DataError if there is no such table or the SQL is wrong.
     """
+    with _answer(url, sql) as relation:
+        return relation.to_arrow_table()
+
+
+def render(url: str, sql: str | None = None) -> str:
+    """As ``query``, drawn as text; without SQL the number of samples and the mean reward of each step."""
+    with _answer(url, sql or _OVERVIEW) as relation:
+        return str(relation)
+
+
+@contextmanager
+def _answer(url: str, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
+    import duckdb  # for those who query: whoever reads a config need not load it
+
     fs, path = open_fs(join(url, "rollouts"))
     if not fs.glob(f"{path}/step=*/*.parquet"):
         raise DataError(f"{url!r} holds no rollouts: expected the folder of a run that has finished a step")
@@ -31,6 +53,9 @@ def query(url: str, sql: str | None = None) -> str:
             f"FROM read_parquet('{quoted}', hive_partitioning=true, hive_types={{'step': BIGINT}})"
         )
         try:
-            return str(connection.sql(sql or _OVERVIEW))
+            relation = connection.sql(sql)
+            if relation is None:
+                raise DataError(f"the query gives no table: expected a SELECT, not {sql!r:.100}")
+            yield relation
         except duckdb.Error as error:
             raise DataError(f"the query failed: {error}") from error

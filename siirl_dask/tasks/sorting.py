@@ -72,8 +72,8 @@ def write_sorting_task(
 
     At least 3 ``digits``, or there are too few prompts. The training data is written last: where it is, all is there.
     """
-    from siirl_dask.testing.tiny import tiny_model
-    from siirl_dask.testing.warm_start import warm_start
+    from siirl_dask.tasks.tiny_model import tiny_model
+    from siirl_dask.tasks.warm_start import warm_start
 
     order = random.Random(seed)
     numbers = list(range(10**digits))
@@ -96,7 +96,7 @@ def write_sorting_task(
 
 def write_digits_task(folder: str | Path, *, seed: int = 0) -> Task:
     """Write a random model of 91k parameters and prompts that all ask for digits."""
-    from siirl_dask.testing.tiny import tiny_model
+    from siirl_dask.tasks.tiny_model import tiny_model
 
     task = task_in(folder)
     tiny_model(task.model, seed=seed)

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from siirl_dask.pretrained import no_progress_bars
+from siirl_dask.models.loading import no_progress_bars
 
 PAD, END = "<|pad|>", "<|end|>"
 VOCABULARY = 264

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from siirl_dask.errors import RunError
-from siirl_dask.pretrained import no_progress_bars
+from siirl_dask.models.loading import no_progress_bars
 
 _BATCH = 64
 _MAX_STEPS = 400

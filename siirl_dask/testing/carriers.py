@@ -18,9 +18,9 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from siirl_dask.coordinator.carrier import Carrier
-from siirl_dask.coordinator.frames import Frame
-from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.peers import Carrier
 from siirl_dask.errors import Aborted, PeerError
 
 RUN = "conformance"
@@ -50,10 +50,10 @@ class CarrierTests:
         async def work() -> Reply:
             async with self.joined(handler) as (carrier, _):
                 assert await carrier.reaches("b")
-                return await carrier.ask("b", Request(Op.FILL, KEY, body))
+                return await carrier.ask("b", Request(Op.FETCH, KEY, body))
 
         reply = asyncio.run(work())
-        assert got[0].op == Op.FILL
+        assert got[0].op == Op.FETCH
         assert got[0].key == KEY
         assert got[0].body["rows"] == body["rows"]
         assert list(got[0].body["columns"]) == body["columns"]
@@ -71,9 +71,9 @@ class CarrierTests:
                 return Reply({"n": request.body["n"]})
 
             async with self.joined(handler) as (carrier, _):
-                slow = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 0})))
+                slow = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 0})))
                 await asyncio.sleep(0)
-                asks = (carrier.ask("b", Request(Op.UP, KEY, {"n": n})) for n in range(1, 20))
+                asks = (carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n})) for n in range(1, 20))
                 rest = [reply.header["n"] for reply in await asyncio.gather(*asks)]
                 assert not slow.done()
                 first.set()
@@ -89,7 +89,7 @@ class CarrierTests:
             async with self.joined(handler) as (carrier, _):
                 for _ in range(2):
                     with pytest.raises(PeerError, match="it was another edge"):
-                        await carrier.ask("b", Request(Op.UP, KEY))
+                        await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY))
 
         asyncio.run(work())
 
@@ -105,15 +105,15 @@ class CarrierTests:
                 return Reply()
 
             async with self.joined(handler) as (carrier, die):
-                await carrier.ask("b", Request(Op.UP, KEY))
+                await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY))
                 if waiting:
                     asked.clear()
-                    asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 1})))
+                    asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1})))
                     await asked.wait()
                     await die()
                 else:
                     await die()
-                    asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": 1})))
+                    asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1})))
                 with pytest.raises(OSError):  # noqa: PT011  # any: refused, reset, closed
                     await asyncio.wait_for(asking, 20)
 
@@ -126,7 +126,7 @@ class CarrierTests:
         async def work() -> None:
             async with self.joined(handler) as (carrier, _):
                 with pytest.raises(OSError):  # noqa: PT011
-                    await asyncio.wait_for(carrier.ask("b", Request(Op.UP, KEY)), 20)
+                    await asyncio.wait_for(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY)), 20)
 
         asyncio.run(work())
 
@@ -140,11 +140,14 @@ class CarrierTests:
                 return Reply({"n": request.body["n"]})
 
             async with self.joined(handler) as (carrier, _):
-                asking = asyncio.create_task(carrier.ask("b", Request(Op.UP, KEY, {"n": -1})))
+                asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": -1})))
                 await asyncio.sleep(0.05)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
                 held.set()
-                return [(await carrier.ask("b", Request(Op.UP, KEY, {"n": n}))).header["n"] for n in range(5)]
+                return [
+                    (await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n}))).header["n"]
+                    for n in range(5)
+                ]
 
         assert asyncio.run(work()) == list(range(5))

@@ -22,11 +22,19 @@ from siirl_dask.algorithms import TokenLoss, ValueInputs, value_clip
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.testing.checkpoints import copied_weights, load_state, save_state
-from siirl_dask.testing.forward import load_model
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, response_tokens, signs
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.testing.reference_model import load_model
+from siirl_dask.testing.rows import (
+    LENGTHS,
+    assert_same_tensors,
+    copied_weights,
+    load_state,
+    random_rows,
+    response_tokens,
+    save_state,
+    signs,
+)
 from siirl_dask.training import Critic, PackedRows, ValueBatch
 
 _LOSS = partial(value_clip, clip=1e6)

@@ -22,9 +22,9 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
-from siirl_dask.testing.announced import AnnouncedWeightsTests
-from siirl_dask.testing.forward import load_model, response_logprobs, response_scores
-from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
+from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
+from siirl_dask.testing.announced_weights import AnnouncedWeightsTests
+from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
 
 # A random model's next token is nearly uniform; at this temperature the likeliest of 264 tokens has about 0.1.
 _SHARP = 0.06

@@ -20,19 +20,24 @@ from math import fsum
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from siirl_dask.collectives import LOOPBACK, gloo_options
 from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
-from siirl_dask.coordinator.databuffer import Databuffer
+from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.dataloader import Dataloader, Source
-from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, Turn
-from siirl_dask.coordinator.stealing import Stealing
+from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.observe.metrics import merge
-from siirl_dask.planner import Plan
-from siirl_dask.testing.broadcasts import broadcasts
-from siirl_dask.worker.executor import Bench, Execution
-from siirl_dask.worker.history import History
-from siirl_dask.worker.sharing import Sharing
+from siirl_dask.planner import Iteration, Phase, Plan, Stream
+from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.weight_broadcast import Broadcast
+from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 RUN = "pool"
 
@@ -58,8 +63,8 @@ class LocalPool:
     source: Source
     url: str
     seed: int = 0
-    part: int = parse_bytes("rollout.weights_bucket", RolloutConfig().weights_bucket)
-    """Bytes at most of what moves at once of a table that moves in parts."""
+    stream_bytes: int = parse_bytes("rollout.weight_bucket", RolloutConfig().weight_bucket)
+    """Largest table of a weight stream, unless one parameter is larger."""
     broadcast: bool = False
     """What can go from device to device does, over gloo."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
@@ -74,30 +79,30 @@ class LocalPool:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.workers = tuple(self.plan.chains)
-        self._stealings: dict[str, Stealing] = {}
+        self._peers = {role: ThreadPeers(len(workers)) for role, workers in self.plan.placement.items()}
+        self._stealings: dict[str, StealService] = {}
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
-        self._broadcasts = broadcasts(self.plan, self.stop, self.part) if self.broadcast else {}
-        self._benches = {worker: self._bench(worker) for worker in self.workers}
+        self._broadcasts = broadcasts(self.plan, self.stop, self.stream_bytes) if self.broadcast else {}
+        self._runtimes = {worker: self._runtime(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
         chains = {"train": tuple(self.plan.chains.values())}
-        self._histories = {worker: History(chains) for worker in self.workers}
-        self._sums = {role: Sum(len(workers)) for role, workers in self.plan.placement.items()}
+        self._histories = {worker: LagWindow(chains) for worker in self.workers}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
         """One step of every worker, each in a thread of its own. Raises what the first worker that failed raised."""
-        turn = Turn("train", step, self._sequence)
+        iteration = Iteration(Phase.TRAIN, step, self._sequence)
         self._sequence += 1
         with ThreadPoolExecutor(len(self.workers)) as threads:
-            running = [threads.submit(self._run_one, worker, turn) for worker in self.workers]
+            running = [threads.submit(self._run_one, worker, iteration) for worker in self.workers]
             failed = [error for future in running if (error := future.exception())]
         if failed:
             raise self._first or failed[0]
         for databuffer in self.databuffers.values():
-            asyncio.run_coroutine_threadsafe(databuffer.settle(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(databuffer.wait_for_acks(), self._loop).result()
         return merge([future.result() for future in running])
 
     def resources(self, worker: str) -> Mapping[str, Any]:
-        return self._benches[worker].resources
+        return self._runtimes[worker].resources
 
     def __enter__(self) -> LocalPool:
         return self
@@ -112,77 +117,86 @@ class LocalPool:
         self._thread.join()
         self._loop.close()
 
-    def _run_one(self, worker: str, turn: Turn) -> dict[str, Metric]:
+    def _run_one(self, worker: str, iteration: Iteration) -> dict[str, Metric]:
         try:
             history = self._histories[worker]
-            history.enter(turn, turn.sequence)
-            execution = Execution(self._benches[worker], turn, self._loaders[worker], history)
-            return execution.run(self.plan.chains[worker])
+            history.begin(iteration, iteration.sequence)
+            calls = NodeCalls(self._runtimes[worker], iteration, self._loaders[worker])
+            return ChainRun(calls, history).run(self.plan.chains[worker])
         except BaseException as error:
             self._first = self._first or error
             reason = f"worker {worker!r} failed"
             self.stop.set(reason)  # as the supervisor does on a cluster
-            for waiting in self._sums.values():
-                waiting.barrier.abort()
+            for peers in self._peers.values():
+                peers.barrier.abort()
             for databuffer in self.databuffers.values():
                 self._loop.call_soon_threadsafe(databuffer.abort, reason)
             for stealing in self._stealings.values():
                 self._loop.call_soon_threadsafe(stealing.abort, reason)
             raise
 
-    def _all_sum(self, role: str, values: Sequence[float]) -> list[float]:
-        return self._sums[role].of(values)
-
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
         databuffer = Databuffer(RUN, worker, edges, self.transport)
-        stealing = self._stealings[worker] = Stealing(RUN, self.transport)
+        stealing = self._stealings[worker] = StealService(RUN, self.transport)
 
         async def handle(request: Request) -> Reply:
-            return await (stealing if request.op in (Op.STEAL, Op.BRING) else databuffer).handle(request)
+            return await (stealing if request.op in (Op.STEAL, Op.RETURN) else databuffer).handle(request)
 
         self.handlers[worker] = handle
         return databuffer
 
-    def _bench(self, worker: str) -> Bench:
+    def _runtime(self, worker: str) -> WorkerRuntime:
         device = Device(worker)
         roles = {role.name: role for role in self.plan.dag.roles}
         mine = {name: members for name, members in self.plan.placement.items() if worker in members}
         ranks = {name: Rank(members.index(worker), len(members)) for name, members in mine.items()}
-        return Bench(
+        return WorkerRuntime(
             device=device,
             run_url=self.url,
             run_seed=self.seed,
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,
-            all_sum=self._all_sum,
-            share=Sharing(worker, self.plan.placement, self._stealings[worker], self._loop, self.stop),
+            peers={name: self._peers[name].at(rank.rank) for name, rank in ranks.items()},
+            share_work=StealableQueues(worker, self.plan.placement, self._stealings[worker], self._loop, self.stop),
             databuffer=self.databuffers[worker],
             loop=self._loop,
             stop=self.stop,
             meter=lambda name: nullcontext(),
-            part=self.part,
+            stream_bytes=self.stream_bytes,
             broadcasts=self._broadcasts.get(worker, {}),
         )
 
 
-class Sum:
-    """Adds up what as many threads bring, as often as they like."""
+class ThreadPeers:
+    """Collectives among threads, each of which calls them alike and as often as it likes."""
 
     def __init__(self, threads: int) -> None:
         self.barrier = threading.Barrier(threads)
-        self._brought: list[Sequence[float]] = []
-        self._lock = threading.Lock()
+        self._given: dict[int, Any] = {}
 
-    def of(self, values: Sequence[float]) -> list[float]:
-        with self._lock:
-            self._brought.append(values)
+    def at(self, rank: int) -> _ThreadPeer:
+        return _ThreadPeer(self, rank)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """The values of all threads, in the order of ranks."""
+        self._given[rank] = value
         self.barrier.wait()
-        total = [fsum(numbers) for numbers in zip(*self._brought, strict=True)]
-        if self.barrier.wait() == 0:
-            self._brought.clear()
-        self.barrier.wait()
-        return total
+        values = [self._given[rank] for rank in sorted(self._given)]
+        self.barrier.wait()  # nobody writes the next round's values before all have read these
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadPeer:
+    peers: ThreadPeers
+    rank: int
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        return [fsum(numbers) for numbers in zip(*self.peers.gather(self.rank, values), strict=True)]
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return self.peers.gather(self.rank, message)
 
 
 async def _cancel_the_rest() -> None:
@@ -191,3 +205,35 @@ async def _cancel_the_rest() -> None:
     for task in rest:
         task.cancel()
     await asyncio.gather(*rest, return_exceptions=True)
+
+
+_TIMEOUT = 4.0  # seconds: what is still under way when a worker fails keeps its group for so long
+
+
+def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[tuple[str, ...], Broadcast]]:
+    """By worker and by who takes part: one for each stream of ``plan`` that may have one."""
+    links = [link for chain in plan.chains.values() for link in chain.flat]
+    found: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
+    for joins in dict.fromkeys(link.joins for link in links if isinstance(link, Stream) and link.joins):
+        ranked = [worker for worker in plan.chains if worker in joins]  # as torch's new_group ranks them
+        groups = dict(zip(ranked, _groups(len(ranked)), strict=True))
+        for worker in plan.chains:
+            found[worker][joins] = Broadcast(
+                members=joins,
+                group=groups.get(worker),
+                root=ranked.index(joins[0]),
+                device="cpu",
+                stop=stop,
+                most=stream_bytes,
+            )
+    return found
+
+
+def _groups(size: int) -> list[Any]:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # no stubs
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: _group(store, rank, size), range(size)))
+
+
+def _group(store: Any, rank: int, size: int) -> Any:
+    return ProcessGroupGloo(store, rank, size, gloo_options(LOOPBACK, _TIMEOUT))

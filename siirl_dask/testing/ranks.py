@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from siirl_dask.context import Rank
-from siirl_dask.worker.processes import START_METHOD, prepare_processes
+from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
 _TIMEOUT = timedelta(seconds=60)
 

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from siirl_dask.pretrained import no_progress_bars
+from siirl_dask.algorithms import LossInputs, TokenLoss
+from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.models.loading import no_progress_bars
+from siirl_dask.rollout import Generation, RolloutEngine, Sampling
 from siirl_dask.testing.rows import split_rows
-from siirl_dask.training import PackedRows, TokenScores
+from siirl_dask.training import PackedRows, TokenScores, TrainBatch, build_trainer
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -49,3 +54,46 @@ def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -
         logprobs.append(response_logprobs(model, *given, temperature))
         entropy.append(-(scores.exp() * scores).sum(-1).detach())
     return TokenScores(torch.cat(logprobs), torch.cat(entropy))
+
+
+PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
+"""Of one token and of many, and two alike."""
+
+
+def assert_says_what_the_trainer_says(engine: RolloutEngine, folder: Path, after: Sequence[int]) -> None:
+    """Log-probs of what is sampled, within 1e-4 in float32, after so many updates with the weights of each."""
+    sampling = Sampling(max_tokens=6, temperature=0.7)
+    trainer = build_trainer(
+        Device("w0"),
+        Rank(),
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(lr=3e-3),
+        rollout=RolloutConfig(temperature=sampling.temperature),
+    )
+    for updates in range(max(after) + 1):
+        samples = engine.generate(PROMPTS, range(len(PROMPTS)), sampling)
+        sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+        rows = pack_samples(PROMPTS, samples)
+        trained = trainer.logprobs(rows).logprobs
+        if updates in after:
+            assert_close(sampled, trained, atol=1e-4, rtol=0)
+        batch = TrainBatch(
+            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+        )
+        trainer.update([batch], _likelier)
+        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2, "the update changed nothing"
+        engine.load_weights(trainer.weights(), updates + 1)
+
+
+def pack_samples(prompts: Sequence[Sequence[int]], samples: Sequence[Generation]) -> PackedRows:
+    """Prompts and what was sampled for them, as a trainer takes them."""
+    rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
+    return PackedRows(
+        torch.tensor([token for row in rows for token in row]),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+        torch.tensor([len(prompt) for prompt in prompts]),
+    )
+
+
+def _likelier(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(loss=-inputs.logprobs)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from siirl_dask.testing.tiny import VOCABULARY
-from siirl_dask.training import PackedRows
+from siirl_dask.context import Context, Device, Rank, Reduce
+from siirl_dask.planner import columns
+from siirl_dask.schema import RESPONSE_IDS, TOKENS, TYPES, fields
+from siirl_dask.tasks.tiny_model import VOCABULARY
+from siirl_dask.training import Critic, PackedRows, Trainer
 
 Lengths = Sequence[tuple[int, int]]
 LENGTHS: Lengths = ((3, 4), (1, 6), (3, 4), (9, 1), (5, 0), (2, 11), (1, 6))
@@ -47,3 +56,59 @@ def assert_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tens
     assert list(given) == list(expected)
     for name, tensor in given.items():
         assert torch.equal(tensor, expected[name]), f"{name} differs"
+
+
+def build_nothing(device: Device, rank: Rank) -> None:
+    """A role that needs no model."""
+
+
+@columns(writes=fields(RESPONSE_IDS), new_rows=True)
+def fill(ctx: Context, table: pa.Table, *, tokens: int) -> pa.Table:
+    """Give each row a response of ``tokens`` tokens that tell its row id and step."""
+    first = table["row_id"].to_numpy() + 1000 * ctx.step
+    values = (first[:, None] + np.arange(tokens)).astype(np.int32).reshape(-1)
+    offsets = pa.array(np.arange(table.num_rows + 1, dtype=np.int32) * tokens)
+    table = table.set_column(
+        table.column_names.index(TOKENS), TOKENS, pa.array(np.full(table.num_rows, tokens), pa.int64())
+    )
+    return table.append_column(RESPONSE_IDS, pa.ListArray.from_arrays(offsets, values, type=TYPES[RESPONSE_IDS]))
+
+
+@columns(reads=[RESPONSE_IDS])
+def take(ctx: Context, table: pa.Table) -> pa.Table:
+    """Read the responses and log how many there are and their sum, so that what arrived can be checked."""
+    ctx.log("samples", table.num_rows, Reduce.SUM)
+    ctx.log("taken/sum", float(table[RESPONSE_IDS].combine_chunks().flatten().to_numpy().sum()), Reduce.SUM)
+    return table
+
+
+class Stateful(Protocol):
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def save_state(old: Stateful, folder: Path, rank: Rank | None = None) -> None:
+    """Every rank calls it, as it calls what follows."""
+    group = rank.group if rank else None
+    save(old.state(), checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def load_state(new: Stateful, folder: Path, rank: Rank | None = None) -> None:
+    state = new.state()
+    group = rank.group if rank else None
+    load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    new.load_state(state)
+
+
+def copied_weights(trained: Trainer | Critic) -> dict[str, Tensor]:
+    """As they are now."""
+    return {name: tensor.clone() for name, tensor in trained.weights()}
+
+
+def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Its tensors by their path, ``model/lm_head.weight``."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

@@ -25,20 +25,23 @@ from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip, sequence_mean
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.testing.checkpoints import copied_weights, flat, load_state, save_state
-from siirl_dask.testing.forward import load_model, plain_scores
+from siirl_dask.tasks.tiny_model import Family, tiny_model
 from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.testing.reference_model import load_model, plain_scores
 from siirl_dask.testing.rows import (
     LENGTHS,
     Lengths,
     assert_same_tensors,
+    copied_weights,
+    flat,
+    load_state,
     random_rows,
     response_tokens,
+    save_state,
     signs,
 )
-from siirl_dask.testing.tiny import Family, tiny_model
 from siirl_dask.training import PackedRows, TrainBatch, Trainer
-from siirl_dask.training.shards import whole
+from siirl_dask.training.parallel.dtensor import whole
 
 _TEMPERATURE = 0.7
 _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)

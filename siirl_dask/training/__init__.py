@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
+from siirl_dask.models.broken_imports import hide
+from siirl_dask.planner import builds
+from siirl_dask.training.preflight import check_critic, check_reference, check_reward_model, check_trainer
 from siirl_dask.training.trainer import (
     Batch,
     Critic,
@@ -18,7 +21,7 @@ from siirl_dask.training.trainer import (
 )
 
 if TYPE_CHECKING:
-    from siirl_dask.training.placement import Placement
+    from siirl_dask.training.parallel.backend import Placement
 
 __all__ = [
     "Batch",
@@ -33,9 +36,14 @@ __all__ = [
     "build_reference",
     "build_reward_model",
     "build_trainer",
+    "check_critic",
+    "check_reference",
+    "check_reward_model",
+    "check_trainer",
 ]
 
 
+@builds(preflight=check_trainer)
 def build_trainer(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
@@ -43,37 +51,44 @@ def build_trainer(
 
     Its log-probabilities are of the distribution that was sampled: at the rollout's temperature.
     """
+    placement = _placement(device, rank, model, trainer)
     from siirl_dask.training.policy import Policy  # imports transformers
 
-    return Policy(_placement(device, rank, model, trainer), model, trainer, rank, temperature=rollout.temperature)
+    return Policy(placement, model, trainer, rank, temperature=rollout.temperature)
 
 
+@builds(preflight=check_reference)
 def build_reference(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
     """The policy as it was at the start: it scores and never learns, so it has no gradients and no optimiser."""
+    placement = _placement(device, rank, model, trainer)
     from siirl_dask.training.policy import Reference
 
-    return Reference(_placement(device, rank, model, trainer), model, temperature=rollout.temperature)
+    return Reference(placement, model, temperature=rollout.temperature)
 
 
+@builds(preflight=check_critic)
 def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
     """A critic that begins as the model of ``model.path``, one of ``rank.size`` that learn together."""
+    placement = _placement(device, rank, model, trainer)
     from siirl_dask.training.critic import ValueCritic
 
-    return ValueCritic(_placement(device, rank, model, trainer), trainer, rank)
+    return ValueCritic(placement, trainer, rank)
 
 
 def _placement(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Placement:
+    hide()
     if trainer.backend == Backend.fsdp:
-        from siirl_dask.training.fsdp import ShardedModel
+        from siirl_dask.training.parallel.fsdp import ShardedModel
 
         return ShardedModel(model, trainer, device=device.torch_name, rank=rank)
-    from siirl_dask.training.placement import WholeModel
+    from siirl_dask.training.parallel.backend import WholeModel
 
     return WholeModel(model, trainer, device=device.torch_name)
 
 
+@builds(preflight=check_reward_model)
 def build_reward_model(
     device: Device, rank: Rank, *, model: ModelConfig, max_tokens_per_batch: int = 16384
 ) -> RewardModel:
@@ -81,6 +96,7 @@ def build_reward_model(
 
     It reads the policy's tokens: its tokenizer must be the same. ConfigError when the folder cannot be used.
     """
+    hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
     return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch)

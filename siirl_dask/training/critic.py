@@ -13,9 +13,9 @@ from siirl_dask.algorithms import Aggregation, TokenLoss, ValueInputs, ValueLoss
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.training.learner import Learner, kept
-from siirl_dask.training.network import ValueNetwork
-from siirl_dask.training.placement import Placement, whole_weights
-from siirl_dask.training.state import put
+from siirl_dask.training.model.network import ValueNetwork
+from siirl_dask.training.parallel.backend import Placement, whole_weights
+from siirl_dask.training.parallel.dtensor import put
 from siirl_dask.training.trainer import PackedRows, ValueBatch
 
 

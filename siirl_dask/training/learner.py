@@ -15,8 +15,7 @@ from siirl_dask.algorithms import Aggregation, TokenLoss, Totals
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
-from siirl_dask.training.gradients import all_reduce
-from siirl_dask.training.optimizer import Optimizer
+from siirl_dask.training.optimizer import Optimizer, all_reduce
 from siirl_dask.training.packing import MicroBatch, response_offsets
 from siirl_dask.training.trainer import Batch
 

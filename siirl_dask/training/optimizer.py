@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import cos, pi
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from siirl_dask.config import TrainerConfig
-from siirl_dask.training.gradients import FlatGradients
-from siirl_dask.training.schedule import learning_rate
-from siirl_dask.training.shards import like, local
-from siirl_dask.training.state import put
+from siirl_dask.config import Schedule, TrainerConfig
+from siirl_dask.errors import ConfigError
+from siirl_dask.training.parallel.dtensor import like, local, pieces, put
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -77,3 +77,74 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Any], steps: int) -> None:
         put(self.state(), state)
         self.steps = steps
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Of step 1, 2, ...: it rises linearly over ``warmup_steps``, is ``lr`` in the step after them, and falls to what
+    would be ``lr * min_lr_ratio`` in the step after the last.
+
+    linear: ``1 - p``; cosine (arXiv:1608.03983, without restarts): ``(1 + cos(pi p)) / 2``, p the share that is done of
+    the steps after the warm-up. ConfigError for a rate that is to fall and nobody knows until when.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == Schedule.constant:
+        return config.lr
+    if config.total_steps is None:
+        raise ConfigError(f"trainer.schedule={config.schedule} needs trainer.total_steps: expected a number of steps")
+    done = min(1.0, (step - 1 - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
+    left = 1 - done if config.schedule == Schedule.linear else (1 + cos(pi * done)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+_BUCKET = 16 * 2**20  # elements: 64 MiB of float32 a message, which bounds the copies a backend makes
+
+
+def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    """Sum over the group, in place; every rank gets the same bits. ``None`` is a group of one."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class FlatGradients:
+    """``parameter.grad`` of each parameter is a view of it, so that nothing is copied in or out.
+
+    Of a sharded parameter it holds this rank's shard, which FSDP adds to in place.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        held = [(parameter, local(parameter)) for parameter in parameters]
+        self._pieces = [pieces(parameter) for parameter, _ in held]
+        self.flat = torch.zeros(sum(part.numel() for _, part in held), device=held[0][1].device)
+        views = self.flat.split([part.numel() for _, part in held])
+        self.parts = [view.view_as(part) for (_, part), view in zip(held, views, strict=True)]
+        for (parameter, _), part in zip(held, self.parts, strict=True):
+            parameter.grad = like(parameter, part)
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def reduce(self, group: Any) -> None:
+        for bucket in self.flat.split(_BUCKET):
+            all_reduce(bucket, group)
+
+    def squares(self, ranks: int = 1) -> Tensor:
+        """[] float64: the sum of the squares; of what several of ``ranks`` hold alike, each counts its share. float32
+        loses the fifth digit over a million elements.
+        """
+        squares = _squares(self.flat.split(_BUCKET))
+        for part, count in zip(self.parts, self._pieces, strict=True):
+            if count < ranks:  # tensor parallel ranks have embeddings and norms alike
+                squares -= (1 - count / ranks) * _squares([part])
+        return squares
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale to ``limit`` if ``norm``, that of all gradients together, is more."""
+        if norm > limit:
+            self.flat.mul_(limit / (norm + 1e-6))
+
+
+def _squares(tensors: Iterable[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

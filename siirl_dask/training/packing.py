@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from siirl_dask.context import Rank
-from siirl_dask.training.own_scores import Own
+from siirl_dask.training.parallel.own_rows import Own
+from siirl_dask.training.parallel.ulysses import Route
 from siirl_dask.training.trainer import PackedRows
-from siirl_dask.training.ulysses import Route
 
 Ints = NDArray[np.int64]
 Runs = tuple[tuple[int, int], ...]

@@ -1,65 +1,152 @@
-"""What a run's adapters (``trainer.lora_rank``) are, from the headers of the model's files: how many parameters, and
-ConfigError for what cannot be, before anything starts.
+"""Checks roles that learn or score before anything starts: layouts, adapters, and the memory of each worker.
+
+Bytes a parameter: 16 for a model that learns (weights, gradients and AdamW's two moments in float32), 4 more with a
+moving average of the weights; 4 for a reference. With adapters the model takes 4, and the adapters learn. With
+``trainer.backend=fsdp`` a worker has its shard of that, and the gathered layers of a moment.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
-from siirl_dask.config import Config, TrainerConfig
+from siirl_dask.config import Backend, Config, Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.errors import ConfigError
-from siirl_dask.parameters import Parameters, weight_shapes
-from siirl_dask.planner import DAG, Node
-from siirl_dask.planner.canonical import function_name
-from siirl_dask.planner.contract import bare
-from siirl_dask.roles import model_of, trainer_of
+from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths, weight_shapes
+from siirl_dask.planner import RoleCost
 
-PUBLISHES = "siirl_dask.nodes.weights:publish_adapters"
-_NEED_ADAPTERS = (PUBLISHES, "siirl_dask.nodes.logprobs:base_logprobs")
-_LOADS = "siirl_dask.nodes.weights:load_adapters"
+_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes a parameter
+_GRADIENT = 4  # of _LEARNS: no checkpoint has it
+_GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and the gradients of both
+_IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
-def count_adapters(path: str, trainer: TrainerConfig) -> Parameters | None:
-    """Parameters of the adapters beside the weights in ``path``; None when there are no weights there. ConfigError when
-    one of ``trainer.lora_targets`` is no layer of theirs.
+def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """The preflight of ``build_trainer``. ConfigError for a layout or adapters that cannot be."""
+    return _check_learner(options, workers, config, options.get("trainer", config.trainer))
+
+
+def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """The preflight of ``build_critic``. ConfigError for a layout or adapters that cannot be."""
+    return _check_learner(options, workers, config, options.get("trainer", config.critic))
+
+
+def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """The preflight of ``build_reference``. ConfigError for a layout that cannot be."""
+    model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
+    _check_layout(trainer, model, len(workers))
+    size = count_parameters(model.path)
+    if size is None:
+        return RoleCost()
+    held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
+    return RoleCost(memory=held + _gathered(size, trainer))
+
+
+def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """The preflight of ``build_reward_model``."""
+    model: ModelConfig = options.get("model", config.model)
+    size = count_parameters(model.path)
+    return RoleCost(memory=None if size is None else _IN_DTYPE[model.dtype] * size.total)
+
+
+def _check_learner(
+    options: Mapping[str, Any], workers: Sequence[str], config: Config, trainer: TrainerConfig
+) -> RoleCost:
+    model: ModelConfig = options.get("model", config.model)
+    _check_layout(trainer, model, len(workers))
+    if trainer.lora.rank and find_spec("peft") is None:
+        raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
+    adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
+    provides = frozenset({"adapters"} if trainer.lora.rank else ())
+    size = count_parameters(model.path)
+    if size is None:
+        return RoleCost(provides=provides)
+    each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
+    whole = _parameters(size, trainer)
+    held = each * whole if adapters is None else _SCORES * whole + each * adapters.total
+    copied = 0
+    if config.checkpoint.every and config.checkpoint.asynchronous:
+        learned = whole if adapters is None else adapters.total
+        copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
+    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer)
+    return RoleCost(memory=memory, checkpoint_copy=copied, provides=provides)
+
+
+def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
+    """The size of the adapters beside the weights in ``path``; None when there are no weights there. ConfigError when
+    one of ``trainer.lora.targets`` is no layer of theirs.
     """
-    from siirl_dask.training.lora import chosen_targets  # imports torch, for those who have adapters
+    from siirl_dask.training.model.lora import chosen_targets  # imports torch, for those who have adapters
 
     shapes = weight_shapes(path)
     linear: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        if len(shape) == 2 and (found := _IN_A_LAYER.fullmatch(name)):
-            linear.setdefault(found[1], []).append(shape)
+        if len(shape) == 2 and (layer := _IN_A_LAYER.fullmatch(name)):
+            linear.setdefault(layer[1], []).append(shape)
     if not shapes:
         return None
     chosen = [shape for target in chosen_targets(trainer, set(linear)) for shape in linear[target]]
-    sizes = [trainer.lora_rank * side for shape in chosen for side in shape]
-    return Parameters(sum(sizes), len(sizes), max(sizes, default=0))
+    sizes = [trainer.lora.rank * side for shape in chosen for side in shape]
+    return ModelSize(sum(sizes), len(sizes), max(sizes, default=0))
 
 
-def refuse_wrong_adapters(config: Config, dag: DAG) -> None:
-    """ConfigError for adapters of layers that the model has not, for nodes that ask for adapters where there are none,
-    and where peft is not installed.
+def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
+    """ConfigError where shards, shared tokens or shared layers do not fill a role's workers, or do not fit the heads of
+    its model. Where the model is not on this machine, the workers see its heads when they build the role.
     """
-    for role in dag.roles:
-        trainer = trainer_of(role, config)
-        if trainer is None or not trainer.lora_rank:
-            continue
-        if find_spec("peft") is None:
-            raise ConfigError(f"trainer.lora_rank={trainer.lora_rank} needs peft: pip install 'siirl_dask[lora]'")
-        count_adapters(model_of(role, config).path, trainer)
-    roles = {role.name: role for role in dag.roles}
-    for node in dag.nodes:
-        _refuse_without_adapters(node, trainer_of(roles[node.role], config))
+    if trainer.backend is not Backend.torch:
+        check_workers(trainer, workers)
+        check_heads(trainer, model.path)
 
 
-def _refuse_without_adapters(node: Node, learns: TrainerConfig | None) -> None:
-    name = function_name(bare(node.fn))
-    trainer = learns if name in _NEED_ADAPTERS else node.options.get("trainer") if name == _LOADS else None
-    if trainer is not None and not trainer.lora_rank:
+def check_workers(trainer: TrainerConfig, workers: int) -> None:
+    """ConfigError unless shards, and tokens or layers that are shared, fill the workers of a role."""
+    check_divides("trainer.fsdp.shard_size", trainer.fsdp.shard_size or workers, workers)
+    check_divides("trainer.fsdp.sequence_parallel", trainer.fsdp.sequence_parallel, workers)
+    check_divides("trainer.fsdp.tensor_parallel", trainer.fsdp.tensor_parallel, workers)
+
+
+def check_divides(option: str, size: int, workers: int) -> None:
+    if workers % size:
+        raise ConfigError(f"{option}={size}: expected a divisor of the role's {workers} workers")
+
+
+def check_heads(trainer: TrainerConfig, path: str) -> None:
+    """ConfigError where workers cannot share the heads of the model in the folder ``path``, as far as it is there."""
+    tokens, tensors = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
+    if tokens == tensors == 1 or (widths := read_widths(path)) is None:
+        return
+    if tokens > 1 and (widths.heads is None or widths.heads % tokens):
         raise ConfigError(
-            f"node {node.name!r} runs {name.rpartition(':')[2]}, which is for a policy with adapters: give its trainer "
-            "a lora_rank, or leave the node out"
+            f"trainer.fsdp.sequence_parallel={tokens}: expected a divisor of the {widths.heads} heads of {path!r}"
         )
+    shared = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
+    for key, width in shared.items() if tensors > 1 else ():
+        if width is None or width % tensors:
+            raise ConfigError(
+                f"trainer.fsdp.tensor_parallel={tensors}: expected a divisor of {key}={width} of {path!r}"
+            )
+
+
+def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
+    """Parameters on all workers together: each of those that share layers has the embeddings of both ends whole."""
+    return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
+
+
+def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
+    """One worker's bytes of ``total``, which are in shards over the role's workers with fsdp."""
+    return total if trainer.backend is Backend.torch else -(-total // (trainer.fsdp.shard_size or workers))
+
+
+def _gathered(size: ModelSize, trainer: TrainerConfig) -> int:
+    """Bytes that fsdp gathers whole for a moment: the embeddings of both ends, and layers that are gathered together,
+    each with their gradients.
+    """
+    if trainer.backend is not Backend.fsdp:
+        return 0
+    # units are filled up to gather_size, and the last layer goes beyond it
+    unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + 4 * size.layer
+    return _GATHERED * size.largest + 2 * min(unit, 4 * size.total)

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import load_pretrained
+from siirl_dask.models.loading import load_pretrained
 from siirl_dask.training.trainer import PackedRows
 
 

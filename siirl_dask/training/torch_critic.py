@@ -5,7 +5,7 @@ from __future__ import annotations
 from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.training.critic import ValueCritic
-from siirl_dask.training.placement import WholeModel
+from siirl_dask.training.parallel.backend import WholeModel
 
 
 class TorchCritic(ValueCritic):

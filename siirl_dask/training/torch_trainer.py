@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Rank
-from siirl_dask.training.placement import WholeModel
+from siirl_dask.training.parallel.backend import WholeModel
 from siirl_dask.training.policy import Policy, Reference
 
 

@@ -1,5 +1,5 @@
 """DAGWorker: what lives on one Dask worker for the length of a run. It builds its roles once and runs one chain a
-turn.
+iteration.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from distributed.metrics import context_meter
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn
-from siirl_dask.coordinator.stealing import Stealing
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import CheckpointError, PeerError
+from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Plan, Stream
-from siirl_dask.worker import groups
-from siirl_dask.worker.broadcast import Broadcast
-from siirl_dask.worker.building import build_roles
-from siirl_dask.worker.dataplane import DataPlane
+from siirl_dask.planner import Iteration, Phase, Plan, Stream
+from siirl_dask.worker import process_groups as groups
+from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
-from siirl_dask.worker.executor import Bench, Execution
-from siirl_dask.worker.history import History
-from siirl_dask.worker.keeping import Keeper
-from siirl_dask.worker.parcel import unpack
-from siirl_dask.worker.runspec import RunSpec
-from siirl_dask.worker.sharing import Sharing
+from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.role_state import RoleStates, build_roles
+from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
+from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.weight_broadcast import Broadcast
+from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -52,9 +52,10 @@ class DAGWorker(WorkerPlugin):
         self.spec = spec
 
     async def setup(self, worker: Worker) -> None:
+        hide()
         self.stop = StopFlag()
-        self._bench: Bench | None = None
-        self._keeper: Keeper | None = None
+        self._runtime: WorkerRuntime | None = None
+        self._states: RoleStates | None = None
         self._written: Future[None] | None = None
         self._loaders: dict[str, Dataloader] = {}
         self.worker_name = str(worker.name)
@@ -63,12 +64,12 @@ class DAGWorker(WorkerPlugin):
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is no member of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
-        self._phases = unpack(self.spec.parcel)
-        self._history = History({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
+        self._phases = deserialize_phases(self.spec.phases)
+        self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
-        self._stealing = Stealing(self.spec.run, self._plane.transport)
+        self._stealing = StealService(self.spec.run, self._plane.transport)
         await self._plane.start(self._handle)
 
     async def teardown(self, worker: Worker) -> None:
@@ -81,72 +82,74 @@ class DAGWorker(WorkerPlugin):
         self._plane.check()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # a run that failed on this process may not have come to it
-        plan = self._phases["train"][0]
+        plan = self._phases[self.spec.builds_from][0]
         device, ranks, broadcasts = self._join_groups(plan)
         resources = build_roles(plan.dag.roles, device, ranks)
         if self.spec.store is not None:
-            self._keeper = Keeper(self.spec.store, resources, {role: rank.beside for role, rank in ranks.items()})
-            if self.spec.restored is not None:
-                self._keeper.restore(self.spec.restored)
-        self._bench = Bench(
+            side_groups = {role: rank.side_group for role, rank in ranks.items()}
+            self._states = RoleStates(self.spec.store, resources, side_groups)
+            if self.spec.resume_from is not None:
+                self._states.restore(self.spec.resume_from)
+        self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
-            all_sum=lambda role, values: groups.all_sum(device, ranks[role], values),
-            share=Sharing(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
+            peers={role: groups.RolePeers(device, rank) for role, rank in ranks.items()},
+            share_work=StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
             if self.spec.data.stealing
             else None,
             databuffer=self._plane.databuffer,
             loop=self._loop,
             stop=self.stop,
             meter=context_meter.meter,
-            part=self.spec.data.part,
+            stream_bytes=self.spec.data.stream_bytes,
             broadcasts=broadcasts,
         )
 
-    def run_chain(self, turn: Turn, completed: int) -> None:
-        """Go through the turn's chain and report what was logged. All turns before ``completed`` are done
+    def run_chain(self, iteration: Iteration, completed: int) -> None:
+        """Go through the iteration's chain and report what was logged. All iterations before ``completed`` are done
         everywhere.
         """
-        bench = self._enter(turn, completed)
-        plan, source = self._phases[turn.phase]
-        if turn.phase not in self._loaders:
-            before = self.spec.restored.positions if self.spec.restored else {}
-            self._loaders[turn.phase] = Dataloader(source, before.get(turn.phase))
-        execution = Execution(bench, turn, self._loaders[turn.phase], self._history)
-        metrics = execution.run(plan.chains[self.worker_name])
-        self._report({"kind": "done", "sequence": turn.sequence, "metrics": pack(metrics)})
+        runtime = self._enter(iteration, completed)
+        plan, source = self._phases[iteration.phase]
+        if iteration.phase not in self._loaders:
+            before = self.spec.resume_from.positions if self.spec.resume_from else {}
+            self._loaders[iteration.phase] = Dataloader(source, before.get(iteration.phase))
+        calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
+        metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
+        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics)})
 
-    def save(self, turn: Turn, url: str, completed: int) -> None:
+    def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, when that of the one before is written."""
-        self._enter(turn, completed)
-        assert self._keeper is not None
+        self._enter(iteration, completed)
+        assert self._states is not None
         if self._written is not None:
             finished(self._written, self.stop)
-        saved = self._keeper.save(url)
-        positions = {phase: loader.position for phase, loader in self._loaders.items() if loader.position is not None}
-        self._written = asyncio.run_coroutine_threadsafe(self._report_written(turn, saved.writes), self._loop)
+        saved = self._states.save(url)
+        known = ((str(phase), loader.position) for phase, loader in self._loaders.items())
+        positions = {phase: position for phase, position in known if position is not None}
+        self._written = asyncio.run_coroutine_threadsafe(self._report_written(iteration, saved.writes), self._loop)
         saved_data = {**saved.as_data(), "positions": positions}
-        self._report({"kind": "done", "sequence": turn.sequence, "metrics": {}, "saved": saved_data})
+        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": {}, "saved": saved_data})
 
-    async def _report_written(self, turn: Turn, writes: Sequence[Future[None]]) -> None:
+    async def _report_written(self, iteration: Iteration, writes: Sequence[Future[None]]) -> None:
         try:
             await asyncio.gather(*map(asyncio.wrap_future, writes))
         except CheckpointError as error:
-            self._report({"kind": "unsaved", "what": f"{turn}: {error}"})
+            self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
         else:
-            self._report({"kind": "written", "sequence": turn.sequence})
+            self._report({"kind": "written", "sequence": iteration.sequence})
 
-    def _enter(self, turn: Turn, completed: int) -> Bench:
-        if self._bench is None:
+    def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
+        if self._runtime is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
-        needed = self._history.enter(turn, completed)
+        needed = self._lag_window.begin(iteration, completed)
         self._loop.call_soon_threadsafe(self._plane.databuffer.forget, needed)
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
-        return self._bench
+        return self._runtime
 
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
@@ -155,10 +158,10 @@ class DAGWorker(WorkerPlugin):
         """Let go of what ``start`` built; runs as a task after the last chain."""
         for loader in self._loaders.values():
             loader.close()
-        for resource in self._bench.resources.values() if self._bench else ():
+        for resource in self._runtime.resources.values() if self._runtime else ():
             if close := getattr(resource, "close", None):
                 close()
-        self._bench = self._keeper = None
+        self._runtime = self._states = None
         groups.leave()
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
@@ -168,7 +171,7 @@ class DAGWorker(WorkerPlugin):
         store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
         devices = find_devices(name, workers, store, timeout, self.stop)
         if store is None:
-            return devices[name], groups.alone(plan.placement), {}
+            return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
         return devices[name], ranks, self._join_broadcasts(plan, devices, host)
 
@@ -181,15 +184,16 @@ class DAGWorker(WorkerPlugin):
         for link in links:
             if not isinstance(link, Stream) or not link.joins or link.joins in found or link.edge is None:
                 continue
-            if groups.by_broadcast(data.weights_by, [devices[name] for name in (*link.edge.sources, *link.joins[1:])]):
-                group, root = groups.join_some(self.worker_name, devices, link.joins, host, data.stall_timeout)
+            members = (*link.edge.sources, *link.joins[1:])
+            if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
+                group, root = groups.broadcast_group(self.worker_name, devices, link.joins, host, data.stall_timeout)
                 found[link.joins] = Broadcast(
                     members=link.joins,
                     group=group,
                     root=root,
                     device=devices[self.worker_name].torch_name,
                     stop=self.stop,
-                    most=data.part,
+                    most=data.stream_bytes,
                 )
         return found
 
@@ -222,7 +226,7 @@ class DAGWorker(WorkerPlugin):
     async def _handle(self, request: Request) -> Reply:
         if request.op == Op.STORE and request.key.run == self.spec.run:
             return Reply({"port": await asyncio.shield(self._store_port)})
-        if request.op in (Op.STEAL, Op.BRING):
+        if request.op in (Op.STEAL, Op.RETURN):
             return await self._stealing.handle(request)
         return await self._plane.databuffer.handle(request)
 
@@ -253,16 +257,21 @@ def start_worker(plugin: str) -> None:
     _plugin(plugin).start()
 
 
-def run_chain(plugin: str, turn: tuple[str, int, int, bool], completed: int, after: None) -> None:
+def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
     """Dask task: one passage through the chain. ``after`` is the result of this worker's task before it."""
-    _plugin(plugin).run_chain(Turn(*turn), completed)
+    _plugin(plugin).run_chain(_iteration(*iteration), completed)
 
 
-def save_worker(plugin: str, turn: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
+def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
     """Dask task: this worker's part of a checkpoint."""
-    _plugin(plugin).save(Turn(*turn), url, completed)
+    _plugin(plugin).save(_iteration(*iteration), url, completed)
 
 
 def finish_worker(plugin: str, after: None) -> None:
     """Dask task: let go of the roles."""
     _plugin(plugin).finish()
+
+
+def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
+    """An iteration as the driver sends it: plain values, which no worker need unpickle."""
+    return Iteration(Phase(phase), step, sequence, drain)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Config, Way, WeightsBy, parse_bytes
-from siirl_dask.coordinator.dask_comms import DaskComms, serve, stop_serving
-from siirl_dask.coordinator.databuffer import Databuffer
-from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.local_links import LocalLinks
-from siirl_dask.coordinator.messages import Handler, Op, Reply, Request
-from siirl_dask.coordinator.transport import PeerTransport
+from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
+from siirl_dask.coordinator.databuffer.databuffer import Databuffer
+from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve, stop_serving
+from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
+from siirl_dask.coordinator.transport.peers import PeerTransport
+from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge
 
@@ -32,16 +32,16 @@ _LARGEST_KEPT = 32 * 2**20  # bytes: glibc takes no more for M_MMAP_THRESHOLD
 class DataSettings:
     """How a run moves rows. Times are seconds."""
 
-    way: Way = Way.auto
+    way: TransportMode = TransportMode.auto
     limits: Limits = field(default_factory=Limits)
     quadratic_from: int = 0
     peer_timeout: float = 5.0
     stall_timeout: float = 600.0
     stealing: bool = True
     """Workers may take over work from one another."""
-    part: int = 2**28
-    """Bytes at most of what moves at once of a table that moves in parts."""
-    weights_by: WeightsBy = WeightsBy.rows
+    stream_bytes: int = 2**28
+    """Largest table of a weight stream, unless one parameter is larger."""
+    weight_sync: WeightSync = WeightSync.rows
 
     @staticmethod
     def of(config: Config) -> DataSettings:
@@ -55,8 +55,8 @@ class DataSettings:
             peer_timeout=cluster.peer_timeout,
             stall_timeout=cluster.stall_timeout,
             stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
-            part=parse_bytes("rollout.weights_bucket", config.rollout.weights_bucket),
-            weights_by=config.rollout.weights_by,
+            stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
+            weight_sync=config.rollout.weight_sync,
         )
 
 
@@ -70,8 +70,8 @@ class DataPlane:
         self._run = run
         self._limits = settings.limits
         self._comms = DaskComms(worker, run, members, settings.peer_timeout)
-        self._links = LocalLinks(run, str(worker.name), members, self._answer)
-        self._listens = settings.way is not Way.dask
+        self._links = UnixSockets(run, str(worker.name), members, self._answer)
+        self._listens = settings.way is not TransportMode.dask
         carriers = (self._links, self._comms) if self._listens else (self._comms,)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(

@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisibleDevices:
     """The devices that a worker sees, in its own order, by names that are theirs in all of the run; none, its CPU."""
 
     kind: DeviceKind = DeviceKind.CPU
@@ -52,37 +52,38 @@ def find_devices(
     on. ``store`` may be None where it is the only one. PeerError when another has not said within ``timeout`` seconds
     what it sees.
     """
-    sight = look()
+    sight = visible_devices()
     sights = {worker: sight} if store is None else exchange(worker, workers, sight, store, timeout, stop)
     devices = assign(sights)
     mine = devices[worker]
     if mine.kind is not DeviceKind.CPU:
         torch.get_device_module(str(mine.kind)).set_device(mine.index)
-    if mine.sharers > 1:
-        logger.warning("worker %r shares %s (%s) with %d others", worker, mine.torch_name, mine.card, mine.sharers - 1)
+    if mine.shared_by > 1:
+        others = mine.shared_by - 1
+        logger.warning("worker %r shares %s (%s) with %d others", worker, mine.torch_name, mine.card, others)
     return devices
 
 
-def look() -> Sight:
+def visible_devices() -> VisibleDevices:
     """What this process sees."""
     if torch.cuda.is_available():
-        found = range(torch.cuda.device_count())
-        return Sight(DeviceKind.CUDA, tuple(str(torch.cuda.get_device_properties(index).uuid) for index in found))
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return VisibleDevices(DeviceKind.CUDA, tuple(str(device.uuid) for device in devices))
     npu: Any = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        return Sight(DeviceKind.NPU, npu_cards(socket.gethostname(), npu.device_count(), visible))
-    return Sight()
+        return VisibleDevices(DeviceKind.NPU, npu_ids(socket.gethostname(), npu.device_count(), visible))
+    return VisibleDevices()
 
 
-def npu_cards(host: str, count: int, visible: str | None) -> tuple[str, ...]:
+def npu_ids(host: str, count: int, visible: str | None) -> tuple[str, ...]:
     """They have no id of their own: host and place on it, of which ``visible`` lists those that a process sees."""
     listed = [place.strip() for place in visible.split(",")] if visible else []
     places = listed if len(listed) == count else range(count)
     return tuple(f"{host}/npu{place}" for place in places)
 
 
-def assign(sights: Mapping[str, Sight]) -> dict[str, Device]:
+def assign(sights: Mapping[str, VisibleDevices]) -> dict[str, Device]:
     """Each worker's device: of those that it sees, the first that fewest have taken so far. Those that have fewest to
     choose from come first, else the order is the run's.
 
@@ -99,7 +100,7 @@ def assign(sights: Mapping[str, Sight]) -> dict[str, Device]:
     return {worker: _device(worker, sight, chosen, takers) for worker, sight in sights.items()}
 
 
-def _device(worker: str, sight: Sight, chosen: Mapping[str, int], takers: Mapping[str, int]) -> Device:
+def _device(worker: str, sight: VisibleDevices, chosen: Mapping[str, int], takers: Mapping[str, int]) -> Device:
     if worker not in chosen:
         return Device(worker)
     card = sight.cards[chosen[worker]]
@@ -107,8 +108,8 @@ def _device(worker: str, sight: Sight, chosen: Mapping[str, int], takers: Mappin
 
 
 def exchange(
-    worker: str, workers: Sequence[str], sight: Sight, store: Store, timeout: float, stop: StopFlag
-) -> dict[str, Sight]:
+    worker: str, workers: Sequence[str], sight: VisibleDevices, store: Store, timeout: float, stop: StopFlag
+) -> dict[str, VisibleDevices]:
     """What each of ``workers`` sees, in their order; all of them call this once with the same ``store``. Aborted when
     the flag is set meanwhile.
     """
@@ -122,10 +123,10 @@ def exchange(
         stop.wait(_SLICE)
         said = store.add("sights", 0)
     raw = store.multi_get(list(keys.values()))
-    return {name: read_sight(name, text) for name, text in zip(keys, raw, strict=True)}
+    return {name: read_visible(name, text) for name, text in zip(keys, raw, strict=True)}
 
 
-def read_sight(worker: str, raw: bytes) -> Sight:
+def read_visible(worker: str, raw: bytes) -> VisibleDevices:
     """What ``worker`` said. PeerError for anything that is none, or too much."""
     try:
         said: Any = json.loads(raw) if len(raw) <= _MOST_BYTES else None
@@ -140,4 +141,4 @@ def read_sight(worker: str, raw: bytes) -> Sight:
         or len(set(cards)) != len(cards)
     ):
         raise PeerError(f"worker {worker!r} says that it sees {raw[:200]!r}: expected a kind and names of devices")
-    return Sight(kind, tuple(cards))
+    return VisibleDevices(kind, tuple(cards))

@@ -11,13 +11,14 @@ from multiprocessing import forkserver
 
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # elsewhere libraries do not survive a fork
 _IMPORTED = [
+    "siirl_dask.worker._hide",
     "siirl_dask.nodes",
     "siirl_dask.rollout.transformers_engine",
-    "siirl_dask.training.checkpoint",
-    "siirl_dask.training.fsdp",
+    "siirl_dask.training.files.checkpoint",
+    "siirl_dask.training.parallel.fsdp",
     "siirl_dask.worker.dag_worker",
     "distributed.nanny",
-    "siirl_dask.worker.frozen",
+    "siirl_dask.worker._freeze",
 ]
 
 

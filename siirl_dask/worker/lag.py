@@ -1,44 +1,48 @@
-"""The turns a worker has gone through, for nodes that take their rows from an earlier one."""
+"""The iterations that a worker remembers for nodes with a lag, which take their rows from an earlier one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.coordinator.messages import Turn
-from siirl_dask.planner import Behind, Chain
+from siirl_dask.planner import Chain, Iteration, Lagged
 
 
-class History:
-    """``chains`` are those of all workers, by phase: what one of them still needs, another has."""
+class LagWindow:
+    """Iterations of the phases whose chains have lagged links, back to the oldest that a link may still look at.
+
+    It is made of the ``chains`` of all workers, by phase: rows that one worker still needs, another one holds.
+    """
 
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
-        behind = {phase: _most_behind(found) for phase, found in chains.items()}
-        self._behind = {phase: steps for phase, steps in behind.items() if steps}
-        self._turns: list[Turn] = []
+        lags = {phase: _largest_lag(workers) for phase, workers in chains.items()}
+        self._lags = {phase: steps for phase, steps in lags.items() if steps}
+        self._iterations: list[Iteration] = []
 
-    def enter(self, turn: Turn, completed: int) -> int:
-        """Begin ``turn`` when all workers have completed the turns before number ``completed``. Returns the number of
-        the turn before which nothing is needed any more.
+    def begin(self, iteration: Iteration, completed: int) -> int:
+        """Begin an iteration, when all workers have completed those before number ``completed``. Returns the number of
+        the iteration before which no rows are needed any more.
         """
-        if turn.phase in self._behind:
-            self._turns.append(turn)
+        if iteration.phase in self._lags:
+            self._iterations.append(iteration)
         needed = completed
-        for phase, steps in self._behind.items():
-            done = [past.sequence for past in self._turns if past.phase == phase and past.sequence < completed]
+        for phase, steps in self._lags.items():
+            done = [past.sequence for past in self._iterations if past.phase == phase and past.sequence < completed]
             needed = min([needed, *done[-steps:]])
-        self._turns = [past for past in self._turns if past.sequence >= needed]
+        self._iterations = [past for past in self._iterations if past.sequence >= needed]
         return needed
 
-    def earlier(self, turn: Turn, steps: int) -> Turn | None:
-        """The turn of ``steps`` steps before, itself if it settles; None if it had no such since the last that did."""
-        if turn.settles:
-            return turn
-        since: list[Turn] = []
-        for past in self._turns:
-            if past.phase == turn.phase:
-                since = [] if past.settles else [*since, past]
-        return since[-1 - steps] if len(since) > steps else None
+    def lagged(self, iteration: Iteration, steps: int) -> Iteration | None:
+        """The iteration ``steps`` steps earlier; ``iteration`` itself when the pipeline drains; None before there were
+        that many since the last drain.
+        """
+        if iteration.drain:
+            return iteration
+        since_drain: list[Iteration] = []
+        for past in self._iterations:
+            if past.phase == iteration.phase:
+                since_drain = [] if past.drain else [*since_drain, past]
+        return since_drain[-1 - steps] if len(since_drain) > steps else None
 
 
-def _most_behind(chains: Iterable[Chain]) -> int:
-    return max((link.steps for chain in chains for link in chain.links if isinstance(link, Behind)), default=0)
+def _largest_lag(chains: Iterable[Chain]) -> int:
+    return max((link.steps for chain in chains for link in chain.links if isinstance(link, Lagged)), default=0)

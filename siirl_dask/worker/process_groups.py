@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from siirl_dask.config import WeightsBy
+from siirl_dask import collectives
+from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
@@ -58,38 +58,34 @@ def join(
     workers = list(devices)
     backends = {role: role_backend(role, [devices[member] for member in members]) for role, members in roles.items()}
     backend = backend_of(devices.values())
-    limit = timedelta(seconds=timeout)
     dist.init_process_group(
         backend,
         store=PrefixStore(run, store),
         rank=workers.index(worker),
         world_size=len(workers),
-        timeout=limit,
-        pg_options=_options(backend, host, timeout),
+        timeout=timedelta(seconds=timeout),
+        pg_options=collectives.gloo_options(host, timeout) if backend == "gloo" else None,
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
         group, places, backend = None, [workers.index(member) for member in members], backends[role]
         if len(members) > 1:
-            options = _options(backend, host, timeout)
-            group = dist.new_group(places, timeout=limit, backend=backend, pg_options=options)
-        beside = dist.new_group(places, timeout=limit, backend="gloo", pg_options=_options("gloo", host, timeout))
+            group = collectives.new_group(places, backend, host, timeout)
+        side_group = collectives.new_group(places, "gloo", host, timeout)
         if worker in members:
-            ranks[role] = Rank(members.index(worker), len(members), group, beside, host)
+            ranks[role] = Rank(members.index(worker), len(members), group, side_group, host)
     return ranks
 
 
-def join_some(
+def broadcast_group(
     worker: str, devices: Mapping[str, Device], members: Sequence[str], host: str, timeout: float
-) -> tuple[Any, int]:
+) -> tuple[object, int]:
     """A group of ``members`` alone, None on other workers, and the first one's rank in it. All workers make it, after
     ``join``.
     """
     places = [list(devices).index(member) for member in members]
     backend, root = backend_of(devices[member] for member in members), sorted(places).index(places[0])
-    group = dist.new_group(
-        places, timeout=timedelta(seconds=timeout), backend=backend, pg_options=_options(backend, host, timeout)
-    )
+    group = collectives.new_group(places, backend, host, timeout)
     if worker not in members:
         return None, root
     # nccl connects at the first use and blocks until all have come: here nobody is late, and no step is under way
@@ -97,18 +93,18 @@ def join_some(
     return group, root
 
 
-def by_broadcast(way: WeightsBy, devices: Sequence[Device]) -> bool:
+def uses_broadcast(way: WeightSync, devices: Sequence[Device]) -> bool:
     """Whether weights go by broadcast between workers on these devices, no worker of which gives and takes. ConfigError
     where they must and cannot.
     """
     backend = backend_of(devices)
-    if way is not WeightsBy.broadcast:
-        return way is WeightsBy.auto and backend != "gloo"
+    if way is not WeightSync.broadcast:
+        return way is WeightSync.auto and backend != "gloo"
     if backend == "gloo" and any(device.kind is DeviceKind.NPU for device in devices):
         where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
         raise ConfigError(
-            f"rollout.weights_by=broadcast between workers {where}: expected an npu of its own for each, since gloo "
-            "takes none; take rollout.weights_by=auto"
+            f"rollout.weight_sync=broadcast between workers {where}: expected an npu of its own for each, since gloo "
+            "takes none; take rollout.weight_sync=auto"
         )
     return True
 
@@ -137,31 +133,32 @@ def role_backend(role: str, devices: Sequence[Device]) -> str:
     )
 
 
-def alone(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
+def single_ranks(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
     """The ranks of a run with one worker, which needs no process group."""
     return {role: Rank() for role in roles}
 
 
-def all_sum(device: Device, rank: Rank, values: Sequence[float]) -> list[float]:
-    """Each number summed over the ranks, in float64; every rank gets the same bits."""
-    if rank.group is None:
-        return list(values)
-    on_host = dist.get_backend(rank.group) == "gloo"
-    numbers = torch.tensor(values, dtype=torch.float64, device="cpu" if on_host else device.torch_name)
-    dist.all_reduce(numbers, group=rank.group)
-    return numbers.tolist()
+@dataclass(frozen=True, slots=True)
+class RolePeers:
+    """Collectives among the workers of a role, over its process group."""
+
+    device: Device
+    rank: Rank
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        group = self.rank.group
+        return list(values) if group is None else collectives.all_sum(group, values, self._device)
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        group = self.rank.group
+        return [message] if group is None else collectives.all_gather_bytes(group, message, self._device)
+
+    @property
+    def _device(self) -> str:
+        """The device on which the group's backend takes tensors: gloo goes through the host's memory."""
+        return "cpu" if dist.get_backend(self.rank.group) == "gloo" else self.device.torch_name
 
 
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _options(backend: str, host: str, timeout: float) -> Any:
-    """gloo's say where it listens; the others go by torch's."""
-    if backend != "gloo":
-        return None
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout)
-    return options

@@ -8,15 +8,19 @@ out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import format_exc
 from typing import Any, Protocol
 
 import torch
 from siirl_storage import join
 
-from siirl_dask.errors import CheckpointError
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.errors import CheckpointError, RunError, SiirlError
+from siirl_dask.planner import Role
 
 States = dict[str, dict[str, Any]]
 
@@ -34,7 +38,7 @@ class StateStore(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
+class ResumeFrom:
     """The checkpoint that a run goes on from."""
 
     url: str
@@ -47,7 +51,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedStates:
     """A checkpoint that this worker has begun to write."""
 
     roles: list[str] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Saved:
         return {"roles": self.roles, "states": {role: json.dumps(state) for role, state in self.states.items()}}
 
 
-class Keeper:
+class RoleStates:
     """Of one worker's roles. ``groups``: of each role, a process group of its workers that nothing else uses."""
 
     def __init__(self, store: StateStore, resources: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
@@ -69,11 +73,11 @@ class Keeper:
         self._resources = {name: one for name, one in resources.items() if _has_state(one)}
         self._groups = {name: groups[name] for name, one in self._resources.items() if _has_tensors(one.state())}
 
-    def restore(self, checkpoint: Restored) -> None:
+    def restore(self, checkpoint: ResumeFrom) -> None:
         """CheckpointError when a role that learns is not in it, or does not fit."""
         for name, resource in self._resources.items():
             if name not in self._groups:
-                self._take(name, checkpoint.states.get(name))
+                self._load_plain(name, checkpoint.states.get(name))
                 continue
             state = resource.state()
             if name not in checkpoint.roles:
@@ -81,8 +85,8 @@ class Keeper:
             self._store.load(join(checkpoint.url, name), state, self._groups[name])
             resource.load_state(state)
 
-    def save(self, url: str) -> Saved:
-        saved = Saved()
+    def save(self, url: str) -> SavedStates:
+        saved = SavedStates()
         for name, resource in self._resources.items():
             state = resource.state()
             if name in self._groups:
@@ -92,7 +96,7 @@ class Keeper:
                 saved.states[name] = _plain(name, state)
         return saved
 
-    def _take(self, name: str, state: Mapping[str, Any] | None) -> None:
+    def _load_plain(self, name: str, state: Mapping[str, Any] | None) -> None:
         if state is None:
             raise CheckpointError(f"the checkpoint has no state of role {name!r}")
         try:
@@ -125,3 +129,37 @@ def _plain(name: str, state: dict[str, Any]) -> dict[str, Any]:
             "texts, lists and mappings by text alone"
         )
     return state
+
+
+def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]) -> dict[str, Any]:
+    """What each role that this worker has a rank in builds, in the order of ``ranks``, which is that of its peers too.
+
+    On an accelerator whatever has a ``sleep()`` sleeps while the next are built: an engine that is awake would hold the
+    memory they load into. It wakes by itself when it is asked for something.
+
+    What a role's build raises on purpose says which role and worker it was; anything else is a RunError that does.
+    """
+    build = {role.name: role.build for role in roles}
+    resources: dict[str, Any] = {}
+    for name, rank in ranks.items():
+        with _named(name, device.worker):
+            resources[name] = resource = build[name](device, rank)
+        last = len(resources) == len(ranks)
+        if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
+            sleep()
+    return resources
+
+
+@contextmanager
+def _named(role: str, worker: str) -> Iterator[None]:
+    """Whatever goes wrong inside is said to be of the role."""
+    where = f"role {role!r}, worker {worker!r}"
+    try:
+        yield
+    except SiirlError as error:
+        error.add_note(f"in {where}")
+        raise
+    except Exception as error:
+        failure = RunError(f"{where}: {type(error).__name__}: {error}")
+        failure.add_note(format_exc())  # a traceback does not cross processes
+        raise failure from error

@@ -1,7 +1,11 @@
-"""Work that workers of a role take over from one another: who is done first asks others for what they have not begun.
+"""Work stealing among the workers of a role: a worker with nothing left to begin takes items that wait at others.
 
-Each worker begins with items of its own. What is taken over goes back to its owner as a result, so who computed it
-shows nowhere but in the time it took. Only items that wait are given away, the last first, and half of them at a time.
+Each worker begins with items of its own. The result of a stolen item goes back to the item's owner, so who computed it
+shows in nothing but the time it took. Only items that nobody has begun are stolen, the last first, half of them at a
+time: the owner goes on from the front and rarely runs dry.
+
+Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop, and
+``StealableQueue`` is what the thread that runs the node takes items from, its own first and then stolen ones.
 """
 
 from __future__ import annotations
@@ -9,75 +13,67 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic
 
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport
+from siirl_dask.context import Codec, I, R
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import Aborted, PeerError
+from siirl_dask.planner import Iteration, Node
+from siirl_dask.worker.stop import StopFlag, finished
 
-ASKED = 16  # peers that a worker asks, at most: the last of a thousand must not be asked by all others
-_MOST = 2**12  # items in a message
-I = TypeVar("I")  # noqa: E741
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class Codec(Generic[I, R]):
-    """Items and results as plain data and back. What reads raises PeerError for what it does not expect."""
-
-    pack_item: Callable[[I], Any]
-    read_item: Callable[[object], I]
-    pack_result: Callable[[R], Any]
-    read_result: Callable[[object], R]
+_MAX_PEERS = 16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
+_MAX_ITEMS = 2**12  # items in a message
 
 
-class Pile(Generic[I, R]):
-    """One worker's items. Used from the thread that works on them and from the loop that serves its peers."""
+class WorkQueue(Generic[I, R]):
+    """Holds one worker's items and their results.
+
+    Two threads use it: the one that works on the items, and the event loop's, which serves peers. An item is either
+    waiting, begun here, or stolen; it leaves the waiting ones under the lock, so it is computed once.
+    """
 
     def __init__(self, items: Sequence[I], codec: Codec[I, R]) -> None:
         self.codec = codec
         self._items = items
         self._waiting = deque(range(len(items)))
-        self._lent: set[int] = set()
+        self._stolen: set[int] = set()
         self._results: dict[int, R] = {}
         self._changed = threading.Condition()
 
-    @property
-    def lent(self) -> int:
-        """Items that peers have and not given back."""
-        return len(self._lent)
-
-    def take(self, most: int) -> list[tuple[int, I]]:
-        """The first that wait, to be worked on here."""
+    def pop(self, limit: int) -> list[tuple[int, I]]:
+        """Return the first items that wait, at most ``limit``, to be begun here."""
         with self._changed:
-            numbers = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            numbers = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
         return [(number, self._items[number]) for number in numbers]
 
-    def lend(self, most: int) -> list[tuple[int, I]]:
-        """The last that wait, half of them at most, to be worked on elsewhere."""
+    def steal(self, limit: int) -> list[tuple[int, I]]:
+        """Return the last items that wait, at most ``limit`` and half of them, to be computed by a peer."""
         with self._changed:
-            numbers = [self._waiting.pop() for _ in range(min(most, -(-len(self._waiting) // 2)))]
-            self._lent.update(numbers)
+            numbers = [self._waiting.pop() for _ in range(min(limit, -(-len(self._waiting) // 2)))]
+            self._stolen.update(numbers)
         return [(number, self._items[number]) for number in numbers]
 
-    def put(self, number: int, result: R) -> None:
+    def complete(self, number: int, result: R) -> None:
+        """Store the result of an item that was begun here."""
         with self._changed:
             self._results[number] = result
             self._changed.notify_all()
 
-    def put_back(self, number: object, result: R) -> None:
-        """What a peer computed. PeerError for an item that no peer has."""
+    def complete_stolen(self, number: object, result: R) -> None:
+        """Store a result that a peer computed. PeerError for an item that no peer has, or whose result came already."""
         with self._changed:
-            if number not in self._lent:
+            if number not in self._stolen:
                 raise PeerError(f"received a result for item {number!r}, which no peer has")
-            self._lent.remove(number)
+            self._stolen.remove(number)
             self._results[number] = result
             self._changed.notify_all()
 
     def results(self, timeout: float) -> list[R] | None:
-        """All of them in order; None if some are missing after ``timeout`` seconds."""
+        """Return all results in order; None if some are missing after ``timeout`` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._results) == len(self._items), timeout):
                 return None
@@ -85,63 +81,64 @@ class Pile(Generic[I, R]):
 
 
 @dataclass(slots=True)
-class Stealing:
-    """One worker's part, on the event loop that serves its peers."""
+class StealService:
+    """Serves one worker's queues to its peers, and steals from theirs. Belongs to the event loop."""
 
     run: str
     transport: Transport
-    _piles: dict[TransitionKey, asyncio.Future[Pile[Any, Any]]] = field(default_factory=dict)
+    _queues: dict[TransitionKey, asyncio.Future[WorkQueue[Any, Any]]] = field(default_factory=dict)
     _forgotten: int = 0
     _aborted: str | None = None
 
-    async def open(self, key: TransitionKey, pile: Pile[Any, Any]) -> None:
-        """Let peers take from it, until its turn is forgotten."""
+    async def offer(self, key: TransitionKey, queue: WorkQueue[Any, Any]) -> None:
+        """Let peers steal from a queue, until its iteration is forgotten."""
         slot = self._slot(key)
         if not slot.done():
-            slot.set_result(pile)
+            slot.set_result(queue)
 
     async def handle(self, request: Request) -> Reply:
-        """Answer a peer, as soon as this worker has got to what it asks for."""
+        """Answer a peer, as soon as this worker has come to the node it asks about."""
         if request.key.run != self.run or request.key.sequence < self._forgotten:
             raise PeerError(f"refused {request.key}: there is no such work here")
-        pile = await asyncio.shield(self._slot(request.key))
+        queue = await asyncio.shield(self._slot(request.key))
         if request.op == Op.STEAL:
-            most = request.body.get("most")
-            if not isinstance(most, int) or not 0 < most <= _MOST:
-                raise PeerError(f"asked for {most!r} items: expected 1 to {_MOST}")
-            return Reply({"items": [[number, pile.codec.pack_item(item)] for number, item in pile.lend(most)]})
+            limit = request.body.get("limit")
+            if not isinstance(limit, int) or not 0 < limit <= _MAX_ITEMS:
+                raise PeerError(f"asked for {limit!r} items: expected 1 to {_MAX_ITEMS}")
+            return Reply({"items": [[number, queue.codec.pack_item(item)] for number, item in queue.steal(limit)]})
         for number, result in _pairs(request.body.get("results")):
-            pile.put_back(number, pile.codec.read_result(result))
+            queue.complete_stolen(number, queue.codec.read_result(result))
         return Reply()
 
-    async def ask(self, peer: str, key: TransitionKey, most: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
-        """Items of a peer that are this worker's to do now."""
-        reply = await self.transport.request(peer, Request(Op.STEAL, key, {"most": min(most, _MOST)}))
+    async def steal_from(self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
+        """Return items of a peer that are now this worker's to compute; none when all of its items are begun."""
+        reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, _MAX_ITEMS)}))
         return [(number, codec.read_item(item)) for number, item in _pairs(reply.header.get("items"))]
 
-    async def bring_back(self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]) -> None:
-        await self.transport.request(peer, Request(Op.BRING, key, {"results": [list(pair) for pair in results]}))
+    async def return_results(self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]) -> None:
+        """Send the results of stolen items to their owner."""
+        await self.transport.request(peer, Request(Op.RETURN, key, {"results": [list(pair) for pair in results]}))
 
     def forget(self, before: int) -> None:
-        """Drop what belongs to turns before sequence number ``before``."""
+        """Drop the queues of iterations before sequence number ``before``."""
         self._forgotten = max(self._forgotten, before)
-        for key in [key for key in self._piles if key.sequence < before]:
-            self._piles.pop(key).cancel()
+        for key in [key for key in self._queues if key.sequence < before]:
+            self._queues.pop(key).cancel()
 
     def abort(self, reason: str) -> None:
-        """Wake every peer that waits here, now and later."""
+        """Wake every peer that waits here, now and later, with Aborted."""
         self._aborted = reason
-        for slot in self._piles.values():
+        for slot in self._queues.values():
             self._fail(slot)
 
-    def _slot(self, key: TransitionKey) -> asyncio.Future[Pile[Any, Any]]:
-        if key not in self._piles:
-            self._piles[key] = asyncio.get_running_loop().create_future()
+    def _slot(self, key: TransitionKey) -> asyncio.Future[WorkQueue[Any, Any]]:
+        if key not in self._queues:
+            self._queues[key] = asyncio.get_running_loop().create_future()
             if self._aborted is not None:
-                self._fail(self._piles[key])
-        return self._piles[key]
+                self._fail(self._queues[key])
+        return self._queues[key]
 
-    def _fail(self, slot: asyncio.Future[Pile[Any, Any]]) -> None:
+    def _fail(self, slot: asyncio.Future[WorkQueue[Any, Any]]) -> None:
         if not slot.done():
             slot.set_exception(Aborted(self._aborted or ""))
             slot.exception()  # marks it as seen: nobody may be waiting
@@ -149,93 +146,135 @@ class Stealing:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Whose item it is, None this worker's own, and which of its."""
+    """Names an item that was taken: its number at its owner, and the owner."""
 
     owner: str | None
+    """The peer; None for an item of this worker's own."""
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class LoopCalls:
-    """How another thread calls the loop."""
+class LoopBridge:
+    """Lets a node's thread run coroutines on the event loop and wait for them."""
 
     submit: Callable[[Coroutine[Any, Any, Any]], Future[Any]]
     wait: Callable[[Future[Any]], Any]
-    """What was submitted has given. Aborted when the worker is told to stop."""
+    """Returns the result of a submitted coroutine. Aborted when the worker is told to stop meanwhile."""
     check: Callable[[], None]
-    """Aborted when the worker was told to stop."""
+    """Raises Aborted when the worker was told to stop."""
 
 
-class SharedWork(Generic[I, R]):
-    """A pile as the thread sees it that works on it, and on what it takes over from ``peers``, asked in this order."""
+class StealableQueue(Generic[I, R]):
+    """Hands a node's thread items to compute, its own first and then stolen ones, and collects the results.
+
+    ``peers`` are asked in this order, one at a time. Everything here is called from the node's thread.
+    """
 
     def __init__(
         self,
-        pile: Pile[I, R],
+        queue: WorkQueue[I, R],
         key: TransitionKey,
         peers: Sequence[str],
-        stealing: Stealing,
-        calls: LoopCalls,
+        service: StealService,
+        bridge: LoopBridge,
     ) -> None:
-        self._pile, self._key, self._stealing, self._calls = pile, key, stealing, calls
-        self._peers = list(peers[:ASKED])
-        self._asked: Future[Any] | None = None
-        self._back: dict[str, list[tuple[int, Any]]] = {}
-        self._bringing: list[Future[Any]] = []
+        self._queue, self._key, self._service, self._bridge = queue, key, service, bridge
+        self._peers = list(peers[:_MAX_PEERS])
+        self._stealing: Future[Any] | None = None
+        self._computed: dict[str, list[tuple[int, Any]]] = {}
+        self._returning: list[Future[Any]] = []
         self.taken_over = 0
-        calls.wait(calls.submit(stealing.open(key, pile)))
+        bridge.wait(bridge.submit(service.offer(key, queue)))
 
     def take(self, most: int, *, wait: bool) -> list[tuple[Ticket, I]]:
-        """Up to ``most`` items to begin with, own ones first. None are left anywhere when ``wait`` gives none; without
-        it, others may still be on their way.
+        """Return up to ``most`` items to begin, each with a ticket for its result.
+
+        None come with ``wait`` only when none are left anywhere; without it, stolen ones may still be on their way.
         """
-        self._calls.check()
-        self._bring_back()
-        if own := self._pile.take(most):
+        self._bridge.check()
+        self._return_results()
+        if own := self._queue.pop(most):
             return [(Ticket(None, number), item) for number, item in own]
-        if self._asked is None and self._peers:
-            self._asked = self._calls.submit(self._steal(most))
-        if self._asked is None or not (wait or self._asked.done()):
+        if self._stealing is None and self._peers:
+            self._stealing = self._bridge.submit(self._steal(most))
+        if self._stealing is None or not (wait or self._stealing.done()):
             return []
-        asked, self._asked = self._asked, None
-        peer, items = self._calls.wait(asked)
+        stealing, self._stealing = self._stealing, None
+        peer, items = self._bridge.wait(stealing)
         self.taken_over += len(items)
         return [(Ticket(peer, number), item) for number, item in items]
 
     def give(self, ticket: Ticket, result: R) -> None:
+        """Store the result of an item; one that was stolen goes back to its owner with the next ``take``."""
         if ticket.owner is None:
-            self._pile.put(ticket.number, result)
+            self._queue.complete(ticket.number, result)
         else:
-            packed = self._pile.codec.pack_result(result)
-            self._back.setdefault(ticket.owner, []).append((ticket.number, packed))
+            packed = self._queue.codec.pack_result(result)
+            self._computed.setdefault(ticket.owner, []).append((ticket.number, packed))
 
     def results(self) -> list[R]:
-        """Of this worker's own items, in order, when all are there."""
-        self._bring_back()
-        for bringing in self._bringing:
-            self._calls.wait(bringing)
-        while (results := self._pile.results(timeout=0.1)) is None:
-            self._calls.check()
+        """Wait for the results of this worker's own items, wherever they are computed, and return them in order."""
+        self._return_results()
+        for returning in self._returning:
+            self._bridge.wait(returning)
+        while (results := self._queue.results(timeout=0.1)) is None:
+            self._bridge.check()
         return results
 
-    async def _steal(self, most: int) -> tuple[str, list[tuple[int, I]]]:
+    async def _steal(self, limit: int) -> tuple[str, list[tuple[int, I]]]:
         while self._peers:
-            if items := await self._stealing.ask(self._peers[0], self._key, most, self._pile.codec):
+            if items := await self._service.steal_from(self._peers[0], self._key, limit, self._queue.codec):
                 return self._peers[0], items
-            self._peers.pop(0)  # its items are all begun: none will wait there again
+            self._peers.pop(0)  # its items are all begun, and no new ones come: it need not be asked again
         return "", []
 
-    def _bring_back(self) -> None:
-        back, self._back = self._back, {}
-        self._bringing += [
-            self._calls.submit(self._stealing.bring_back(owner, self._key, results)) for owner, results in back.items()
+    def _return_results(self) -> None:
+        computed, self._computed = self._computed, {}
+        self._returning += [
+            self._bridge.submit(self._service.return_results(owner, self._key, results))
+            for owner, results in computed.items()
         ]
 
 
 def _pairs(value: object) -> list[tuple[int, object]]:
-    if not isinstance(value, list | tuple) or len(value) > _MOST:
-        raise PeerError(f"received {str(value)[:80]!r}: expected a list of at most {_MOST} items")
+    """Return numbered items or results that a peer sent. PeerError when ``value`` is no list of pairs."""
+    if not isinstance(value, list | tuple) or len(value) > _MAX_ITEMS:
+        raise PeerError(f"received {str(value)[:80]!r}: expected a list of at most {_MAX_ITEMS} items")
     for pair in value:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], int):
             raise PeerError(f"received {str(pair)[:80]!r}: expected a number and an item")
     return [(pair[0], pair[1]) for pair in value]
+
+
+@dataclass(slots=True)
+class StealableQueues:
+    """Makes a worker's stealable queues, one for each call. ``placement`` is the workers of each role."""
+
+    worker: str
+    placement: Mapping[str, Sequence[str]]
+    service: StealService
+    loop: asyncio.AbstractEventLoop
+    stop: StopFlag
+    _latest: tuple[int, str] = (-1, "")
+    _calls: int = 0
+
+    def __call__(
+        self, iteration: Iteration, node: Node, items: Sequence[Any], codec: Codec[Any, Any]
+    ) -> StealableQueue[Any, Any]:
+        """Return a queue of ``items`` that the other workers of the node's role may steal from.
+
+        Called from the node's thread, any number of times an iteration, but as often on each worker of the role: the
+        count is part of the key by which queues of different workers belong together.
+        """
+        self._calls = self._calls + 1 if self._latest == (iteration.sequence, node.name) else 0
+        self._latest = (iteration.sequence, node.name)
+        workers = list(self.placement[node.role])
+        at = workers.index(self.worker)
+        key = TransitionKey(self.service.run, iteration.sequence, f"{iteration.phase}/{node.name}/{self._calls}")
+        bridge = LoopBridge(
+            partial(asyncio.run_coroutine_threadsafe, loop=self.loop),
+            partial(finished, stop=self.stop),
+            self.stop.check,
+        )
+        peers = workers[at + 1 :] + workers[:at]  # from the next one on, so that not all ask the same one first
+        return StealableQueue(WorkQueue(items, codec), key, peers, self.service, bridge)

@@ -1,10 +1,22 @@
-"""Inputs that several files share, and every surrogate as it is called."""
+"""Loss inputs that several test files share, and every surrogate with the options it is tested with."""
 
 from functools import partial
 
 import torch
 
-from siirl_dask.algorithms import LossInputs, cispo, clip_cov, cpgd, gmpo, gspo, kl_cov, policy_gradient, ppo_clip
+from siirl_dask.algorithms import (
+    LossInputs,
+    cispo,
+    clip_cov,
+    cpgd,
+    gmpo,
+    gspo,
+    kl_cov,
+    policy_gradient,
+    ppo_clip,
+    sapo,
+    sequence_clip,
+)
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 SURROGATES = {
@@ -18,11 +30,14 @@ SURROGATES = {
     "cpgd without drift": partial(cpgd, drift=0.0),
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "sapo": sapo,
+    "sequence_clip": sequence_clip,
 }
 
 
 def inputs(logprobs, old, advantages, **others):
-    given = {
+    """LossInputs of one row; the sampler is the old policy, and no token is covariant, unless ``others`` say so."""
+    defaults = {
         "logprobs": torch.as_tensor(logprobs),
         "old_logprobs": torch.as_tensor(old),
         "advantages": torch.as_tensor(advantages),
@@ -31,7 +46,7 @@ def inputs(logprobs, old, advantages, **others):
         "offsets": torch.tensor([0, len(logprobs)]),
         "columns": {"covariant": torch.zeros(len(logprobs), dtype=torch.bool)},
     }
-    return LossInputs(**given | others)
+    return LossInputs(**defaults | others)
 
 
 EXAMPLE = inputs([-0.5, -1.5, -0.5, -1.0], [-1.0, -1.0, -1.0, -3.0], [1.0, 1.0, -1.0, -1.0])

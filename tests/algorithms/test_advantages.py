@@ -1,25 +1,58 @@
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.algorithms import Outcomes, dr_grpo, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms import Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.testing.local_pool import ThreadPeers
 
 REWARDS = st.floats(-10, 10, width=32)
 GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=6), min_size=1, max_size=5)
-OF_GROUPS = [grpo, dr_grpo, rloo, opo, pass_at_k]
-every_advantage = pytest.mark.parametrize("advantage", OF_GROUPS)
+PASS_AT_K_STD = partial(pass_at_k, divide_by_std=True)
+GRPO_BATCH = partial(grpo, scale="batch")
+PER_GROUP = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "pass_at_k": pass_at_k,
+    "pass_at_k divided by std": PASS_AT_K_STD,
+}
+GPG_STD = partial(gpg, divide_by_std=True)
+PER_BATCH = {"grpo over the batch": GRPO_BATCH, "gpg": gpg, "gpg divided by std": GPG_STD}
+every_advantage = pytest.mark.parametrize(
+    "advantage", [*PER_GROUP.values(), *PER_BATCH.values()], ids=[*PER_GROUP, *PER_BATCH]
+)
+every_group_advantage = pytest.mark.parametrize("advantage", PER_GROUP.values(), ids=PER_GROUP)
+every_batch_advantage = pytest.mark.parametrize("advantage", PER_BATCH.values(), ids=PER_BATCH)
 
 
-def flat(groups, lengths=None):
+def outcomes_of(groups, lengths=None):
+    """Outcomes of groups of rewards, one list per group; lengths count up from 1 unless given."""
     rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float32)
     ids = torch.tensor([i for i, group in enumerate(groups) for _ in group], dtype=torch.int64)
     lengths = torch.arange(1, len(rewards) + 1) if lengths is None else torch.tensor(lengths)
     return Outcomes(rewards=rewards, group_ids=ids, lengths=lengths)
 
 
-def some(outcomes, rows):
+def select_rows(outcomes, rows):
     return Outcomes(rewards=outcomes.rewards[rows], group_ids=outcomes.group_ids[rows], lengths=outcomes.lengths[rows])
+
+
+def on_workers(advantage, outcomes, owners, workers):
+    """The advantages of all rows, when ``owners`` [groups] says which worker holds each group."""
+    peers = ThreadPeers(workers)
+    masks = [torch.tensor(owners, dtype=torch.int64)[outcomes.group_ids] == worker for worker in range(workers)]
+    parts = [replace(select_rows(outcomes, mask), all_sum=peers.at(rank).all_sum) for rank, mask in enumerate(masks)]
+    result = torch.full_like(outcomes.rewards, float("nan"))
+    with ThreadPoolExecutor(workers) as threads:
+        for mask, advantages in zip(masks, threads.map(advantage, parts), strict=True):
+            result[mask] = advantages
+    return result
 
 
 @pytest.mark.parametrize(
@@ -39,79 +72,125 @@ def some(outcomes, rows):
         (pass_at_k, [[0.7]], [0]),
         (grpo, [[0.1, 0.1, 0.1]], [0, 0, 0]),
         (rloo, [[1, 0], [0.5], [2, 4]], [1, -1, 0, -2, 2]),
+        (partial(grpo, epsilon=1e-4), [[1, 0, 1, 0]], [0.865875, -0.865875, 0.865875, -0.865875]),  # .5 / .5774503
+        (GRPO_BATCH, [[1, 0], [1, 1]], [0.999998, -0.999998, 0, 0]),  # mean .75, variance .75 / 3: std .5
+        (partial(GRPO_BATCH, epsilon=0.5), [[1, 0], [1, 1]], [0.5, -0.5, 0, 0]),
+        (GRPO_BATCH, [[1, 0], [3]], [0.327327, -0.327327, 1.963960]),  # mean 4 / 3, variance 7 / 3; a group of one: 3
+        (GRPO_BATCH, [[0.7]], [0.6999993]),
+        (GRPO_BATCH, [[2], [2]], [1.999998, 1.999998]),  # no spread: std 1
+        (PASS_AT_K_STD, [[1, 0.5, 0, 0]], [1.044464, 0, 0, 0]),  # .5 / .478714
+        (PASS_AT_K_STD, [[-3, -1]], [0, 1.414213]),
+        (partial(PASS_AT_K_STD, epsilon=0.5), [[1, 0.5, 0, 0]], [0.510875, 0, 0, 0]),
+        (PASS_AT_K_STD, [[0.7]], [0]),
+        (gpg, [[1, 0], [1, 1], [0, 0], [0.5, 0]], [1, -1, 0, 0, 0, 0, 0.5, -0.5]),  # two groups of four: alpha 2
+        (gpg, [[1, 0], [0, 0.5]], [0.5, -0.5, -0.25, 0.25]),
+        (gpg, [[0.7], [1, 1]], [1.4, 0, 0]),
+        (GPG_STD, [[1, 0, 1, 0], [1, 1]], [1.732048, -1.732048, 1.732048, -1.732048, 0, 0]),
+        (partial(GPG_STD, epsilon=1e-4), [[1, 0, 1, 0]], [0.865875, -0.865875, 0.865875, -0.865875]),
     ],
 )
 def test_hand_checked_values(advantage, groups, expected):
-    torch.testing.assert_close(advantage(flat(groups)), torch.tensor(expected).float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantage(outcomes_of(groups)), torch.tensor(expected).float(), atol=1e-6, rtol=0)
 
 
 def test_opo_weighs_rewards_by_length():
     # (1 * 1 + 0 * 3) / 4 = .25
-    assert opo(flat([[1, 0]], lengths=[1, 3])).tolist() == [0.75, -0.25]
-    assert opo(flat([[1, 0]], lengths=[0, 3])).tolist() == [1, 0]
-    assert opo(flat([[1, 0]], lengths=[0, 0])).tolist() == [0, 0]
+    assert opo(outcomes_of([[1, 0]], lengths=[1, 3])).tolist() == [0.75, -0.25]
+    assert opo(outcomes_of([[1, 0]], lengths=[0, 3])).tolist() == [1, 0]
+    assert opo(outcomes_of([[1, 0]], lengths=[0, 0])).tolist() == [0, 0]
 
 
 def test_remax_compares_with_the_greedy_response():
-    outcomes = flat([[1, 0]])
-    baselines = torch.tensor([0.25, 0.5])
-    given = Outcomes(
-        rewards=outcomes.rewards, group_ids=outcomes.group_ids, lengths=outcomes.lengths, baselines=baselines
-    )
-    assert remax(given).tolist() == [0.75, -0.5]
+    outcomes = replace(outcomes_of([[1, 0]]), baselines=torch.tensor([0.25, 0.5]))
+    assert remax(outcomes).tolist() == [0.75, -0.5]
 
 
-def test_remax_without_greedy_responses_says_what_to_add():
+def test_remax_without_baselines_names_the_nodes_to_add():
     with pytest.raises(ValueError, match="take_greedy_baselines"):
-        remax(flat([[1, 0]]))
+        remax(outcomes_of([[1, 0]]))
 
 
 @every_advantage
 @given(reward=REWARDS, count=st.integers(2, 9))
-def test_equal_rewards_have_no_advantage_at_all(advantage, reward, count):
-    assert advantage(flat([[reward] * count])).tolist() == [0.0] * count
+def test_equal_rewards_have_advantage_0_exactly(advantage, reward, count):
+    assert advantage(outcomes_of([[reward] * count])).tolist() == [0.0] * count
 
 
 @pytest.mark.parametrize("advantage", [dr_grpo, rloo])
 @given(groups=GROUPS)
-def test_a_group_sums_to_nothing(advantage, groups):
-    outcomes = flat([group for group in groups if len(group) > 1])
+def test_the_advantages_of_a_group_sum_to_0(advantage, groups):
+    outcomes = outcomes_of([group for group in groups if len(group) > 1])
     total = torch.zeros(len(groups)).index_add(0, outcomes.group_ids, advantage(outcomes))
     torch.testing.assert_close(total, torch.zeros(len(groups)), atol=1e-4, rtol=0)
 
 
 @every_advantage
-def test_no_rows_no_advantages(advantage):
-    result = advantage(flat([]))
+def test_no_rows_give_an_empty_result(advantage):
+    result = advantage(outcomes_of([]))
     assert (result.shape, result.dtype) == ((0,), torch.float32)
 
 
-@every_advantage
+@every_group_advantage
 @given(groups=GROUPS)
-def test_a_group_gets_the_same_bits_alone_and_beside_others(advantage, groups):
-    outcomes = flat(groups)
+def test_other_groups_change_no_bit_of_a_groups_advantages(advantage, groups):
+    outcomes = outcomes_of(groups)
     together = advantage(outcomes)
     for group in range(len(groups)):
-        mine = outcomes.group_ids == group
-        assert torch.equal(advantage(some(outcomes, mine)), together[mine])
+        members = outcomes.group_ids == group
+        assert torch.equal(advantage(select_rows(outcomes, members)), together[members])
 
 
 @every_advantage
 @given(groups=GROUPS, data=st.data())
 def test_row_order_changes_no_bit(advantage, groups, data):
-    outcomes = flat(groups)
+    outcomes = outcomes_of(groups)
     order = torch.tensor(data.draw(st.permutations(range(len(outcomes.rewards)))))
-    assert torch.equal(advantage(some(outcomes, order)), advantage(outcomes)[order])
+    assert torch.equal(advantage(select_rows(outcomes, order)), advantage(outcomes)[order])
 
 
-@every_advantage
+@every_batch_advantage
+@given(groups=GROUPS, data=st.data())
+def test_scaling_over_the_batch_does_not_depend_on_the_number_of_workers(advantage, groups, data):
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=len(groups), max_size=len(groups)))
+    outcomes = outcomes_of(groups)
+    torch.testing.assert_close(on_workers(advantage, outcomes, owners, 3), advantage(outcomes))
+
+
+@pytest.mark.parametrize("advantage", [*PER_GROUP.values(), gpg, GPG_STD])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_a_reward_that_is_not_finite_is_not_hidden(advantage, number):
-    given = advantage(flat([[1.0, number], [number, -number, 0.0], [1.0, 0.0]]))
-    assert given.isfinite().tolist() == [False, False, False, False, False, True, True]
+def test_a_nonfinite_reward_shows_in_its_own_group_alone(advantage, number):
+    advantages = advantage(outcomes_of([[1.0, number], [number, -number, 0.0], [1.0, 0.0]]))
+    assert advantages.isfinite().tolist() == [False, False, False, False, False, True, True]
 
 
-def test_rewards_and_groups_of_other_lengths_are_refused():
+@given(groups=st.lists(st.lists(REWARDS, min_size=2, max_size=6), min_size=1, max_size=5), agreeing=st.integers(0, 5))
+def test_groups_of_equal_rewards_do_not_shrink_gpgs_step(groups, agreeing):
+    """Summed over the batch and divided by its groups, advantages are those of the groups that disagree alone."""
+    disagreeing = [group for group in groups if len(set(group)) > 1]
+    alone, diluted = outcomes_of(disagreeing), outcomes_of([*disagreeing, *[[1.0, 1.0]] * agreeing])
+    mean_alone = gpg(alone).abs().sum() / max(1, len(disagreeing))
+    mean_diluted = gpg(diluted).abs().sum() / max(1, len(disagreeing) + agreeing)
+    torch.testing.assert_close(mean_diluted, mean_alone)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_nonfinite_reward_makes_a_batch_scale_nan_in_every_row(number):
+    assert GRPO_BATCH(outcomes_of([[1.0, number], [-number, number], [1.0, 0.0]])).isnan().all()
+
+
+@pytest.mark.parametrize("advantage", [grpo, GRPO_BATCH, pass_at_k, GPG_STD])
+@pytest.mark.parametrize("epsilon", [0, -1e-6, float("nan")])
+def test_an_epsilon_of_0_or_less_is_refused(advantage, epsilon):
+    with pytest.raises(ValueError, match=r"epsilon=.*: expected more than 0"):
+        advantage(outcomes_of([[1, 1]]), epsilon=epsilon)
+
+
+def test_an_unknown_scale_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="scale='none': expected 'group' or 'batch'; dr_grpo"):
+        grpo(outcomes_of([[1, 0]]), scale="none")
+
+
+def test_tensors_of_different_shapes_are_refused():
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"rewards \[2\] and group_ids \[3\]"):
         grpo(Outcomes(rewards=torch.zeros(2), group_ids=ids, lengths=ids))

@@ -40,7 +40,7 @@ def weights_of(aggregate, lengths, totals):
         ("sequence_mean_token_sum_norm", 0.875),  # 7 / 8
     ],
 )
-def test_by_hand(name, expected):
+def test_hand_checked_values(name, expected):
     lengths, losses = [1, 0, 3], torch.tensor([2.0, 3.0, 4.0, 5.0])
     loss = (losses * weights_of(AGGREGATIONS[name], lengths, totals_of(lengths))).sum()
     assert_close(loss, torch.tensor(expected))
@@ -48,30 +48,30 @@ def test_by_hand(name, expected):
 
 @every_aggregation
 @given(lengths=st.lists(st.integers(0, 5), max_size=8), data=st.data())
-def test_the_sum_is_the_same_however_rows_are_shared_out(aggregate, lengths, data):
+def test_the_loss_does_not_depend_on_how_workers_divide_the_rows(aggregate, lengths, data):
     owners = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
     losses = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(len(lengths)))
     totals, rows = totals_of(lengths), losses.split(lengths)
-    shared = torch.zeros((), dtype=torch.float64)
-    for owner in range(3):
-        mine = [row for row, at in enumerate(owners) if at == owner]
-        part = torch.cat([losses[:0], *(rows[row] for row in mine)])
-        shared += (part * weights_of(aggregate, [lengths[row] for row in mine], totals)).sum()
-    assert_close(shared, (losses * weights_of(aggregate, lengths, totals)).sum())
+    divided = torch.zeros((), dtype=torch.float64)
+    for worker in range(3):
+        own_rows = [row for row, owner in enumerate(owners) if owner == worker]
+        part = torch.cat([losses[:0], *(rows[row] for row in own_rows)])
+        divided += (part * weights_of(aggregate, [lengths[row] for row in own_rows], totals)).sum()
+    assert_close(divided, (losses * weights_of(aggregate, lengths, totals)).sum())
 
 
 @every_aggregation
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_no_tokens_no_weights(aggregate, lengths):
+def test_no_tokens_give_no_weights(aggregate, lengths):
     assert weights_of(aggregate, lengths, totals_of(lengths)).shape == (0,)
 
 
 @every_aggregation
-def test_a_part_without_tokens_of_a_minibatch_with_some_has_no_weights(aggregate):
+def test_a_worker_without_tokens_of_a_minibatch_gets_no_weights(aggregate):
     assert weights_of(aggregate, [0], Totals(tokens=7, rows=2)).shape == (0,)
 
 
 @pytest.mark.parametrize("length", [0, -1])
-def test_a_length_that_cannot_be_is_refused(length):
+def test_a_length_below_1_is_refused(length):
     with pytest.raises(ValueError, match="expected at least 1"):
         sequence_mean_token_sum_norm(torch.tensor([0, 2]), Totals(tokens=2, rows=1), length=length)

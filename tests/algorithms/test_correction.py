@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ CORRECTIONS = {
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 
 
-def test_by_hand():
+def test_hand_checked_values():
     assert_close(truncated_is(MISMATCH), torch.tensor([0.25, 1.0, 1.5, 2.0]))
     assert_close(truncated_is(MISMATCH, cap=1.2), torch.tensor([0.25, 1.0, 1.2, 1.2]))
     assert_close(masked_is(MISMATCH), torch.tensor([0.0, 1.0, 1.5, 0.0]))
@@ -28,47 +29,38 @@ def test_by_hand():
 
 
 @every_correction
-def test_a_sampler_that_is_the_policy_needs_no_correction(correction):
+def test_a_sampler_equal_to_the_policy_has_weight_1(correction):
     assert correction(EXAMPLE).tolist() == [1, 1, 1, 1]
 
 
 @every_correction
-def test_it_does_not_depend_on_the_current_policy_and_has_no_gradient(correction):
+def test_weights_ignore_the_current_policy_and_have_no_gradient(correction):
     old = OLD.clone().requires_grad_()
     logprobs = (EXAMPLE.logprobs + 3).requires_grad_()
-    given = inputs(logprobs, old, EXAMPLE.advantages, rollout_logprobs=MISMATCH.rollout_logprobs, offsets=TWO_ROWS)
-    assert torch.equal(correction(given), correction(MISMATCH))
-    assert not correction(given).requires_grad
+    moved = inputs(logprobs, old, EXAMPLE.advantages, rollout_logprobs=MISMATCH.rollout_logprobs, offsets=TWO_ROWS)
+    assert torch.equal(correction(moved), correction(MISMATCH))
+    assert not correction(moved).requires_grad
 
 
 @every_correction
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["old_logprobs", "rollout_logprobs"])
-def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(where, number, correction):
-    given = {"old_logprobs": OLD, "rollout_logprobs": OLD}
-    given[where] = OLD.clone()
-    given[where][1] = number
-    weights = correction(
-        inputs(
-            EXAMPLE.logprobs,
-            given["old_logprobs"],
-            EXAMPLE.advantages,
-            rollout_logprobs=given["rollout_logprobs"],
-            offsets=TWO_ROWS,
-        )
-    )
+@pytest.mark.parametrize("field", ["old_logprobs", "rollout_logprobs"])
+def test_a_nonfinite_logprob_makes_its_weight_nan_and_no_other_row(field, number, correction):
+    values = OLD.clone()
+    values[1] = number
+    weights = correction(replace(EXAMPLE, **{field: values}, offsets=TWO_ROWS))
     assert weights[1].isnan()
     assert weights[2:].tolist() == [1, 1]
 
 
 @every_correction
-def test_a_mismatch_of_100_gives_finite_weights(correction):
+def test_a_log_ratio_of_100_gives_finite_weights(correction):
     far = inputs(OLD, OLD, OLD, rollout_logprobs=OLD + torch.tensor([100.0, 100.0, -100.0, -100.0]), offsets=TWO_ROWS)
     assert correction(far).isfinite().all()
 
 
 @every_correction
-def test_no_tokens_no_weights(correction):
+def test_no_tokens_give_no_weights(correction):
     assert correction(inputs(*[torch.zeros(0)] * 3, offsets=torch.tensor([0, 0]))).shape == (0,)
 
 
@@ -79,6 +71,6 @@ def test_an_empty_range_is_refused(correction, low, high):
         correction(EXAMPLE, low=low, high=high)
 
 
-def test_a_cap_that_stops_all_learning_is_refused():
+def test_a_cap_of_0_is_refused():
     with pytest.raises(ValueError, match="cap=0: expected more than 0"):
         truncated_is(EXAMPLE, cap=0)

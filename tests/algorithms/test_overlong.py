@@ -13,20 +13,20 @@ def test_hand_checked_values():
     assert penalty.dtype == torch.float32
 
 
-def test_the_factor_scales_it():
+def test_the_factor_scales_the_penalty():
     penalty = overlong_penalty(LENGTHS, max_length=4096, buffer=512, factor=0.5)
     assert_close(penalty, torch.tensor([0.0, 0.0, 0.0, -0.25, -0.5, -0.5]))
 
 
-def test_a_buffer_as_long_as_the_response_prices_every_token():
+def test_a_buffer_of_the_whole_length_penalises_every_token():
     assert_close(overlong_penalty(torch.tensor([0, 1, 4]), max_length=4, buffer=4), torch.tensor([0.0, -0.25, -1.0]))
 
 
-def test_no_rows_no_penalties():
+def test_no_rows_give_no_penalties():
     assert overlong_penalty(torch.zeros(0, dtype=torch.int64), max_length=4, buffer=2).shape == (0,)
 
 
 @pytest.mark.parametrize("buffer", [0, -1, 5])
-def test_a_buffer_that_does_not_fit_is_refused(buffer):
+def test_a_buffer_outside_the_length_is_refused(buffer):
     with pytest.raises(ValueError, match="expected 1 to max_length=4"):
         overlong_penalty(LENGTHS, max_length=4, buffer=buffer)

@@ -14,7 +14,7 @@ def pack(rows):
 
 
 @given(rows=ROWS)
-def test_rows_are_summed_and_meant_each_for_itself(rows):
+def test_each_row_is_summed_and_averaged_by_itself(rows):
     values, offsets = pack(rows)
     sums = torch.tensor([sum(row) for row in rows], dtype=torch.float64)
     means = torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows], dtype=torch.float64)
@@ -23,26 +23,26 @@ def test_rows_are_summed_and_meant_each_for_itself(rows):
 
 
 @given(rows=ROWS)
-def test_a_rows_number_is_repeated_for_its_tokens(rows):
+def test_a_rows_number_is_repeated_for_each_of_its_tokens(rows):
     _, offsets = pack(rows)
     numbers = torch.arange(len(rows)).float()
     expected = [float(row) for row, tokens in enumerate(rows) for _ in tokens]
     assert spread(numbers, offsets).tolist() == expected
 
 
-def test_integers_stay_integers():
+def test_sums_of_integers_are_integers():
     lengths = row_sums(torch.tensor([True, False, True]).long(), torch.tensor([0, 2, 2, 3]))
     assert lengths.dtype == torch.int64
     assert lengths.tolist() == [1, 0, 1]
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_a_nonfinite_value_stays_in_its_row():
     offsets = torch.tensor([0, 2, 4])
     assert row_sums(torch.tensor([1.0, torch.nan, 2.0, 3.0]), offsets).isfinite().tolist() == [False, True]
     assert row_means(torch.tensor([1.0, torch.inf, 2.0, 3.0]), offsets).isfinite().tolist() == [False, True]
 
 
-def test_gradient_is_that_of_finite_differences_and_finite_beside_empty_rows():
+def test_gradients_are_right_and_finite_beside_empty_rows():
     offsets = torch.tensor([0, 0, 3, 3, 4, 4])
     values = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: row_sums(x, offsets), values)

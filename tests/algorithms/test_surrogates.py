@@ -1,4 +1,4 @@
-"""What holds for every surrogate, extreme inputs first."""
+"""Properties that hold for every surrogate."""
 
 from dataclasses import replace
 
@@ -8,28 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import Totals, cispo, cpgd, gmpo, gspo, ppo_clip, sequence_mean_token_mean
+from siirl_dask.algorithms import Totals, cispo, cpgd, gmpo, gspo, ppo_clip, sequence_clip, sequence_mean_token_mean
 from tests.algorithms.surrogates import EXAMPLE, SURROGATES, TWO_ROWS, inputs
 
 every_surrogate = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 READS = [
-    (name, where)
+    (name, field)
     for name in SURROGATES
-    for where in ("logprobs", "old_logprobs", "advantages")
-    if (name, where) != ("policy_gradient", "old_logprobs")
+    for field in ("logprobs", "old_logprobs", "advantages")
+    if (name, field) != ("policy_gradient", "old_logprobs")
 ]
 
 
-def gradient(surrogate, given):
-    """Of the sum of token losses."""
-    logprobs = given.logprobs.clone().requires_grad_()
-    return torch.autograd.grad(surrogate(replace(given, logprobs=logprobs)).loss.sum(), logprobs)[0]
+def gradient(surrogate, tokens):
+    """The gradient of the sum of token losses, [K]."""
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    return torch.autograd.grad(surrogate(replace(tokens, logprobs=logprobs)).loss.sum(), logprobs)[0]
 
 
 @every_surrogate
-def test_before_the_first_step_all_are_the_policy_gradient(surrogate):
-    """At ratio 1 each moves a row's tokens by its advantage, in a mean over its tokens; covariant ones apart."""
+def test_at_ratio_1_every_surrogate_is_the_policy_gradient(surrogate):
+    """Before the first step a row's tokens move by its advantage. No token is covariant here."""
     offsets, advantages = torch.tensor([0, 3, 3, 5]), torch.tensor([1.5, 1.5, 1.5, -0.5, -0.5])
     logprobs = torch.tensor([-0.5, -2.0, -0.1, -1.0, -3.0], requires_grad=True)
     on_policy = inputs(logprobs, logprobs.detach(), advantages, offsets=offsets)
@@ -39,10 +39,10 @@ def test_before_the_first_step_all_are_the_policy_gradient(surrogate):
 
 
 @every_surrogate
-def test_equal_rewards_move_nothing(surrogate):
+def test_advantages_of_0_have_no_gradient(surrogate):
     logprobs = EXAMPLE.logprobs
-    nothing = inputs(logprobs, logprobs, torch.zeros(4), offsets=TWO_ROWS)
-    assert torch.equal(gradient(surrogate, nothing), torch.zeros(4))
+    tokens = inputs(logprobs, logprobs, torch.zeros(4), offsets=TWO_ROWS)
+    assert torch.equal(gradient(surrogate, tokens), torch.zeros(4))
 
 
 @every_surrogate
@@ -54,7 +54,7 @@ def test_no_tokens_give_no_loss_and_the_same_metrics(surrogate):
 
 
 @every_surrogate
-def test_rows_without_tokens_change_nothing(surrogate):
+def test_empty_rows_change_nothing(surrogate):
     without = surrogate(replace(EXAMPLE, offsets=TWO_ROWS))
     with_empty = surrogate(replace(EXAMPLE, offsets=torch.tensor([0, 0, 2, 2, 2, 4, 4])))
     assert torch.equal(with_empty.loss, without.loss)
@@ -62,11 +62,11 @@ def test_rows_without_tokens_change_nothing(surrogate):
 
 @every_surrogate
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))
-def test_a_row_has_the_same_loss_alone_and_beside_others(surrogate, lengths, seed):
+def test_other_rows_do_not_change_a_rows_loss(surrogate, lengths, seed):
     generator = torch.Generator().manual_seed(seed)
-    old, moved, signs, chosen = torch.randn(4, sum(lengths), generator=generator)
+    old, moved, signs, covariant = torch.randn(4, sum(lengths), generator=generator)
     whole = inputs(old + moved, old, signs.sign(), offsets=torch.tensor([0, *lengths]).cumsum(0))
-    whole = replace(whole, columns={"covariant": chosen > 0})
+    whole = replace(whole, columns={"covariant": covariant > 0})
     together = surrogate(whole)
     for start, end in zip(whole.offsets.tolist(), whole.offsets.tolist()[1:], strict=False):
         row = inputs(*(values[start:end] for values in (whole.logprobs, old, whole.advantages)))
@@ -76,9 +76,9 @@ def test_a_row_has_the_same_loss_alone_and_beside_others(surrogate, lengths, see
 
 @every_surrogate
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("apart", [100.0, -100.0])
-def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, apart):
-    far = inputs([-1.0, -1.0 - max(-apart, 0)], [-1.0, -1.0 - max(apart, 0)], [advantage] * 2)
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, log_ratio):
+    far = inputs([-1.0, -1.0 - max(-log_ratio, 0)], [-1.0, -1.0 - max(log_ratio, 0)], [advantage] * 2)
     far = replace(far, columns={"covariant": torch.tensor([True, True])})
     result = surrogate(far)
     assert result.loss.isfinite().all()
@@ -88,18 +88,18 @@ def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, apart):
 
 @pytest.mark.parametrize("covariant", [False, True])
 @pytest.mark.parametrize("number", NOT_FINITE)
-@pytest.mark.parametrize(("name", "where"), READS)
-def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(name, where, number, covariant):
-    values = getattr(EXAMPLE, where).clone()
+@pytest.mark.parametrize(("name", "field"), READS)
+def test_a_nonfinite_input_shows_in_its_own_row_alone(name, field, number, covariant):
+    values = getattr(EXAMPLE, field).clone()
     values[1] = number
-    chosen = {"covariant": torch.tensor([False, covariant, False, False])}
-    loss = SURROGATES[name](replace(EXAMPLE, **{where: values}, offsets=TWO_ROWS, columns=chosen)).loss
+    columns = {"covariant": torch.tensor([False, covariant, False, False])}
+    loss = SURROGATES[name](replace(EXAMPLE, **{field: values}, offsets=TWO_ROWS, columns=columns)).loss
     assert not loss[1].isfinite()
     assert loss[2:].isfinite().all()
 
 
 @every_surrogate
-def test_metrics_are_one_number_a_token_without_gradient(surrogate):
+def test_metrics_have_one_number_per_token_and_no_gradient(surrogate):
     logprobs = EXAMPLE.logprobs.clone().requires_grad_()
     result = surrogate(replace(EXAMPLE, logprobs=logprobs))
     assert result.loss.requires_grad
@@ -114,11 +114,13 @@ def test_metrics_are_one_number_a_token_without_gradient(surrogate):
         (ppo_clip, {"clip_low": 1.5}),
         (ppo_clip, {"clip_high": -0.1}),
         (gspo, {"clip_low": -0.1}),
+        (sequence_clip, {"clip_low": 1.5}),
+        (sequence_clip, {"clip_high": -0.1}),
         (gmpo, {"clip_high": -0.1}),
         (cispo, {"clip_low": 1.5}),
         (cpgd, {"clip_low": 1.0}),
     ],
 )
-def test_bounds_that_bound_nothing_are_refused(loss, bounds):
+def test_impossible_bounds_are_refused(loss, bounds):
     with pytest.raises(ValueError, match="clip_low="):
         loss(EXAMPLE, **bounds)

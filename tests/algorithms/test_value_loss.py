@@ -8,16 +8,14 @@ from siirl_dask.algorithms import ValueInputs, value_clip
 
 
 def inputs(values, old, returns):
-    given = (torch.as_tensor(numbers) for numbers in (values, old, returns))
-    return ValueInputs(
-        **dict(zip(("values", "old_values", "returns"), given, strict=True)), offsets=torch.tensor([0, 3])
-    )
+    values, old_values, returns = (torch.as_tensor(numbers) for numbers in (values, old, returns))
+    return ValueInputs(values=values, old_values=old_values, returns=returns, offsets=torch.tensor([0, 3]))
 
 
 EXAMPLE = inputs([1.0, 2.0, 0.0], [0.0, 2.0, 1.0], [2.0, 1.0, 0.0])
 
 
-def test_by_hand():
+def test_hand_checked_values():
     # clipped values .5, 2, .5: squares max(1, 2.25), max(1, 1), max(0, .25)
     result = value_clip(EXAMPLE)
     assert_close(result.loss, torch.tensor([1.125, 0.5, 0.125]))
@@ -25,13 +23,13 @@ def test_by_hand():
     assert_close(value_clip(EXAMPLE, clip=float("inf")).loss, torch.tensor([0.5, 0.5, 0.0]))
 
 
-def test_a_clipped_value_gives_no_gradient():
+def test_a_clipped_value_has_no_gradient():
     values = EXAMPLE.values.clone().requires_grad_()
     value_clip(replace(EXAMPLE, values=values)).loss.sum().backward()
     assert_close(values.grad, torch.tensor([0.0, 1.0, 0.0]))
 
 
-def test_means_of_the_metrics_give_the_explained_variance():
+def test_the_metrics_means_give_the_explained_variance():
     values, returns = torch.randn(2, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     result = value_clip(inputs(values + returns, values, returns))
     mean = {name: float(metric.mean()) for name, metric in result.metrics.items()}
@@ -40,7 +38,7 @@ def test_means_of_the_metrics_give_the_explained_variance():
     assert explained == pytest.approx(float(1 - values.var() / returns.var()))
 
 
-def test_a_value_far_from_all_gives_finite_numbers():
+def test_values_far_from_the_returns_give_finite_numbers():
     values = torch.tensor([100.0, -100.0, 1e4], requires_grad=True)
     result = value_clip(inputs(values, [0.0, 0.0, 0.0], [0.0, 0.0, -1e4]))
     result.loss.sum().backward()
@@ -49,14 +47,14 @@ def test_a_value_far_from_all_gives_finite_numbers():
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["values", "returns"])
-def test_what_is_not_finite_is_not_hidden(where, number):
-    numbers = getattr(EXAMPLE, where).clone()
+@pytest.mark.parametrize("field", ["values", "returns"])
+def test_a_nonfinite_input_shows_in_its_own_token_alone(field, number):
+    numbers = getattr(EXAMPLE, field).clone()
     numbers[1] = number
-    assert value_clip(replace(EXAMPLE, **{where: numbers})).loss.isfinite().tolist() == [True, False, True]
+    assert value_clip(replace(EXAMPLE, **{field: numbers})).loss.isfinite().tolist() == [True, False, True]
 
 
-def test_an_old_value_that_is_nan_is_not_hidden():
+def test_a_nan_old_value_shows_in_its_own_token_alone():
     old = torch.tensor([0.0, float("nan"), 1.0])
     assert value_clip(replace(EXAMPLE, old_values=old)).loss.isfinite().tolist() == [True, False, True]
 
@@ -73,6 +71,6 @@ def test_metrics_carry_no_gradient():
     assert not any(metric.requires_grad for metric in result.metrics.values())
 
 
-def test_gradient_is_that_of_finite_differences():
+def test_gradient_equals_finite_differences():
     values, old, returns = torch.randn(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(lambda x: value_clip(inputs(x, old, returns)).loss, values.requires_grad_())

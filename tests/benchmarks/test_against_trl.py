@@ -14,9 +14,9 @@ from benchmarks.against_trl.run_ours import run_ours
 from benchmarks.against_trl.setting import Curves, Setting, prompts_in_order
 from benchmarks.against_trl.update import apart, distance, is_equal, make_trainer, our_update
 from siirl_dask.config import TrainerConfig
-from siirl_dask.testing.forward import load_model
-from siirl_dask.testing.sorting import write_digits_task
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.tasks.sorting import write_digits_task
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.testing.reference_model import load_model
 
 PAD = 256
 ROWS = Rows(
@@ -106,13 +106,13 @@ def test_the_page_says_which_losses_differ_without_a_reason_and_keeps_what_it_wa
     around = {"command": "python x.py", "machine": "a machine", "versions": "1", "day": "today", "load": 0.1}
     found_by_part = {"losses": found, "curves": {"ours": [run], "trl": [run]}, "speed": timed}
     parts = {part: {**around, "found": values} for part, values in found_by_part.items()}
-    write_page(tmp_path / "page.md", parts)
+    write_page(tmp_path / "page.md", tmp_path / "results" / "record.json", parts)
     page = (tmp_path / "page.md").read_text()
     assert "1 of 2 loss configurations" in page
     assert "no: and it should be" in page
     assert "no: it is another mean" in page
     assert "ours 90, trl 100, ratio 0.90" in page
-    assert json.loads((tmp_path / "page.json").read_text()) == parts
+    assert json.loads((tmp_path / "results" / "record.json").read_text()) == parts
     assert (tmp_path / "page.png").stat().st_size > 0
 
 

@@ -7,15 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.cli import dags, main
-from siirl_dask.configfile import load, shipped
+from siirl_dask.cli import main
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Standing, show_standing, write_standing
-from siirl_dask.planner.canonical import canonical
-from siirl_dask.recorded import recorded_scoring
+from siirl_dask.planner.names import canonical
 from siirl_dask.rewards import exact_match, weighted_sum
-from siirl_dask.runfolder import describe
-from siirl_dask.testing.sorting import digit_fraction
+from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.reader import open_run
+from siirl_dask.tasks.sorting import digit_fraction
 from tests.conftest import digits_overrides
 
 
@@ -34,8 +35,8 @@ def recorded(task, url, text=""):
     """What a run writes down of itself; ``text`` is YAML over the quickstart's."""
     file = url.with_suffix(".yaml")
     file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
-    loaded = load(file, digits_overrides(task, url))
-    describe(loaded.config, dags(loaded)[0], again=False)
+    loaded = load_config_file(file, digits_overrides(task, url))
+    write_identity(loaded.config, dags(loaded)[0], replace=False)
 
 
 MODEL = ["model", "--data", "test.parquet"]
@@ -44,7 +45,7 @@ REFUSED = {
     "run 'run' has no checkpoint": ["run", *MODEL[1:]],
     "no table at": ["model", "--data", "tset.parquet"],
     "has no column 'question'": [*MODEL, "data.prompt=question"],
-    "no 'sorce' (there is: ['source']); did you mean 'source'?": [*MODEL, "validation.source=info.sorce"],
+    "no 'sorce' (there is: ['source']); did you mean 'source'?": [*MODEL, "validation.source_column=info.sorce"],
     "the defaults: validation.k=[1, 8]: 8 of": [*MODEL, "--n", "4", "--k", "1,8", "--temperature", "1"],
     "validation.n=8 with validation.temperature=0": [*MODEL, "--n", "8", "--temperature", "0"],
     "validation.k[1]='x': expected a whole number": [*MODEL, "--k", "1,x"],
@@ -70,24 +71,24 @@ def test_a_run_is_scored_as_its_dag_says_and_not_by_a_key_that_it_did_not_use(di
     role["with"]["reward"] = {"run": "siirl_dask.rewards:weighted_sum", "with": options}
     nodes = {"reward": {"with": {"columns": ["answer"]}}}
     recorded(digits_task, tmp_path / "own", f"roles: {json.dumps({'reward': role})}\nnodes: {json.dumps(nodes)}\n")
-    found = recorded_scoring(str(tmp_path / "own"))
+    found = open_run(str(tmp_path / "own")).scoring()
     expected = partial(weighted_sum, rewards={"right": exact_match}, weights={"right": 2.0})
     assert canonical(found.reward) == canonical(expected)
     assert found.columns == ("answer",)
     assert found.reward(prompt="", response="a", answer="a")["reward"] == 2.0
     recorded(digits_task, tmp_path / "plain")
-    assert recorded_scoring(str(tmp_path / "plain")).reward is digit_fraction
+    assert open_run(str(tmp_path / "plain")).scoring().reward is digit_fraction
 
 
 def test_a_run_whose_reward_is_not_here_asks_for_one(digits_task, tmp_path):
     recorded(digits_task, tmp_path / "run")
     file = tmp_path / "run" / "dag.json"
-    file.write_text(file.read_text().replace("siirl_dask.testing.sorting:digit_fraction", "__main__:my_reward"))
+    file.write_text(file.read_text().replace("siirl_dask.tasks.sorting:digit_fraction", "__main__:my_reward"))
     with pytest.raises(ConfigError, match=r"no function 'my_reward'.*name one with --reward"):
-        recorded_scoring(str(tmp_path / "run"))
+        open_run(str(tmp_path / "run")).scoring()
     file.write_text('{"roles": {}, "nodes": []}')
     with pytest.raises(ConfigError, match="has no reward function: name one with --reward"):
-        recorded_scoring(str(tmp_path / "run"))
+        open_run(str(tmp_path / "run")).scoring()
 
 
 STANDING = Standing(

@@ -8,24 +8,25 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from siirl_dask.checkpoints import Checkpoints, State
-from siirl_dask.cli import dags, main
-from siirl_dask.config import Engine, ModelConfig, RolloutConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.cli import main
+from siirl_dask.commands.export import export
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig, VllmConfig
+from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
+from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
-from siirl_dask.export import export
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.runfolder import describe
-from siirl_dask.testing.forward import load_model, response_logprobs
+from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.folder import write_identity
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.testing.reference_model import load_model, response_logprobs
 from siirl_dask.testing.rows import LENGTHS, random_rows, split_rows
-from siirl_dask.testing.tiny import tiny_model
 from siirl_dask.training import build_trainer
-from siirl_dask.training.checkpoint import DistributedCheckpoint
+from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from tests.conftest import digits_overrides
 
 ROWS = random_rows(LENGTHS)
-KINDS = {"tied": (True, []), "untied": (False, []), "adapters": (True, ["trainer.lora_rank=4"])}
+KINDS = {"tied": (True, []), "untied": (False, []), "adapters": (True, ["trainer.lora.rank=4"])}
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def run(request, digits_task, tmp_path):
     tied, options = KINDS[getattr(request, "param", "tied")]
     url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=tied)
     more = [f"model.path={base}", "trainer.ema_decay=0.9", *options]
-    file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
+    file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
     config = file.config
-    describe(config, dags(file)[0], again=False)
+    write_identity(config, dags(file)[0], replace=False)
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     checkpoints = Checkpoints(url, "a", keep=9)
     for step in (1, 2):
@@ -71,7 +72,7 @@ def test_vllm_says_of_its_tokens_what_transformers_says_of_the_exported_model(ru
     url, base, _ = run
     export(url, str(tmp_path / "out"))
     prompts = [row[:n].tolist() for row, n in split_rows(ROWS)]
-    rollout = RolloutConfig(engine=Engine.vllm, kv_cache_memory="64MiB")
+    rollout = RolloutConfig(engine=Engine.vllm, vllm=VllmConfig(kv_cache_memory="64MiB"))
     engine = build_engine(Device("w"), Rank(), model=ModelConfig(path=str(tmp_path / "out")), rollout=rollout)
     try:
         samples = engine.generate(prompts, range(len(prompts)), Sampling(max_tokens=12))

@@ -10,16 +10,16 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM
 
-from siirl_dask.cli import dags, main
-from siirl_dask.configfile import load, shipped
+from siirl_dask.cli import main
+from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.context import Device, Rank
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.driver.preflight import check
+from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, PlanError
-from siirl_dask.memory import memory_of
-from siirl_dask.parameters import Parameters, count_parameters
-from siirl_dask.phases import plan_phases, worker_names
+from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import dag_from_spec
-from siirl_dask.run import run
-from siirl_dask.testing.checkpoints import flat
+from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
 
@@ -90,7 +90,7 @@ def test_parameters_are_counted_from_headers(digits_task, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(digits_task.model)
     sizes = [parameter.numel() for parameter in model.parameters()]
     found = count_parameters(str(digits_task.model))
-    assert found == Parameters(sum(sizes), len(sizes), max(sizes), found.layer)
+    assert found == ModelSize(sum(sizes), len(sizes), max(sizes), found.layer)
     assert 0 < 2 * found.layer < found.total, "of two equal layers, and embeddings besides"
     assert count_parameters(str(tmp_path)) is None
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100)
@@ -99,15 +99,15 @@ def test_parameters_are_counted_from_headers(digits_task, tmp_path):
 
 
 def memories(overrides):
-    file = load(KL, overrides)
+    file = load_config_file(KL, overrides)
     dag, validation = dags(file)
     phases = plan_phases(file.config, dag, validation, worker_names(file.config))
-    return {tuple(one.roles): one for one in memory_of(file.config, phases)}
+    return {tuple(one.roles): one for one in check(file.config, phases).memory}
 
 
-@pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora_rank=4"]])
+@pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora.rank=4"]])
 def test_a_checkpoint_written_meanwhile_counts_as_much_as_the_trainers_state(digits, options):
-    found, config = memories([*digits, *options]), load(KL, [*digits, *options]).config
+    found, config = memories([*digits, *options]), load(KL, [*digits, *options])
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     tensors = [tensor for tensor in flat(trainer.state()).values() if tensor.ndim]
     assert found["policy",].checkpoint == sum(4 * tensor.numel() for tensor in tensors)
@@ -124,7 +124,7 @@ def test_vllm_counts_with_the_cache_that_it_has_on_a_cpu(digits):
 
     weights = rollout()
     assert rollout("rollout.engine=vllm") == weights + 2**30
-    assert rollout("rollout.engine=vllm", "rollout.kv_cache_memory=64MiB") == weights + 2**26
+    assert rollout("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=64MiB") == weights + 2**26
 
 
 def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
@@ -137,7 +137,7 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
     for group, role in ((("rollout", "reward"), "rollout"), (("policy",), "policy")):
         wide, narrow = (found[group].roles[role] for found in (small, halved))
         assert narrow == (wide // 2 if role == "rollout" else wide)  # what learns is float32 in any case
-    cached = memories([*digits, "rollout.kv_cache_memory=1GiB"])["rollout", "reward"].roles["rollout"]
+    cached = memories([*digits, "rollout.vllm.kv_cache_memory=1GiB"])["rollout", "reward"].roles["rollout"]
     assert cached == small["rollout", "reward"].roles["rollout"] + 2**30
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_fit_is_refused_by_plan_and_by_run(capsys, digits, tmp_path,
     error = refused(capsys, *digits, *overrides)
     for part in (*parts, "may each come to need"):
         assert part in error
-    file = load(KL, [*digits, *overrides])
+    file = load_config_file(KL, [*digits, *overrides])
     with pytest.raises(PlanError, match="may each come to need"):
         run(file.config, *dags(file))
     assert not (tmp_path / "run").exists()
@@ -175,7 +175,7 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     assert set(given) == {"version", "notes", "phases", "memory"}
     train = given["phases"]["train"]
     assert set(train) == {"prompts", "workers", "placement", "dag", "contracts", "chains", "edges"}
-    dag, _ = dags(load(KL, digits))
+    dag, _ = dags(load_config_file(KL, digits))
     assert dag_from_spec(**train["dag"]) == dag
     assert train["workers"] == ["0", "1", "2", "3"]
     assert train["placement"]["rollout"] == ["0", "1"]
@@ -238,8 +238,8 @@ def test_the_shipped_weights_go_in_parts_unless_a_later_step_loads_them(capsys, 
 
 def test_a_smaller_bucket_takes_less_memory(digits):
     whole, parts, buffers = (
-        memories([*digits, "data.batch_size=2", "rollout.n=1", *(f"rollout.weights_{key}" for key in how)])["policy",]
-        for how in (["bucket=1GiB"], ["bucket=8KiB"], ["bucket=8KiB", "by=broadcast"])
+        memories([*digits, "data.batch_size=2", "rollout.n=1", *(f"rollout.weight_{key}" for key in how)])["policy",]
+        for how in (["bucket=1GiB"], ["bucket=8KiB"], ["bucket=8KiB", "sync=broadcast"])
     )
     assert whole.tables > 300_000  # 91k parameters in float32
     assert 140_000 < parts.tables < 290_000  # four of the largest

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError, PlanError
 
 NEEDED = "data: {url: rows}\nmodel: {path: model}\n"
@@ -23,7 +23,7 @@ nodes:
     run: m:f
     role: r
     with: {a: 1, b: {x: 1, y: 2}}
-  - {name: two, run: "m:g", role: r, after: one, rows: grouped, keep: table}
+  - {name: two, run: "m:g", role: r, after: one, rows: grouped, save_as: table}
 validation_nodes: [{name: one, run: "m:f", role: r}]
 """
 
@@ -36,12 +36,12 @@ def write(write):
 
 
 def nodes(write, text, *overrides, part="nodes"):
-    file = load(write(f"base: base.yaml\n{text}\n"), overrides)
+    file = load_config_file(write(f"base: base.yaml\n{text}\n"), overrides)
     return {node["name"]: node for node in getattr(file, part)}
 
 
 ONE = {"name": "one", "run": "m:f", "role": "r", "with": {"a": 1, "b": {"x": 1, "y": 2}}}
-TWO = {"name": "two", "run": "m:g", "role": "r", "after": "one", "rows": "grouped", "keep": "table"}
+TWO = {"name": "two", "run": "m:g", "role": "r", "after": "one", "rows": "grouped", "save_as": "table"}
 CHANGES = {
     "nothing": ("nodes: {}", [], [ONE, TWO]),
     "a key": ("nodes: {two: {rows: balanced}}", [], [ONE, {**TWO, "rows": "balanced"}]),
@@ -54,7 +54,7 @@ CHANGES = {
         [],
         [{k: TWO[k] for k in TWO if k != "after"}],
     ),
-    "null takes a key away": ("nodes: {two: {keep: null}}", [], [ONE, {k: TWO[k] for k in TWO if k != "keep"}]),
+    "null takes a key away": ("nodes: {two: {save_as: null}}", [], [ONE, {k: TWO[k] for k in TWO if k != "save_as"}]),
     "null takes an option away": ("nodes: {one: {with: {b: null}}}", [], [{**ONE, "with": {"a": 1}}, TWO]),
     "null of a new option is its value": ("nodes: {two: {with: {n: null}}}", [], [ONE, {**TWO, "with": {"n": None}}]),
     "a new node": (
@@ -72,8 +72,8 @@ CHANGES = {
     ),
     "a mapping on the command line": (
         "",
-        ["nodes={two: {keep: null}}", "nodes.two.keep=t"],
-        [ONE, {**TWO, "keep": "t"}],
+        ["nodes={two: {save_as: null}}", "nodes.two.save_as=t"],
+        [ONE, {**TWO, "save_as": "t"}],
     ),
     "a node away on the command line": ("", ["nodes.two=null"], [ONE]),
     "a new node on the command line": (
@@ -97,23 +97,25 @@ def test_changes_of_the_base(write, case):
 
 def test_validation_nodes_are_changed_alike(write):
     found = nodes(
-        write, "validation_nodes: {one: {keep: v}}", "validation_nodes.one.rows=anywhere", part="validation_nodes"
+        write, "validation_nodes: {one: {save_as: v}}", "validation_nodes.one.rows=anywhere", part="validation_nodes"
     )
-    assert found == {"one": {"name": "one", "run": "m:f", "role": "r", "keep": "v", "rows": "anywhere"}}
-    assert list(nodes(write, "validation_nodes: {one: {keep: v}}").values()) == [ONE, TWO]
+    assert found == {"one": {"name": "one", "run": "m:f", "role": "r", "save_as": "v", "rows": "anywhere"}}
+    assert list(nodes(write, "validation_nodes: {one: {save_as: v}}").values()) == [ONE, TWO]
 
 
 def test_nodes_may_be_a_mapping_from_the_start(write):
-    file = load(write(NEEDED + "nodes:\n  a: {run: 'm:f', role: r}\n  b: {run: 'm:g', role: r, after: a}\n"))
+    file = load_config_file(
+        write(NEEDED + "nodes:\n  a: {run: 'm:f', role: r}\n  b: {run: 'm:g', role: r, after: a}\n")
+    )
     assert [node["name"] for node in file.nodes] == ["a", "b"]
     assert file.node_places == ["run.yaml:4", "run.yaml:5"]
 
 
 def test_interpolation_sees_the_changed_nodes_and_the_values(write):
     text = 'rollout: {n: 7}\nnodes: {one: {with: {a: "${rollout.n}"}}}\nvalidation_nodes: "${nodes}"'
-    file = load(write(f"base: base.yaml\n{text}\n"), ["nodes.two.keep=other", "rollout.n=9"])
+    file = load_config_file(write(f"base: base.yaml\n{text}\n"), ["nodes.two.save_as=other", "rollout.n=9"])
     assert file.nodes[0]["with"]["a"] == 9
-    assert file.nodes[1]["keep"] == "other"
+    assert file.nodes[1]["save_as"] == "other"
     assert file.validation_nodes == file.nodes
     assert file.validation_node_places == ["run.yaml:4", "run.yaml:4"]
 
@@ -124,10 +126,10 @@ nodes:
   one: &changed
     rows: grouped
     with: &options {a: 3}
-  two: {<<: *changed, keep: null, with: {<<: *options, c: 1}}
+  two: {<<: *changed, save_as: null, with: {<<: *options, c: 1}}
 validation_nodes: {<<: {one: *changed}}
 """
-    file = load(write(f"base: base.yaml{text}"))
+    file = load_config_file(write(f"base: base.yaml{text}"))
     one, two = file.nodes
     assert (one["rows"], one["with"]["a"], one["with"]["b"]) == ("grouped", 3, {"x": 1, "y": 2})
     assert two == {
@@ -169,7 +171,7 @@ def test_refused(write, text, overrides, parts):
 def test_nodes_by_name_need_a_list_to_be_over(write):
     write(BASE.replace("validation_nodes: [", 'validation_nodes: "${nodes}" # ['), "base.yaml")
     with pytest.raises(ConfigError, match=r"run.yaml:2: validation_nodes gives nodes by name, .* are '\$\{nodes\}'"):
-        load(write("base: base.yaml\nvalidation_nodes: {one: {keep: v}}\n"))
+        load_config_file(write("base: base.yaml\nvalidation_nodes: {one: {save_as: v}}\n"))
 
 
 LINES = [
@@ -194,17 +196,17 @@ def test_errors_of_the_dag_name_the_file_and_the_line(tmp_path, text, line, said
     path = tmp_path / "mine.yaml"
     path.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
     with pytest.raises(PlanError, match=rf"^{re.escape(str(path))}:{line}(, over .*)?: .*") as caught:
-        dags(load(path))
+        dags(load_config_file(path))
     assert said in str(caught.value)
 
 
 def test_a_node_that_is_changed_names_both_lines(tmp_path):
-    base, path = shipped("quickstart.yaml"), tmp_path / "mine.yaml"
-    path.write_text(f"base: {base}\nnodes: {{update: {{with: {{minibatch: 2}}}}}}\n")
+    base, path = shipped("dags/grpo.yaml"), tmp_path / "mine.yaml"
+    path.write_text(f"base: {shipped('quickstart.yaml')}\nnodes: {{update: {{with: {{minibatch: 2}}}}}}\n")
     there = base.read_text().splitlines().index("  - name: update") + 1
-    said = f"{path}:2, over {base}:{there}: node 'update' has no option 'minibatch'"
+    said = f"{path}:2, over {base.parent}/{base.name}:{there}: node 'update' has no option 'minibatch'"
     with pytest.raises(PlanError, match=re.escape(said)):
-        dags(load(path))
+        dags(load_config_file(path))
 
 
 names = st.sampled_from(["one", "two", "three"])
@@ -230,7 +232,7 @@ def test_layers_of_changes_are_what_they_are_one_by_one(tmp_path_factory, layers
         (folder / f"{number}.yaml").write_text(yaml.safe_dump({"base": f"{number - 1}.yaml", "nodes": layer}))
         for name, change in sorted(layer.items()):  # as yaml.safe_dump writes them
             change_one(expected, name, change)
-    assert load(folder / f"{len(layers)}.yaml").nodes == list(expected.values())
+    assert load_config_file(folder / f"{len(layers)}.yaml").nodes == list(expected.values())
 
 
 def change_one(expected, name, change):

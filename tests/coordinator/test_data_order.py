@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.order import GlobalOrder
+from siirl_dask.coordinator.data_order import GlobalOrder
 
 groups = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 batch = st.integers(1, 20)
@@ -9,28 +9,33 @@ seed = st.none() | st.integers(0, 5)
 
 
 def step_of(order, step, workers):
-    return [place for index in range(workers) for place in order.share(order.numbers(step), index, workers)]
+    numbers = order.prompt_numbers(step)
+    return [row for index in range(workers) for row in order.worker_rows(numbers, index, workers)]
 
 
 @given(groups, batch, seed, st.integers(0, 2))
 def test_an_epoch_reads_every_row_exactly_once(sizes, batch, seed, epoch):
     order = GlobalOrder(sizes, batch, seed)
     start = epoch * order.steps_per_epoch
-    places = [p for step in range(start, start + order.steps_per_epoch) for p in step_of(order, step, 1)]
-    assert sorted((p.group, p.row) for p in places) == [(g, r) for g, n in enumerate(sizes) for r in range(n)]
+    rows = [p for step in range(start, start + order.steps_per_epoch) for p in step_of(order, step, 1)]
+    assert sorted((p.group, p.row) for p in rows) == [(g, r) for g, n in enumerate(sizes) for r in range(n)]
 
 
 @given(groups, batch, seed, st.integers(0, 30), st.integers(1, 7))
-def test_a_step_holds_the_same_rows_at_the_same_positions_on_any_number_of_workers(sizes, batch, seed, step, workers):
+def test_a_step_is_the_same_on_any_number_of_workers(sizes, batch, seed, step, workers):
     order = GlobalOrder(sizes, batch, seed)
     assert step_of(order, step, workers) == step_of(order, step, 1)
 
 
 @given(groups, batch, seed, st.integers(1, 7))
-def test_a_worker_reads_one_run_of_row_groups_that_no_other_reads_but_at_its_ends(sizes, batch, seed, workers):
+def test_workers_share_a_row_group_only_where_their_ranges_meet(sizes, batch, seed, workers):
     order = GlobalOrder(sizes, batch, seed)
     read = [
-        {p.group for step in range(order.steps_per_epoch) for p in order.share(order.numbers(step), index, workers)}
+        {
+            p.group
+            for step in range(order.steps_per_epoch)
+            for p in order.worker_rows(order.prompt_numbers(step), index, workers)
+        }
         for index in range(workers)
     ]
     shared = [len(a & b) for i, a in enumerate(read) for b in read[i + 1 :]]
@@ -44,13 +49,13 @@ def test_the_order_changes_with_the_epoch_and_with_the_seed():
     assert first != step_of(other, 0, 1)
 
 
-def test_without_a_seed_the_tables_order_is_kept():
+def test_without_a_seed_the_order_is_the_tables():
     order = GlobalOrder([2, 3], 5, None)
     assert [(p.group, p.row) for p in step_of(order, 0, 2)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
 @given(groups, batch, seed, st.integers(0, 60))
-def test_prompts_numbered_on_are_those_of_the_steps_in_order(sizes, batch, seed, step):
+def test_prompt_numbers_follow_the_steps_in_order(sizes, batch, seed, step):
     order = GlobalOrder(sizes, batch, seed)
-    assert [order.place(n, i) for i, n in enumerate(order.numbers(step))] == step_of(order, step, 1)
-    assert order.numbers(step + 1).start == order.numbers(step).stop
+    assert [order.row_position(n, i) for i, n in enumerate(order.prompt_numbers(step))] == step_of(order, step, 1)
+    assert order.prompt_numbers(step + 1).start == order.prompt_numbers(step).stop

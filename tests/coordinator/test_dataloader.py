@@ -1,6 +1,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from siirl_storage import Snapshot
 
 from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source, source_schema
 from siirl_dask.errors import DataError
@@ -28,7 +29,7 @@ def load(url, step, workers):
     return pa.concat_tables(parts)
 
 
-def test_columns_are_renamed_structs_opened_and_unknown_columns_travel(url):
+def test_columns_are_renamed_structs_opened_and_others_kept(url):
     table = load(url, 0, 1)
     assert table.column_names == list(COLUMNS)
     assert table["prompt"].to_pylist() == [f"p{i}" for i in table["answer"].to_pylist()]
@@ -41,7 +42,7 @@ def test_a_step_is_the_same_on_any_number_of_workers(url, workers):
         assert load(url, step, workers).equals(load(url, step, 1))
 
 
-def test_more_workers_than_prompts_leaves_some_with_an_empty_typed_part(url):
+def test_workers_without_prompts_get_an_empty_typed_table(url):
     loader = Dataloader(source(url, batch_size=3))
     parts = [loader.load(0, COLUMNS, index, 5) for index in range(5)]
     loader.close()
@@ -49,7 +50,7 @@ def test_more_workers_than_prompts_leaves_some_with_an_empty_typed_part(url):
     assert len({part.schema for part in parts}) == 1
 
 
-def test_any_step_can_be_asked_for_first_so_a_run_goes_on_where_it_stopped(url):
+def test_any_step_can_be_loaded_first_as_a_resumed_run_does(url):
     loader = Dataloader(source(url))
     in_order = [loader.load(step, COLUMNS, 0, 1) for step in range(9)]
     loader.close()
@@ -62,11 +63,18 @@ def test_without_a_batch_size_everything_comes_in_table_order(url):
     loader.close()
 
 
-def test_only_the_columns_that_are_asked_for_are_read(url):
+def test_only_the_columns_asked_for_are_read(url, monkeypatch):
+    read, read_row_group = [], Snapshot.read_row_group
+
+    def recorded(snapshot, group, columns):
+        read.append(tuple(columns))
+        return read_row_group(snapshot, group, columns)
+
+    monkeypatch.setattr(Snapshot, "read_row_group", recorded)
     loader = Dataloader(source(url))
     assert loader.load(0, (ROW_ID, "prompt"), 0, 1).column_names == [ROW_ID, "prompt"]
-    assert {columns for _, columns in loader._cache} == {("q",)}
     loader.close()
+    assert set(read) == {("q",)}
 
 
 def test_a_missing_dataset_is_named(tmp_path):
@@ -81,20 +89,20 @@ def test_an_empty_dataset_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"prompt": "Q"}, "'Q'"), ({"answer": "meta.trut"}, "did you mean 'truth'")]
+    ("changes", "message"), [({"prompt": "Q"}, "'Q'"), ({"answer": "meta.trut"}, "did you mean 'truth'")]
 )
-def test_a_column_that_is_not_there_is_named_with_the_nearest(url, changes, said):
-    with pytest.raises(DataError, match=said):
+def test_a_missing_column_is_named_with_the_nearest_spelling(url, changes, message):
+    with pytest.raises(DataError, match=message):
         open_source(source(url, **changes))
 
 
-def test_a_dataset_that_uses_our_names_is_refused():
+def test_a_dataset_with_a_reserved_column_name_is_refused():
     schema = pa.schema({"q": pa.string(), "a": pa.string(), "row_id": pa.int64()})
     with pytest.raises(DataError, match=r"'row_id'.*rename"):
         source_schema(schema, source("x", answer="a"))
 
 
-def test_a_part_whose_data_is_corrupt_is_named_when_it_is_read(tmp_path):
+def test_a_corrupt_file_is_named_when_it_is_read(tmp_path):
     for part in range(2):
         pq.write_table(
             pa.table({"q": [f"{part}-{i}" * 50 for i in range(99)], "a": ["x"] * 99}), tmp_path / f"{part}.parquet"
@@ -109,18 +117,18 @@ def test_a_part_whose_data_is_corrupt_is_named_when_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_prompts_drawn_beyond_a_step_are_the_next_ones_and_later_steps_go_on_after_them(url, workers):
-    """Across the end of an epoch too: no prompt is lost or repeated, whoever draws."""
+def test_later_steps_follow_the_prompts_that_were_drawn_beyond_a_step(url, workers):
+    """No prompt is lost or repeated, also across the end of an epoch, whoever draws."""
     loaders = [Dataloader(source(url)) for _ in range(workers)]
 
-    def everywhere(what, *arguments):
-        parts = [getattr(loader, what)(*arguments, COLUMNS, index, workers) for index, loader in enumerate(loaders)]
+    def everywhere(method, *arguments):
+        parts = [getattr(loader, method)(*arguments, COLUMNS, index, workers) for index, loader in enumerate(loaders)]
         return pa.concat_tables(parts).sort_by("row_id")
 
     taken = []
     for step in range(9):
         table = everywhere("load", step)
-        taken += [table, *([everywhere("more", 3), everywhere("more", 5)] if step in (2, 4) else [])]
+        taken += [table, *([everywhere("draw_prompts", 3), everywhere("draw_prompts", 5)] if step in (2, 4) else [])]
         if step in (2, 4):
             assert [i for part in taken[-2:] for i in part["row_id"].to_pylist()] == list(range(8, 16))
     for loader in loaders:

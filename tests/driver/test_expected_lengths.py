@@ -1,4 +1,4 @@
-"""``rollout.expected_length``: what cannot be used is refused before anything starts, by ``plan`` as by ``run``."""
+"""A column of expected lengths that cannot be used is refused before anything starts, by ``plan`` as by ``run``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load, shipped
+from siirl_dask.commands.plan import describe_run
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.plan import describe_run
 from siirl_dask.planner import Rows
-from siirl_dask.run import run
 from tests.conftest import digits_overrides
 
 
@@ -26,7 +26,7 @@ def given(digits_task, tmp_path):
             pa.concat_tables([rows.set_column(2, "expected", pa.array([1, 1, 1], rows[2].type)), rows]), path
         )
         task = [*digits_overrides(digits_task, tmp_path / "run"), f"data.url={path}", *overrides]
-        file = load(shipped("quickstart.yaml"), task)
+        file = load_config_file(shipped("quickstart.yaml"), task)
         return file.config, *dags(file)
 
     return given
@@ -42,18 +42,18 @@ def given(digits_task, tmp_path):
     ],
 )
 def test_a_column_that_cannot_be_used_is_named_with_its_dataset_before_anything_starts(given, column, lengths, said):
-    config, dag, validation = given(lengths, f"rollout.expected_length={column}")
+    config, dag, validation = given(lengths, f"rollout.expected_length_column={column}")
     for start in (describe_run, run):
-        with pytest.raises(DataError, match=rf"rollout\.expected_length={said}") as caught:
+        with pytest.raises(DataError, match=rf"rollout\.expected_length_column={said}") as caught:
             start(config, dag, validation)
         assert config.data.url in str(caught.value)
 
 
 def test_a_dag_in_which_nobody_reads_it_is_refused(given):
     config, dag, validation = given(
-        pa.array([1, 2, 3]), "rollout.expected_length=expected", "nodes.prompts.with.rollout=null"
+        pa.array([1, 2, 3]), "rollout.expected_length_column=expected", "nodes.prompts.with.rollout=null"
     )
-    with pytest.raises(ConfigError, match=r"rollout\.expected_length='expected' and no node reads that column"):
+    with pytest.raises(ConfigError, match=r"rollout\.expected_length_column='expected' and no node reads that column"):
         describe_run(config, dag, validation)
 
 
@@ -61,9 +61,9 @@ def test_prompts_stay_where_they_are_loaded_unless_they_are_to_be_shared(given):
     lengths = pa.array([1, 2, 3])
     for overrides, rows in {
         (): Rows.ANYWHERE,
-        ("rollout.rows=balanced",): Rows.BALANCED,
-        ("rollout.expected_length=expected",): Rows.BALANCED,
-        ("rollout.expected_length=expected", "rollout.rows=anywhere"): Rows.ANYWHERE,
+        ("rollout.prompt_placement=balanced",): Rows.BALANCED,
+        ("rollout.expected_length_column=expected",): Rows.BALANCED,
+        ("rollout.expected_length_column=expected", "rollout.prompt_placement=anywhere"): Rows.ANYWHERE,
     }.items():
         _, dag, _ = given(lengths, *overrides)
         assert dag.node("rollout").rows is rows, overrides

@@ -9,23 +9,25 @@ import pyarrow as pa
 import pytest
 from siirl_storage import open_fs, write_atomic, write_part
 
-from siirl_dask.checkpoints import Checkpoints, State
-from siirl_dask.cli import dags, main, run_pipeline
+from siirl_dask.cli import main
+from siirl_dask.commands import script
 from siirl_dask.config import CheckpointConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.iterations import iterations
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.resume import find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
-from siirl_dask.resume import find_beginning, weights_dag
-from siirl_dask.run import turns
-from siirl_dask.runfolder import Description, describe, remove_run, remove_steps, tables_of
+from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.folder import RunIdentity, remove_run, remove_steps, tables_of, write_identity
 from siirl_dask.schema import PARAMETER_DATA, fields
 
-CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
 
 def config_and_dag(url, *overrides, name="quickstart"):
-    file = load(shipped(name), [f"run.url={url}", *overrides])
+    file = load_config_file(shipped(name), [f"run.url={url}", *overrides])
     return file.config, dags(file)[0]
 
 
@@ -36,11 +38,11 @@ def url(request, tmp_path):
 
 def commit(url, step, config, dag):
     kept = Checkpoints(url, "a", 9)
-    kept.commit(kept.claim(step), State(step=step, roles=["policy"], digest=Description.of(config, dag).digest()))
+    kept.commit(kept.claim(step), State(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest()))
 
 
 def begin(url, *overrides, fresh=False, force=False):
-    return find_beginning(*config_and_dag(url, *overrides), fresh=fresh, force=force)
+    return find_resume_point(*config_and_dag(url, *overrides), fresh=fresh, force=force)
 
 
 def ended(status, steps):
@@ -49,17 +51,17 @@ def ended(status, steps):
 
 def test_a_run_goes_on_from_its_newest_checkpoint_unless_it_is_finished(url):
     config, dag = config_and_dag(url, "run.steps=20")
-    assert begin(url).again is False
-    describe(config, dag, again=False)
-    assert (begin(url).done, begin(url).again) == (0, True)
+    assert begin(url).exists is False
+    write_identity(config, dag, replace=False)
+    assert (begin(url).done, begin(url).exists) == (0, True)
     fs, path = open_fs(url)
     fs.rm_file(f"{path}/dag.json")  # killed before it was there
-    assert begin(url).again
-    describe(config, dag, again=True)
+    assert begin(url).exists
+    write_identity(config, dag, replace=True)
     for step in (5, 10):
         commit(url, step, config, dag)
     write_summary(url, ended(Status.FAILED, 12))
-    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").restored.roles) == (10, ("policy",))
+    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").checkpoint.roles) == (10, ("policy",))
     with pytest.raises(ConfigError, match=r"of 10 steps: raise run\.steps=8"):
         begin(url, "run.steps=8")
     commit(url, 20, config, dag)
@@ -71,7 +73,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_it_is_finished(url):
 
 
 def test_a_finished_run_without_a_checkpoint_cannot_be_gone_on_with(url):
-    describe(*config_and_dag(url, "run.steps=2"), again=False)
+    write_identity(*config_and_dag(url, "run.steps=2"), replace=False)
     write_summary(url, ended(Status.COMPLETE, 2))
     with pytest.raises(ConfigError, match="without a checkpoint"):
         begin(url, "run.steps=3")
@@ -86,7 +88,7 @@ def test_checkpoints_without_a_config_belong_to_nobody(url):
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
             "observe.tensorboard=true", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
             "data.transport=dask", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
-            "rollout.weights_bucket=1MiB", "rollout.weights_by=rows", "trainer.gather_size=1MiB"]  # fmt: skip
+            "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
     ("trainer.lr=1", ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"]),
     ("rollout.n=2", ["rollout.n: 8 -> 2", "DAG: nodes.rollout.with.rollout.n: 8 -> 2"]),
@@ -98,20 +100,20 @@ DECIDES = [
 
 
 def test_what_observes_or_extends_a_run_may_change(url):
-    describe(*config_and_dag(url), again=False)
-    assert begin(url, *OBSERVES).again
+    write_identity(*config_and_dag(url), replace=False)
+    assert begin(url, *OBSERVES).exists
 
 
 @pytest.mark.parametrize(("override", "said"), DECIDES)
 def test_what_decides_its_results_may_not_and_every_difference_is_told(tmp_path, override, said):
     url = str(tmp_path)
-    describe(*config_and_dag(url), again=False)
+    write_identity(*config_and_dag(url), replace=False)
     more = ["nodes.update.after=advantage"] if "minibatches" in override else []
     with pytest.raises(ConfigError) as refused:
         begin(url, override, *more)
     for part in said:
         assert part in str(refused.value)
-    assert begin(url, override, *more, force=True).again
+    assert begin(url, override, *more, force=True).exists
 
 
 def test_a_config_that_no_version_knows_is_named_by_its_place(url):
@@ -123,7 +125,7 @@ def test_a_config_that_no_version_knows_is_named_by_its_place(url):
 
 def test_only_what_a_run_wrote_is_removed(url):
     config, dag = config_and_dag(url)
-    describe(config, dag, again=False)
+    write_identity(config, dag, replace=False)
     commit(url, 5, config, dag)
     MetricsLog(url)
     write_summary(url, ended(Status.FAILED, 5))
@@ -167,10 +169,10 @@ def test_records_of_steps_that_are_done_again_are_dropped(url):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_weights_of_every_shipped_dag_can_be_brought_to_its_engines(path):
-    file = load(path, ["data.url=x", "model.path=y"])
+    file = load_config_file(path, ["data.url=x", "model.path=y"])
     brings = weights_dag(dags(file)[0])
     assert [node.name for node in brings.nodes] == ["weights", "load_weights"]
-    assert not any(node.behind or node.keep for node in brings.nodes)
+    assert not any(node.lag or node.save_as for node in brings.nodes)
 
 
 @columns(reads=["reward"], writes=fields(PARAMETER_DATA), new_rows=True)
@@ -189,16 +191,16 @@ def test_weights_that_are_published_with_rows_cannot_be_brought_before_a_step():
 @pytest.mark.parametrize("done", [0, 3, 4, 10])
 def test_the_turns_that_are_left_are_those_of_a_run_without_a_stop(done):
     config, _ = config_and_dag("x", "run.steps=10", "validation.every=3", "checkpoint.every=4")
-    every = [(turn.phase, turn.step) for turn in turns(config, ["train", "validation", "test"])]
-    left = list(turns(config, ["train", "validation", "test", *(["weights"] if done else [])], done))
-    assert [(turn.phase, turn.step) for turn in left if turn.phase != "weights"] == [
+    every = [(iteration.phase, iteration.step) for iteration in iterations(config, ["train", "validation", "test"])]
+    left = list(iterations(config, ["train", "validation", "test", *(["weights"] if done else [])], done))
+    assert [(iteration.phase, iteration.step) for iteration in left if iteration.phase != "weights"] == [
         (phase, step) for phase, step in every if step > done or phase == "test" or not done
     ]
     assert all(first.sequence < second.sequence for first, second in pairwise(left))
     assert ("checkpoint", 10) in every
     assert ("weights", done) == (left[0].phase, left[0].step) or not done
     config.checkpoint.every = 0
-    assert "checkpoint" not in {turn.phase for turn in turns(config, ["train"])}
+    assert "checkpoint" not in {iteration.phase for iteration in iterations(config, ["train"])}
 
 
 @pytest.mark.parametrize("best", ["reward/mean", "validation", "validation/", "test/reward/mean"])
@@ -208,7 +210,7 @@ def test_a_metric_without_its_phase_cannot_choose_the_best(best):
 
 
 @pytest.mark.parametrize("flag", ["--fresh", "--force"])
-@pytest.mark.parametrize("start", [lambda given: main(["run", *given]), lambda given: run_pipeline(None, None, given)])
+@pytest.mark.parametrize("start", [lambda given: main(["run", *given]), lambda given: script.main(None, None, given)])
 def test_the_command_line_takes_the_flags_anywhere(capsys, start, flag):
     with pytest.raises(SystemExit) as ended:
         start([str(shipped("quickstart")), "run.steps=3", flag, "run.stps=3"])

@@ -7,24 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load, shipped
+from siirl_dask.commands.plan import describe_run
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from siirl_dask.errors import PlanError
 from siirl_dask.nodes import publish_adapters
-from siirl_dask.plan import describe_run
 from siirl_dask.planner import DAG
-from siirl_dask.run import run
 from tests.conftest import digits_overrides
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
-BROADCAST = "rollout.weights_by=broadcast"
+BROADCAST = "rollout.weight_sync=broadcast"
 
 
 @pytest.fixture
 def files(digits_task, tmp_path):
     def read(*overrides):
-        return load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), APART, *overrides])
+        return load_config_file(
+            shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), APART, *overrides]
+        )
 
     return read
 
@@ -38,7 +40,7 @@ def notes(file):
     [
         ((), "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else as rows"),
         ((BROADCAST,), "by broadcast from worker 2 to 0, 1"),
-        (("rollout.weights_by=rows",), "as rows: rollout.weights_by=rows"),
+        (("rollout.weight_sync=rows",), "as rows: rollout.weight_sync=rows"),
         ((OVER,), "as rows: worker '1' has both roles, 'policy' and 'rollout' (cluster.placement)"),
         (("rollout.max_staleness=1",), "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness)"),
     ],
@@ -57,15 +59,19 @@ def test_weights_that_stay_on_their_worker_are_not_spoken_of(files):
         ((OVER,), {}, "worker '1' has both roles, 'policy' and 'rollout'"),
         (("cluster.placement={}",), {}, "worker '0' has both roles"),
         (("rollout.max_staleness=1",), {}, "node 'load_weights' is 1 step behind"),
-        (("trainer.lora_rank=2",), {"fn": publish_adapters}, "publish_adapters and .*load_weights do not both know"),
-        ((), {"keep": "weights"}, "the table of node 'weights' is kept, has other readers"),
+        (
+            ("trainer.lora.rank=2",),
+            {"fn": publish_adapters},
+            "publish_adapters and .*load_weights do not both handle",
+        ),
+        ((), {"save_as": "weights"}, "the table of node 'weights' is saved, has other readers"),
     ],
 )
 def test_a_broadcast_that_cannot_be_is_refused_by_plan_and_run(files, overrides, changed, said):
     file = files(BROADCAST, *overrides)
     dag, validation = dags(file)
     dag = DAG(dag.roles, tuple(replace(node, **changed) if node.name == "weights" else node for node in dag.nodes))
-    expected = f"rollout.weights_by=broadcast, .*node 'weights' to node 'load_weights': .*{said}.*weights_by=auto"
+    expected = f"rollout.weight_sync=broadcast, .*node 'weights' to node 'load_weights': .*{said}.*weight_sync=auto"
     with pytest.raises(PlanError, match=expected):
         describe_run(file.config, dag, validation)
     with pytest.raises(PlanError, match=expected):

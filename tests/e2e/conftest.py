@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 from tests.conftest import digits_overrides
 
 

@@ -68,8 +68,8 @@ def test_the_next_step_is_generated_while_one_is_trained(tmp_path, train):
     folder.mkdir()
 
     def waiting(dag: DAG) -> DAG:
-        signs = Node("notice", partial(notice, folder=str(folder)), "rollout", ("rollout",))
-        wait = Node("wait", partial(wait_for_next, folder=str(folder), last=4), "policy", ("update",))
+        signs = Node("notice", partial(notice, folder=str(folder)), role="rollout", after="rollout")
+        wait = Node("wait", partial(wait_for_next, folder=str(folder), last=4), role="policy", after="update")
         return DAG(dag.roles, (*dag.nodes[:2], signs, *dag.nodes[2:], wait))
 
     train("ahead", "run.steps=4", "rollout.max_staleness=1", *ONE_EACH, change=waiting)
@@ -82,8 +82,8 @@ def test_rows_of_weights_that_are_too_old_are_refused(train):
 
 
 def test_a_dag_or_a_placement_that_cannot_be_ahead_is_refused_before_anything_starts(train):
-    with pytest.raises(ConfigError, match=r"rollout\.max_staleness=2.* behind=2"):
-        train("apart", "rollout.max_staleness=2", "nodes.load_weights.behind=1", *ONE_EACH)
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness=2.* lag=2"):
+        train("apart", "rollout.max_staleness=2", "nodes.load_weights.lag=1", *ONE_EACH)
     with pytest.raises(Exception, match=r"on other workers than its own \(cluster.placement\)"):
         train("together", "rollout.max_staleness=1", "cluster.workers=2", "cluster.placement={}")
 

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 
 ALGORITHMS = "siirl_dask.algorithms"
 NODES = "siirl_dask.nodes"
@@ -13,10 +13,18 @@ SHIPPED = ["quickstart", "quickstart_dr_grpo", "quickstart_rloo", "quickstart_re
 """Configs by name."""
 
 VALUES = {
+    "lite_ppo": {"advantage_options": {"scale": "batch"}},
+    "gpg": {"advantage": f"{ALGORITHMS}:gpg", "loss": f"{ALGORITHMS}:policy_gradient"},
     "opo": {"advantage": f"{ALGORITHMS}:opo"},
     "pass_at_k": {"advantage": f"{ALGORITHMS}:pass_at_k"},
     "policy_gradient": {"loss": f"{ALGORITHMS}:policy_gradient"},
     "dual_clip": {"loss_options": {"dual_clip": 3.0}},
+    "rloo_sequence_ratio": {
+        "advantage": f"{ALGORITHMS}:rloo",
+        "loss": f"{ALGORITHMS}:sequence_clip",
+        "aggregation": f"{ALGORITHMS}:sequence_mean_token_sum",
+    },
+    "sapo": {"loss": f"{ALGORITHMS}:sapo"},
     "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},
     "entropy_bonus": {"entropy_coefficient": 1e-3},
     "truncated_is": {"correction": f"{ALGORITHMS}:truncated_is"},

@@ -6,8 +6,8 @@ import signal
 import threading
 import time
 
-from siirl_dask.checkpoints import checkpoint_url, committed, read_state
-from siirl_dask.training.checkpoint import read_model
+from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
+from siirl_dask.training.files.checkpoint import read_model
 
 KILLS = 2  # ten were survived by hand; each is a start of a process of its own, which CI has little time for
 ONE = ["cluster.workers=1", "cluster.placement={}", "checkpoint.every=1"]

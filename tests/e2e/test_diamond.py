@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 
 EXACT = ["row_id", "response", "reward", "advantage"]
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.tasks.tiny_model import tiny_model
 
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-VLLM = ("rollout.engine=vllm", "rollout.kv_cache_memory=1MiB")
+VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=1MiB")
 
 
 def of_session(leader):
@@ -24,7 +24,7 @@ def of_session(leader):
 def a_cache_that_is_too_small(folder):
     """8 KiB a token."""
     model = tiny_model(folder / "wide", layers=8, kv_heads=2, head_dim=64)
-    return [*VLLM, f"model.path={model}", "rollout.engine_kwargs={max_model_len: 1024}"]
+    return [*VLLM, f"model.path={model}", "rollout.vllm.engine_kwargs={max_model_len: 1024}"]
 
 
 def weights_that_are_missing(folder):
@@ -36,7 +36,7 @@ def weights_that_are_missing(folder):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        pytest.param(a_cache_that_is_too_small, "rollout.kv_cache_memory=1MiB", marks=NEEDS_VLLM),
+        pytest.param(a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=NEEDS_VLLM),
         (weights_that_are_missing, "model.path="),
     ],
 )

@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.cli import main
-from siirl_dask.evaluate import Evaluation, evaluate
+from siirl_dask.commands.evaluate import Evaluation, evaluate
 
-SAMPLING = ["validation.n=4", "validation.temperature=1", "validation.source=info.source"]
+SAMPLING = ["validation.n=4", "validation.temperature=1", "validation.source_column=info.source"]
 SAME = ["row_id", "prompt", "response", "reward"]
-REWARD = "siirl_dask.testing.sorting:digit_fraction"
+REWARD = "siirl_dask.tasks.sorting:digit_fraction"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_table_and_numbers_are_the_same_on_any_number_of_workers(digits_task, cl
         options.append("rollout.engine=transformers")
         placed = [f"--workers={workers}", f"--out={out}", f"cluster.address={cluster_address}"]
         model = [str(digits_task.model), "--data", data]
-        main(["eval", *model, *options, *placed, "validation.source=info.source", "observe.progress=false"])
+        main(["eval", *model, *options, *placed, "validation.source_column=info.source", "observe.progress=false"])
         return table_of(out, 0), (out / "metrics.json").read_bytes()
 
     one, numbers = run(1)

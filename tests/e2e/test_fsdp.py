@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], critic: [0, 1, 2, 3]}"
 LOTS = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1, 2, 3], critic: [2, 3]}"
@@ -12,7 +12,7 @@ LOTS = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1, 2, 3]
 def test_policy_and_critic_in_shards_learn_as_whole_ones_do(train):
     ppo = shipped("quickstart_ppo")
     whole = train("whole", APART, config_file=ppo)
-    sharded = ["trainer.backend=fsdp", "trainer.shard_size=2", "critic.backend=fsdp"]
+    sharded = ["trainer.backend=fsdp", "trainer.fsdp.shard_size=2", "critic.backend=fsdp"]
     shards = train("shards", LOTS, *sharded, config_file=ppo)
     for expected, got in zip(whole.records(), shards.records(), strict=True):
         for metric in ("policy/loss", "critic/loss", "policy/entropy", "reward/mean"):

@@ -36,7 +36,7 @@ def overrides(digits_task, tmp_path):
     ],
 )
 def test_a_mistake_is_refused_by_name_before_anything_starts(capsys, tmp_path, overrides, override, said):
-    from siirl_dask.configfile import shipped
+    from siirl_dask.config.file import shipped
 
     code, err = command(capsys, "run", str(shipped("quickstart.yaml")), *overrides, override)
     assert code == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 
 PLACEMENTS = {
     "1": (1, "{}"),

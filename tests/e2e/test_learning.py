@@ -16,13 +16,13 @@ STEPS = 14
 
 @pytest.fixture(scope="module")
 def finished(digits_task, tmp_path_factory):
-    from siirl_dask.cli import dags
-    from siirl_dask.configfile import load, shipped
-    from siirl_dask.run import run
+    from siirl_dask.config.file import load_config_file, shipped
+    from siirl_dask.driver.phases import dags
+    from siirl_dask.driver.run import run
     from tests.conftest import Finished, digits_overrides
 
     url = tmp_path_factory.mktemp("learning") / "run"
-    file = load(
+    file = load_config_file(
         shipped("quickstart.yaml"),
         [
             *digits_overrides(digits_task, url),

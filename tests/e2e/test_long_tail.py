@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.coordinator.balance import balance
+from siirl_dask.coordinator.layout.balance import balance
 from tests.e2e.test_invariance import EXACT
 
 DOCS = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
@@ -66,7 +66,7 @@ def test_rows_are_the_same_wherever_their_expected_length_takes_them(train, task
     expected = dict(zip(now["prompt"].to_pylist(), now["expected"].to_pylist(), strict=True))
     assert {prompt for prompt, length in expected.items() if length == 256} == expected.keys() - sampled
     for workers in (1, 2, 4):
-        given = (*given, f"data.url={url}", "rollout.expected_length=expected", f"cluster.workers={workers}")
+        given = (*given, f"data.url={url}", "rollout.expected_length_column=expected", f"cluster.workers={workers}")
         shared = train(f"on-{workers}", *given)
         for step in (1, 2):
             rows = shared.table("rollouts", step)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 
 EXACT = ["row_id", "response_ids", "reward", "weights_version"]
 REFERENCE = {"run": "siirl_dask.nodes:base_logprobs", "role": "policy", "after": "rollout", "rows": "balanced"}
@@ -29,7 +29,7 @@ SECOND_MODEL = {
     },
     "nodes": {"reference_logprobs": APART, "advantage": JOINED},
 }
-LORA = ["trainer.lora_rank=8", "trainer.lora_alpha=16", "trainer.lr=3e-3", "algorithm.kl_coefficient=0.001"]
+LORA = ["trainer.lora.rank=8", "trainer.lora.alpha=16", "trainer.lr=3e-3", "algorithm.kl_coefficient=0.001"]
 
 
 @pytest.fixture

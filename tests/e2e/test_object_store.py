@@ -10,10 +10,10 @@ from distributed import Client
 from siirl_storage import open_fs, open_table
 from transformers import AutoModelForCausalLM
 
-from siirl_dask.checkpoints import checkpoint_url, committed
 from siirl_dask.cli import main
-from siirl_dask.configfile import shipped
-from siirl_dask.training.checkpoint import read_model
+from siirl_dask.config.file import shipped
+from siirl_dask.runs.checkpoints import checkpoint_url, committed
+from siirl_dask.training.files.checkpoint import read_model
 from tests.conftest import digits_overrides
 
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from siirl_storage import complete_parts
 
-from siirl_dask.checkpoints import checkpoint_url, committed, read_state
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 from siirl_dask.errors import CheckpointError, ConfigError
-from siirl_dask.training.checkpoint import read_model
+from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
+from siirl_dask.training.files.checkpoint import read_model
 
 EXACT = ["row_id", "group_id", "prompt", "response_ids", "reward", "weights_version"]
 LOSSES = ["policy/loss", "policy/grad_norm", "critic/loss", "policy/lr", "data/drawn_prompts"]

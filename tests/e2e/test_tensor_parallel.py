@@ -22,7 +22,7 @@ def left_in_memory():
 
 def test_two_workers_sample_what_one_does_and_a_killed_one_ends_the_run_and_leaves_nothing(start, train):
     before = left_in_memory()
-    shared = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.kv_cache_memory=64MiB"]
+    shared = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.vllm.kv_cache_memory=64MiB"]
     run = start("run.steps=100000", "cluster.workers=2", "cluster.placement={}", "cluster.peer_timeout=30", *shared)
     run.wait_for_steps(3)
     os.kill(run.workers()[1].pid, signal.SIGKILL)

@@ -6,8 +6,8 @@ import dask
 import pytest
 from distributed.security import Security
 
-from siirl_dask.cluster import connect
 from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.driver.cluster import connect
 from siirl_dask.errors import ConfigError
 from tests.clusters import local_cluster
 

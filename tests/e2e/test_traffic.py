@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from siirl_dask.planner import DAG, Node, Role, Rows
-from siirl_dask.testing.fakes import build_nothing, fill, take
+from siirl_dask.testing.rows import build_nothing, fill, take
 
 FOUR = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], policy: [2, 3]}", "data.batch_size=64")
 
@@ -13,9 +13,9 @@ FOUR = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], policy: [2, 3]
 def moving(tokens):
     def dag(config):
         roles = (Role("rollout", build_nothing), Role("policy", build_nothing))
-        there = Node("there", partial(fill, tokens=tokens), "rollout")
-        back = Node("back", take, "policy", ("there",), Rows.BALANCED)
-        return DAG(roles, (there, back, Node("again", take, "rollout", ("back",), Rows.GROUPED)))
+        there = Node("there", partial(fill, tokens=tokens), role="rollout")
+        back = Node("back", take, role="policy", after="there", rows=Rows.BALANCED)
+        return DAG(roles, (there, back, Node("again", take, role="rollout", after="back", rows=Rows.GROUPED)))
 
     return dag
 

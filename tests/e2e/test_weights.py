@@ -8,17 +8,17 @@ from functools import partial
 
 import pytest
 
-from siirl_dask.context import Parts
+from siirl_dask.context import RowStream
 from siirl_dask.errors import RunError
 from siirl_dask.nodes import load_weights
 from siirl_dask.nodes.weights import weights_as_tensors
-from siirl_dask.planner import DAG, columns
+from siirl_dask.planner import DAG, WeightSink, WeightSource, columns
 from siirl_dask.schema import fields
 from tests.clusters import local_cluster
 from tests.e2e.test_invariance import EXACT
 
 READS = ["parameter", "dtype", "shape", "data"]
-SMALL = "rollout.weights_bucket=20KiB"  # of 365 kB; the largest parameter has 68 kB
+SMALL = "rollout.weight_bucket=20KiB"  # of 365 kB; the largest parameter has 68 kB
 OWN = "rollout.work_stealing=false"  # the last bit of a log-prob depends on the rows beside it
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
 
@@ -28,32 +28,32 @@ def load_whole(ctx, table):
     return load_weights(ctx, table)
 
 
-def die_after_some(ctx, parts):
-    """As a crash does, when a few parts have come."""
-    for number, _ in enumerate(parts.tables):
+def die_after_some(ctx, stream):
+    """As a crash does, when a few tables have come."""
+    for number, _ in enumerate(stream.tables):
         if number == 3 and ctx.rank.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@columns(reads=READS, takes_parts=die_after_some)
+@columns(reads=READS, stream=WeightSink(die_after_some))
 def load_and_die(ctx, table):
     raise NotImplementedError
 
 
 def stop_after_some(ctx, table, *, sign):
     """When some buffers have gone and others are on their way."""
-    parts = weights_as_tensors(ctx, table)
+    stream = weights_as_tensors(ctx, table)
 
     def tensors():
-        for number, tensor in enumerate(parts.tables):
+        for number, tensor in enumerate(stream.tables):
             if number == 8:
                 os.kill(os.getpid(), sign)
             yield tensor
 
-    return Parts(parts.about, tensors())
+    return RowStream(stream.index, tensors())
 
 
-def in_parts(ctx, table, *, most, sign):
+def in_parts(ctx, table, *, max_bytes, sign):
     raise NotImplementedError
 
 
@@ -61,8 +61,7 @@ def in_parts(ctx, table, *, most, sign):
     writes=fields(*READS),
     new_rows=True,
     passes=False,
-    gives_parts=in_parts,
-    gives_tensors=stop_after_some,
+    stream=WeightSource(in_parts, stop_after_some),
 )
 def publish_and_stop(ctx, table, *, sign):
     raise NotImplementedError
@@ -82,7 +81,7 @@ def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapp
         train("shards", "run.steps=2", SMALL, OVER, "trainer.backend=fsdp"),
         train("together", "run.steps=2", SMALL, "cluster.placement={}", "trainer.backend=fsdp"),
     ]
-    same_to_the_last_bit(others[0], train("broadcast", "run.steps=2", SMALL, OWN, "rollout.weights_by=broadcast"))
+    same_to_the_last_bit(others[0], train("broadcast", "run.steps=2", SMALL, OWN, "rollout.weight_sync=broadcast"))
     for run in others:
         for step in (1, 2):
             assert run.table("rollouts", step).select(EXACT).equals(whole.table("rollouts", step).select(EXACT)), step
@@ -108,7 +107,7 @@ def same_to_the_last_bit(rows, broadcast):
 
 def test_shards_that_go_by_broadcast_are_loaded_as_those_that_go_by_rows(train):
     fsdp = ("run.steps=2", SMALL, OWN, "trainer.backend=fsdp")
-    same_to_the_last_bit(train("rows", *fsdp), train("broadcast", *fsdp, "rollout.weights_by=broadcast"))
+    same_to_the_last_bit(train("rows", *fsdp), train("broadcast", *fsdp, "rollout.weight_sync=broadcast"))
 
 
 def ends(train, *overrides, change):
@@ -135,5 +134,5 @@ def test_a_worker_that_dies_while_weights_come_ends_the_run(train):
 )
 def test_a_trainer_that_dies_or_stands_still_in_a_broadcast_ends_the_run(train, sign, expected):
     change = with_fn("weights", partial(publish_and_stop, sign=sign))
-    said = ends(train, "rollout.weights_by=broadcast", change=change)
+    said = ends(train, "rollout.weight_sync=broadcast", change=change)
     assert re.search(expected, said), said

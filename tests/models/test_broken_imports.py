@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from siirl_dask.broken_imports import hide_broken
+from siirl_dask.models.broken_imports import hide_broken
 
 
 @pytest.fixture
@@ -38,8 +38,15 @@ def test_transformers_models_load_beside_a_torchvision_that_fails(tmp_path):
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.28.0\n")
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import siirl_dask; assert {name!r} not in sys.modules; "
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from siirl_dask.models.broken_imports import hide; hide()\n"
+        f"assert {name!r} not in sys.modules\n"
         "from transformers import Qwen3ForCausalLM; print(Qwen3ForCausalLM.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "Qwen3ForCausalLM\n", done.stderr
+
+
+def test_importing_the_package_changes_no_finder():
+    code = "import sys; before = list(sys.meta_path); import siirl_dask; assert sys.meta_path == before"
+    subprocess.run([sys.executable, "-c", code], check=True)

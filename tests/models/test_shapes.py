@@ -5,8 +5,8 @@ import json
 import pytest
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.parameters import Widths, read_widths
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.models.shapes import Widths, read_widths
+from siirl_dask.tasks.tiny_model import tiny_model
 
 GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "intermediate_size": 96}}
 

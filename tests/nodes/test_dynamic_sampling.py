@@ -14,7 +14,7 @@ from siirl_dask.nodes import encode_prompts, sample_mixed_groups
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import FinishReason, Generation
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
 
 COLUMNS = ["row_id", "group_id", "prompt", "answer", "response", "reward"]
 
@@ -69,7 +69,7 @@ def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, **options):
         Role("rollout", build_guesser),
         Role("reward", partial(build_scorer, rewards=RewardsConfig(), reward=reward)),
     )
-    dag = DAG(roles, (Node("rollout", sample, "rollout", keep="rollouts"),))
+    dag = DAG(roles, (Node("rollout", sample, role="rollout", save_as="rollouts"),))
     names = [f"w{i}" for i in range(workers)]
     plan = compile_chains(dag, names, source_schema(open_source(source).schema, source))
     url = tmp_path / f"{workers}-{steps}"
@@ -116,8 +116,8 @@ def test_when_no_group_has_a_spread_it_gives_up_after_its_rounds(source, tmp_pat
 def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
     sample = partial(sample_mixed_groups, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8)
     nodes = (
-        Node("rollout", sample, "rollout"),
-        Node("prompts", partial(encode_prompts, max_prompt_length=4), "rollout"),
+        Node("rollout", sample, role="rollout"),
+        Node("prompts", partial(encode_prompts, max_prompt_length=4), role="rollout"),
     )
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
     with pytest.raises(PlanError, match=r"node 'rollout' draws more prompts.*\['rollout', 'prompts'\]"):
@@ -136,4 +136,4 @@ def test_a_scorer_that_is_not_where_the_samples_are_is_refused(scorer, placement
     roles = (Role("rollout", build_guesser), Role("reward", build_guesser))
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
     with pytest.raises(PlanError, match=f"node 'rollout' uses role '{scorer}'.*{said}"):
-        compile_chains(DAG(roles, (Node("rollout", sample, "rollout"),)), ["w0", "w1"], schema, placement)
+        compile_chains(DAG(roles, (Node("rollout", sample, role="rollout"),)), ["w0", "w1"], schema, placement)

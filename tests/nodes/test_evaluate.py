@@ -24,8 +24,8 @@ from siirl_dask.observe import values
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains, dag_from_spec, dag_to_spec
 from siirl_dask.rollout import FinishReason, Generation, Sampling
 from siirl_dask.schema import TYPES, fields
-from siirl_dask.testing.fakes import build_nothing
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
+from siirl_dask.testing.rows import build_nothing
 
 float32s = st.floats(width=32, min_value=-1e6, max_value=1e6)
 
@@ -118,8 +118,8 @@ def measured(tmp_path, workers, placement=None, prompts=11, **options):
     roles = (Role("a", build_nothing), Role("b", build_nothing))
     given = {"n": N, "k": (1, 2, 4), "source": ColumnPath("extra.source")} | options
     nodes = (
-        Node("answer", partial(answer, n=given["n"]), "a"),
-        Node("measure", partial(measure_answers, **given), "b", ("answer",), Rows.GROUPED),
+        Node("answer", partial(answer, n=given["n"]), role="a"),
+        Node("measure", partial(measure_answers, **given), role="b", after="answer", rows=Rows.GROUPED),
     )
     names = [f"w{at}" for at in range(workers)]
     schema = source_schema(open_source(source).schema, source)
@@ -223,16 +223,17 @@ def test_a_column_that_cannot_be_a_source_is_refused_by_name():
         logged(many, n=1, k=(1,), source=ColumnPath("where"))
 
 
-def test_options_are_tried_when_planned_and_the_source_column_is_read(tmp_path):
+def test_more_samples_than_there_are_fail_the_trial_and_the_source_column_is_read(tmp_path):
+    node = Node("measure", partial(measure_answers, n=4, k=(1, 9)), role="reward")
     with pytest.raises(PlanError, match=r"k=\[1, 9\]: 9 of n=4 samples"):
-        measured(tmp_path, 1, k=(1, 9))
+        node.try_options()
     with pytest.raises(PlanError, match=r"reads \['extr'\].*did you mean 'extra'"):
         measured(tmp_path, 1, source=ColumnPath("extr.source"))
 
 
 def test_yaml_and_python_spell_one_node():
     fn = partial(measure_answers, n=2, k=(1, 2), source=ColumnPath("x.y"), extract=first_word)
-    dag = DAG((Role("a", build_nothing),), (Node("m", fn, "a"),))
+    dag = DAG((Role("a", build_nothing),), (Node("m", fn, role="a"),))
     spec = dag_to_spec(dag)
     assert spec["nodes"][0]["with"]["source"] == {"path": "x.y"}
     again = dag_from_spec(spec["roles"], spec["nodes"])

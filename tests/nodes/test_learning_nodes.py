@@ -12,6 +12,7 @@ from siirl_dask.algorithms import (
     KLController,
     TokenLoss,
     gae,
+    gpg,
     grpo,
     k1,
     policy_loss,
@@ -33,8 +34,8 @@ from siirl_dask.nodes import (
 )
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.schema import TYPES
-from siirl_dask.testing.fakes import build_nothing
-from siirl_dask.testing.pool import Sum
+from siirl_dask.testing.local_pool import ThreadPeers
+from siirl_dask.testing.rows import build_nothing
 
 
 def rows(**columns):
@@ -44,19 +45,17 @@ def rows(**columns):
     return pa.table({**identity, **given})
 
 
-def context(resource=None, *, rank=0, size=1, total=list):
-    return Context(
-        step=1, run_seed=0, rank=Rank(rank, size), device=Device("w"), resource=resource, sum_over_workers=total
-    )
+def context(resource=None, *, rank=0, size=1, peers=None):
+    ctx = Context(step=1, run_seed=0, rank=Rank(rank, size), device=Device("w"), resource=resource)
+    ctx.peers = ctx.peers if peers is None else peers.at(rank)
+    return ctx
 
 
 def on_workers(node, parts, resources=None):
     """The node's output on as many workers at once, in order."""
-    total = Sum(len(parts))
+    peers = ThreadPeers(len(parts))
     resources = resources or [None] * len(parts)
-    contexts = [
-        context(resource, rank=rank, size=len(parts), total=total.of) for rank, resource in enumerate(resources)
-    ]
+    contexts = [context(resource, rank=rank, size=len(parts), peers=peers) for rank, resource in enumerate(resources)]
     with ThreadPoolExecutor(len(parts)) as threads:
         return pa.concat_tables(threads.map(node, contexts, parts)), contexts
 
@@ -69,6 +68,22 @@ def test_a_row_without_a_reward_has_no_advantage_and_does_not_count_in_its_group
     table = rows(group_id=GROUPS, reward=[1.0, None, 0.0, None, 1.0, 3.0], response_ids=RESPONSES)
     given = estimate_advantage(context(), table, advantage=grpo)["advantage"].to_pylist()
     assert given == pytest.approx([0.7071, None, -0.7071, None, -0.7071, 0.7071], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "others", "expected"),
+    [
+        (partial(grpo, scale="batch"), [2.0, 1.0, 3.0], 0.5 / 1.3**0.5),  # variance 5.2 / 4
+        (gpg, [2.0, 2.0, 2.0], 0.5 * 2),  # one group of two has no advantage
+    ],
+)
+def test_an_advantage_that_depends_on_the_batch_sees_the_rows_of_all_workers(advantage, others, expected):
+    table = rows(group_id=GROUPS, reward=[1.0, None, 0.0, *others], response_ids=RESPONSES)
+    node = partial(estimate_advantage, advantage=advantage)
+    whole = node(context(), table)
+    split, _ = on_workers(node, [table.slice(0, 3), table.slice(3, 3), table.slice(0, 0)])
+    assert split.equals(whole)
+    assert whole["advantage"].to_pylist()[:3] == pytest.approx([expected, None, -expected], abs=1e-4)
 
 
 def test_what_tokens_add_to_the_reward_counts_in_the_rows_advantage():
@@ -290,16 +305,15 @@ def averages(outcomes):
         (partial(estimate_advantage, advantage=averages), r"expected \[0\]"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_when_the_dag_is_planned(fn, said):
-    source = pa.schema({f.name: f.type for f in _policy_table(reward=[1.0, 1.0, 1.0]).schema})
-    dag = DAG((Role("policy", build_nothing),), (Node("mine", fn, "policy"),))
+def test_an_option_that_cannot_work_fails_its_trial(fn, said):
+    node = Node("mine", fn, role="policy")
     with pytest.raises(PlanError, match=f"node 'mine': its options fail.*{said}"):
-        compile_chains(dag, ["w"], source)
+        node.try_options()
 
 
 def test_an_update_without_any_advantage_before_it_is_refused():
     source = _policy_table().drop_columns(["advantage"]).schema
     update = partial(update_policy, minibatches=1, loss=partial(policy_loss, surrogate=ppo_clip))
-    dag = DAG((Role("policy", build_nothing),), (Node("mine", update, "policy"),))
+    dag = DAG((Role("policy", build_nothing),), (Node("mine", update, role="policy"),))
     with pytest.raises(PlanError, match=r"needs one of \['advantage', 'advantages'\]"):
         compile_chains(dag, ["w"], source)

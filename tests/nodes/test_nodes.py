@@ -17,7 +17,7 @@ from siirl_dask.nodes import (
     policy_logprobs,
     publish_weights,
 )
-from siirl_dask.nodes.packing import pack_rows
+from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
 from siirl_dask.training import TokenScores

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.tensors import packed, ragged, values
+from siirl_dask.nodes.packed_table import packed, ragged, values
 
 LISTS = pa.list_(pa.int32())
 

@@ -51,15 +51,15 @@ def prompts(step, count=3):
     return pa.table({name: pa.array(values, TYPES[name]) for name, values in given.items()})
 
 
-def context(engine, kept, step, *, settles=False):
-    return Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=engine, kept=kept, settles=settles)
+def context(engine, state, step, *, drain=False):
+    return Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=engine, state=state, drain=drain)
 
 
 def run(rollout, steps):
-    """Each step's rows; the last step settles."""
+    """Each step's rows; the last step drain."""
     engine, kept, rows = Counting(), {}, []
     for step in range(1, steps + 1):
-        ctx = context(engine, kept, step, settles=step == steps)
+        ctx = context(engine, kept, step, drain=step == steps)
         rows.append(generate(ctx, prompts(step), rollout=rollout).to_pylist())
         engine.version = step
     assert not kept
@@ -105,7 +105,7 @@ def test_a_group_comes_when_all_of_it_has_ended_and_says_which_weights_sampled_w
 def test_only_a_partial_rollout_writes_which_weights_sampled_each_token():
     for partial_, written in ((True, True), (False, False)):
         options = rollout(partial=True, max_tokens_per_step=2) if partial_ else rollout()
-        node = Node("rollout", partial(generate, rollout=options), "rollout")
+        node = Node("rollout", partial(generate, rollout=options), role="rollout")
         assert ("token_versions" in node.contract.writes.names) is written
 
 
@@ -116,7 +116,7 @@ def test_a_budget_of_tokens_and_partial_responses_go_together_and_need_their_sta
     given_ = {"partial": True, "max_tokens_per_step": 3, "max_response_length": 9}
     with pytest.raises(ConfigError, match=r"max_staleness=1: expected .* and 2 more for a response of 3 steps"):
         RolloutConfig(**given_, max_staleness=1)
-    assert RolloutConfig(**given_, max_staleness=3).ahead == 1
-    assert replace(RolloutConfig(**given_, max_staleness=3), ahead=0).ahead == 0
-    with pytest.raises(ConfigError, match=r"the steps ahead, 2 \(rollout.ahead\)"):
-        RolloutConfig(**given_, max_staleness=3, ahead=2)
+    assert RolloutConfig(**given_, max_staleness=3).steps_ahead == 1
+    assert replace(RolloutConfig(**given_, max_staleness=3), steps_ahead=0).steps_ahead == 0
+    with pytest.raises(ConfigError, match=r"the steps ahead, 2 \(rollout.steps_ahead\)"):
+        RolloutConfig(**given_, max_staleness=3, steps_ahead=2)

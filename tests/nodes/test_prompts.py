@@ -15,7 +15,7 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import DataError
 from siirl_dask.nodes import encode_prompts, generate, sample_mixed_groups
-from siirl_dask.nodes.lengths import sampling_costs
+from siirl_dask.nodes.prompts import sampling_costs
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 
@@ -65,7 +65,7 @@ def sampled(rollout, **columns):
 )
 def test_the_cost_is_what_is_expected_within_what_is_allowed_and_a_little_for_the_prompt(rows, most):
     expected, limits, prompts = zip(*rows, strict=True)
-    rollout = RolloutConfig(max_response_length=most, expected_length="expected")
+    rollout = RolloutConfig(max_response_length=most, expected_length_column="expected")
     given = table(expected=pa.array(expected, pa.uint32()), max_tokens=pa.array(limits, pa.int32()))
     costs = sampling_costs(given, prompts, rollout)
     within = [min(length, most, limit or most) for length, limit in zip(expected, limits, strict=True)]
@@ -77,7 +77,7 @@ def test_without_the_column_the_rows_own_limit_counts_and_without_that_the_promp
     limits = pa.array([5, None, 99])
     assert sampling_costs(table(max_tokens=limits), [16, 1, 1], rollout).tolist() == [6, 20, 20]
     assert sampling_costs(table(prompt=["a", "b"]), [7, 3], rollout).tolist() == [7, 3]
-    named = RolloutConfig(max_response_length=20, expected_length="expected")
+    named = RolloutConfig(max_response_length=20, expected_length_column="expected")
     assert sampling_costs(table(max_tokens=limits), [16, 1, 1], named).tolist() == [6, 20, 20]
 
 
@@ -87,7 +87,7 @@ def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order(
     assert by_prompt == ["bbbb", "bbbb", "cc", "cc", "a", "a"]
     by_limit, _ = sampled(RolloutConfig(n=2), prompt=prompts, max_tokens=[3, 1, 2])
     assert by_limit == ["a", "a", "cc", "cc", "bbbb", "bbbb"]
-    rollout = RolloutConfig(n=2, expected_length="expected")
+    rollout = RolloutConfig(n=2, expected_length_column="expected")
     by_length, same = sampled(rollout, prompt=prompts, max_tokens=[99] * 3, expected=[4, 1, 8])
     assert by_length == ["cc", "cc", "a", "a", "bbbb", "bbbb"]
     names = ["row_id", "group_id", "tokens", "prompt", "response_ids"]
@@ -96,7 +96,7 @@ def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order(
 
 
 def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
-    rollout = RolloutConfig(expected_length="expected")
+    rollout = RolloutConfig(expected_length_column="expected")
     for node in (encode_prompts, sample_mixed_groups):
         assert contract_of(partial(node, rollout=rollout)).optional == ("max_tokens", "expected")
         assert contract_of(partial(node, rollout=RolloutConfig())).optional == ("max_tokens",)
@@ -112,4 +112,4 @@ def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
 )
 def test_what_is_no_number_of_tokens_is_refused_by_name(expected, said):
     with pytest.raises(DataError, match=said):
-        sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length="expected"))
+        sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length_column="expected"))

@@ -16,7 +16,7 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score
 from siirl_dask.rewards import build_scorer
-from siirl_dask.testing.pool import Sum
+from siirl_dask.testing.local_pool import ThreadPeers
 from tests.nodes.rewards import capricious, length, parts, slow_and_async, tells_its_process, with_extra
 
 IN_PROCESS, POOL = {}, {"processes": 2}
@@ -34,9 +34,10 @@ def scored():
     """``scored(function, table, **rewards)``: the node's output and what it logged."""
     scorers = []
 
-    def run(function, rows, columns=(), total=list, **rewards):
+    def run(function, rows, columns=(), peers=None, **rewards):
         scorers.append(build_scorer(Device("w"), Rank(), rewards=RewardsConfig(**rewards), reward=function))
-        ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=scorers[-1], sum_over_workers=total)
+        ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=scorers[-1])
+        ctx.peers = peers or ctx.peers
         return score(ctx, rows, columns=columns), ctx.metrics
 
     yield run
@@ -107,10 +108,13 @@ def test_a_row_that_hangs_or_kills_its_process_is_named(scored, response, said):
 
 def test_failures_are_counted_over_all_workers(scored):
     """Two each are allowed, three in all are not: the worker without a failure stops too."""
-    total = Sum(3)
+    peers = ThreadPeers(3)
     rows = [["fine"], ["raise", "raise"], ["raise"]]
     with ThreadPoolExecutor(3) as threads:
-        running = [threads.submit(scored, capricious, table(r), total=total.of, max_failures=2) for r in rows]
+        running = [
+            threads.submit(scored, capricious, table(r), peers=peers.at(rank), max_failures=2)
+            for rank, r in enumerate(rows)
+        ]
         errors = [future.exception() for future in running]
     assert [type(error) for error in errors] == [RewardError] * 3
     assert "failed for 3 rows of step 1 elsewhere" in str(errors[0])

@@ -17,7 +17,7 @@ from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import NodeError
 from siirl_dask.nodes import load_weights, publish_weights
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
 
 KINDS = (torch.float32, torch.bfloat16)
 
@@ -83,11 +83,14 @@ def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, 
         Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
         Role("rollout", partial(build, kind=Collector, options=engine or {})),
     )
-    nodes = (Node("weights", publish_weights, "policy"), Node("load", reader, "rollout", ("weights",), Rows.REPLICATED))
+    nodes = (
+        Node("weights", publish_weights, role="policy"),
+        Node("load", reader, role="rollout", after="weights", rows=Rows.REPLICATED),
+    )
     workers = [f"w{number}" for number in range(1 + max(map(max, placement.values())))]
     schema = source_schema(open_source(source).schema, source)
     plan = compile_chains(DAG(roles, nodes), workers, schema, placement)
-    return LocalPool(plan, source, url="", part=part, broadcast=broadcast)
+    return LocalPool(plan, source, url="", stream_bytes=part, broadcast=broadcast)
 
 
 def engines(workers):
@@ -96,7 +99,7 @@ def engines(workers):
 
 def assert_nothing_is_held(workers):
     gc.collect()
-    assert {buffer.waiting for buffer in workers.databuffers.values()} == {0}
+    assert {buffer.unacked_bytes for buffer in workers.databuffers.values()} == {0}
     assert {buffer.arena.in_use for buffer in workers.databuffers.values()} == {0}
 
 
@@ -162,7 +165,7 @@ def test_no_worker_holds_more_than_a_few_parts(source, placement):
         async def watched(*args):
             nonlocal published
             await publish(*args)
-            published = max(published, buffer.waiting)
+            published = max(published, buffer.unacked_bytes)
 
         buffer.publish = watched
         workers.run()

@@ -10,10 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.cli import dags, main
-from siirl_dask.configfile import load, shipped
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask import grpo, ppo
+from siirl_dask.cli import main
+from siirl_dask.config.file import load, load_config_file, shipped
+from siirl_dask.tasks.tiny_model import tiny_model
 from tests.conftest import digits_overrides
+from tests.recipes.keys import check_no_key_is_ignored, same_dag
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 
@@ -25,18 +27,32 @@ def script(name):
     return module
 
 
-SCRIPTS = {"grpo": "quickstart", "ppo": "quickstart_ppo", "dapo": "quickstart_dapo", "custom": "quickstart"}
+SCRIPTS = {
+    "grpo": "quickstart",
+    "ppo": "quickstart_ppo",
+    "dapo": "quickstart_dapo",
+    "custom": "quickstart",
+    "from_scratch": "quickstart",
+}
 """Each with the config that its first lines name."""
+LONGEST = {"grpo": 20, "ppo": 20, "dapo": 20, "custom": 50, "from_scratch": 70}
+"""Lines of each: what does not fit belongs into the package."""
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
-def test_the_dag_of_the_script_equals_the_one_in_yaml(name):
-    file = load(shipped(SCRIPTS[name]))
-    training, validation = dags(file)
-    pipeline = script(name)
-    assert sorted(node.key for node in pipeline.training(file.config).nodes) == sorted(n.key for n in training.nodes)
-    assert {role.key for role in pipeline.training(file.config).roles} == {role.key for role in training.roles}
-    assert pipeline.validation(file.config).nodes == validation.nodes
+@pytest.mark.parametrize(("name", "recipe"), [("dapo", None), ("grpo", grpo), ("ppo", ppo)])
+def test_a_script_trains_the_dag_that_its_config_spells(name, recipe):
+    file = load_config_file(shipped(SCRIPTS[name]))
+    assert same_dag(recipe or script(name).training)(file)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_fits_its_page(name):
+    assert len((PIPELINES / f"{name}.py").read_text().splitlines()) < LONGEST[name]
+
+
+@pytest.mark.parametrize("name", ["custom", "from_scratch"])
+def test_no_key_of_the_algorithm_is_ignored_by_a_script(name):
+    check_no_key_is_ignored(script(name).training, load(shipped(SCRIPTS[name])))
 
 
 def test_every_script_is_run_here():

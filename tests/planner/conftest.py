@@ -58,15 +58,22 @@ def grpo() -> DAG:
     return DAG(
         (Role("rollout", build), Role("policy", build), Role("reference", build)),
         (
-            Node("prompts", prompts, "rollout"),
-            Node("rollout", partial(generate, n=8), "rollout", ("prompts",)),
-            Node("reward", score, "rollout", ("rollout",)),
-            Node("old", old_logprobs, "policy", ("rollout",), Rows.BALANCED),
-            Node("ref", reference_logprobs, "reference", ("rollout",), Rows.BALANCED),
-            Node("advantage", estimate_advantage, "policy", ("reward", "old", "ref"), Rows.GROUPED, keep="rollouts"),
-            Node("update", update, "policy", ("advantage",), Rows.BALANCED),
-            Node("weights", weights, "policy", ("update",)),
-            Node("load", load, "rollout", ("weights",), Rows.REPLICATED),
+            Node("prompts", prompts, role="rollout"),
+            Node("rollout", partial(generate, n=8), role="rollout", after="prompts"),
+            Node("reward", score, role="rollout", after="rollout"),
+            Node("old", old_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
+            Node("ref", reference_logprobs, role="reference", after="rollout", rows=Rows.BALANCED),
+            Node(
+                "advantage",
+                estimate_advantage,
+                role="policy",
+                after=("reward", "old", "ref"),
+                rows=Rows.GROUPED,
+                save_as="rollouts",
+            ),
+            Node("update", update, role="policy", after="advantage", rows=Rows.BALANCED),
+            Node("weights", weights, role="policy", after="update"),
+            Node("load", load, role="rollout", after="weights", rows=Rows.REPLICATED),
         ),
     )
 

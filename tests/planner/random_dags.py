@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Node, Plan, Role, Rows, columns, compile_chains
+from siirl_dask.planner import DAG, Node, Plan, Role, Rows, WeightSink, WeightSource, columns, compile_chains
 
 # the same examples each time; SIIRL_EXAMPLES=20000 looks further
 QUICKLY = settings(
@@ -45,17 +45,17 @@ def fewer_rows(ctx, table): ...
 def other_rows(ctx, table): ...
 
 
-def in_parts(ctx, table, *, most): ...
+def in_parts(ctx, table, *, max_bytes): ...
 
 
 def from_parts(ctx, parts): ...
 
 
-@columns(new_rows=True, passes=False, gives_parts=in_parts)
+@columns(new_rows=True, passes=False, stream=WeightSource(in_parts))
 def gives(ctx, table): ...
 
 
-@columns(takes_parts=from_parts)
+@columns(stream=WeightSink(from_parts))
 def takes(ctx, table): ...
 
 
@@ -88,7 +88,18 @@ def dags(draw: st.DrawFn) -> DAG:
         written |= {"minibatch": pa.int64()} if draw(st.integers(0, 3)) == 0 else {}
         keep = f"table{i}" if draw(st.integers(0, 3)) == 0 else None
         schema = pa.schema(written)
-        nodes.append(Node(name, fn, draw(st.sampled_from(ROLES)), after, rows, keep, tuple(reads), schema))
+        nodes.append(
+            Node(
+                name,
+                fn,
+                role=draw(st.sampled_from(ROLES)),
+                after=after,
+                rows=rows,
+                save_as=keep,
+                reads=tuple(reads),
+                writes=schema,
+            )
+        )
         made_by[name] = name if fn in (more_rows, fewer_rows, other_rows) else made_by[after[0]] if after else ""
         seen[name] = (available if fn in (same_rows, more_rows, fewer_rows) else set()) | set(written)
         if replicated and fn in (same_rows, narrow):
@@ -104,10 +115,18 @@ def pairs(draw: st.DrawFn, number: int, before: str | None) -> list[Node]:
     roles, rows = st.sampled_from(ROLES), st.sampled_from([Rows.REPLICATED] * 3 + [Rows.ANYWHERE])
     keep = st.sampled_from([None] * 5 + [f"parts{number}"])
     after = (before,) if before is not None else ()
-    source = Node(f"gives{number}", gives, draw(roles), after, keep=draw(keep), writes=written)
-    target = Node(f"takes{number}", takes, draw(roles), (source.name,), draw(rows), reads=tuple(written.names))
-    aside = Node(f"aside{number}", same_rows, draw(roles), draw(st.sampled_from([(), (), (), (source.name,)])))
-    beyond = [Node(f"beyond{number}", same_rows, draw(roles), (target.name,))] if draw(st.integers(0, 4)) == 0 else []
+    source = Node(f"gives{number}", gives, role=draw(roles), after=after, save_as=draw(keep), writes=written)
+    target = Node(
+        f"takes{number}", takes, role=draw(roles), after=(source.name,), rows=draw(rows), reads=tuple(written.names)
+    )
+    aside = Node(
+        f"aside{number}", same_rows, role=draw(roles), after=draw(st.sampled_from([(), (), (), (source.name,)]))
+    )
+    beyond = (
+        [Node(f"beyond{number}", same_rows, role=draw(roles), after=(target.name,))]
+        if draw(st.integers(0, 4)) == 0
+        else []
+    )
     return [source, *draw(st.permutations([aside, target])), *beyond]
 
 
@@ -116,14 +135,23 @@ def joins(draw: st.DrawFn) -> DAG:
     """Branches that lay the same rows out by the same policy, each from where another branch had them, and a join."""
     policies = st.sampled_from([Rows.ANYWHERE, Rows.GROUPED, Rows.BALANCED])
     alike, reads = draw(policies), draw(st.sampled_from([(), ("minibatch",)]))
-    nodes = [Node("x", same_rows, "a", writes=pa.schema({"minibatch": pa.int64(), "blob": pa.binary()}))]
+    nodes = [Node("x", same_rows, role="a", writes=pa.schema({"minibatch": pa.int64(), "blob": pa.binary()}))]
     for i in range(draw(st.integers(1, 3))):
         before = draw(st.sampled_from([node.name for node in nodes]))
-        nodes.append(Node(f"y{i}", same_rows, draw(st.sampled_from(ROLES)), (before,), draw(policies)))
+        nodes.append(Node(f"y{i}", same_rows, role=draw(st.sampled_from(ROLES)), after=(before,), rows=draw(policies)))
     for i, before in enumerate(draw(st.permutations([node.name for node in nodes]))[:3]):
-        nodes.append(Node(f"alike{i}", same_rows, "c", (before,), alike, reads=reads))
+        nodes.append(Node(f"alike{i}", same_rows, role="c", after=(before,), rows=alike, reads=reads))
     after = tuple(node.name for node in nodes if node.name.startswith("alike"))
-    nodes.append(Node("join", same_rows, "c", after, draw(st.sampled_from([alike, Rows.ANYWHERE])), reads=("blob",)))
+    nodes.append(
+        Node(
+            "join",
+            same_rows,
+            role="c",
+            after=after,
+            rows=draw(st.sampled_from([alike, Rows.ANYWHERE])),
+            reads=("blob",),
+        )
+    )
     return DAG([Role(role, build) for role in ROLES], nodes)
 
 

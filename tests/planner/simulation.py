@@ -1,6 +1,6 @@
 """Any DAG on any placement, run by a small executor in one process, and what it would see without a planner.
 
-Rows go where ``assign`` sends them; a value says who wrote it, from what, so that a wrong input shows.
+Rows go where ``assign_owners`` sends them; a value says who wrote it, from what, so that a wrong input shows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from siirl_dask.coordinator.statistics import Statistics, assign
-from siirl_dask.planner import DAG, Chain, Drop, Edge, Input, Keep, Load, Node, Plan, Recv, Rows, Run, Send, Stream
+from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
+from siirl_dask.planner import DAG, Chain, Drop, Edge, Input, Load, Node, Plan, Recv, Rows, Run, Save, Send, Stream
 from siirl_dask.schema import IDENTITY
 from tests.planner.random_dags import SOURCE
 
@@ -100,7 +100,7 @@ def owners(edge: Edge, parts: Sequence[Table]) -> dict[int, str | None]:
     if edge.rows is Rows.REPLICATED:
         return dict.fromkeys(rows)
     statistics = np.array(lines, np.int64).reshape(-1, 5).T
-    owner = assign(edge, Statistics(*statistics, positions=statistics[0]))
+    owner = assign_owners(edge, EdgeStatistics(*statistics, positions=statistics[0]))
     return {row: edge.targets[index] for row, index in zip(rows, owner.tolist(), strict=True)}
 
 
@@ -261,7 +261,7 @@ class Worker:
                 assert worker in edge.targets
                 assert guide.target == edge.target
                 self.add(edge.name, cluster.pull(edge, guide, worker))
-            case Keep(node, table, index, count):
+            case Save(node, table, index, count):
                 parts = cluster.kept.setdefault(table, {})
                 assert index not in parts, "two workers write the same part"
                 parts[index] = (count, self.tables[node])

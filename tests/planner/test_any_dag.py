@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run
-from siirl_dask.planner.flow import is_blob
+from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
 from tests.planner.random_dags import QUICKLY, fewer_rows, gives, more_rows, narrow, other_rows, plans, takes
 from tests.planner.simulation import AHEAD, Cluster, owners, without_a_planner
@@ -71,10 +71,10 @@ def test_rows_lie_as_their_node_wants_them_whether_they_were_moved_or_left(plan,
 def test_what_is_kept_is_the_whole_output_once(plan, seed):
     expected = without_a_planner(plan.dag, seed)
     cluster = ran(plan, seed)
-    assert set(cluster.kept) == {node.keep for node in plan.dag.nodes if node.keep}
+    assert set(cluster.kept) == {node.save_as for node in plan.dag.nodes if node.save_as}
     for node in plan.dag.nodes:
-        if node.keep:
-            parts = cluster.kept[node.keep]
+        if node.save_as:
+            parts = cluster.kept[node.save_as]
             assert {count for count, _ in parts.values()} == {len(parts)}
             assert sorted(parts) == list(range(len(parts)))
             rows = [(row, values) for _, part in parts.values() for row, values in part.items()]
@@ -91,7 +91,7 @@ def test_an_edge_carries_only_what_somebody_after_it_reads(plan):
         if column in reads(node, {column}):
             return True
         through = node.contract.passes and column not in node.contract.writes.names
-        return through and (node.keep is not None or any(wanted(child, column) for child in children[node.name]))
+        return through and (node.save_as is not None or any(wanted(child, column) for child in children[node.name]))
 
     for edge in plan.edges:
         names = edge.schema.names
@@ -112,7 +112,7 @@ def test_a_blob_is_only_where_it_is_used_and_comes_from_where_it_was(plan):
     """Used: read, kept, or carried on to other rows. Where it was: in the table of a node that used or made it."""
 
     def uses(node: Node, column: str) -> bool:
-        return column in reads(node, {column}) or node.keep is not None or node.contract.new_rows
+        return column in reads(node, {column}) or node.save_as is not None or node.contract.new_rows
 
     for worker in plan.chains.values():
         for link in worker.links:
@@ -136,7 +136,7 @@ def test_what_goes_in_parts_is_never_there_as_a_whole_and_the_rest_is(plan, seed
         children = [other for other in plan.dag.nodes if node.name in other.after]
         alone = len(children) == 1 and not any(children[0].name in other.after for other in plan.dag.nodes)
         able = alone and node.fn is gives and children[0].fn is takes and children[0].rows is Rows.REPLICATED
-        assert (node.name in plan.streams) == (able and not node.keep)
+        assert (node.name in plan.streams) == (able and not node.save_as)
     for chain in plan.chains.values():
         whole = {link.node.name for link in chain.links if isinstance(link, Run)}
         assert whole.isdisjoint({*plan.streams, *plan.streams.values()})

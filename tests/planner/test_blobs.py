@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, Run, Sizes, columns, compile_chains, describe, estimate, flow
-from siirl_dask.planner.flow import is_blob
-from siirl_dask.testing.fakes import build_nothing, fill
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.planner import DAG, Node, Role, Rows, Run, Sizes, columns, compile_chains, describe, estimate
+from siirl_dask.planner import column_flow as flow
+from siirl_dask.planner.column_flow import is_blob
+from siirl_dask.testing.local_pool import LocalPool
+from siirl_dask.testing.rows import build_nothing, fill
 
 ROLES = (Role("a", build_nothing), Role("b", build_nothing), Role("c", build_nothing))
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -54,7 +55,15 @@ def compare(ctx, table):
 
 
 def node(name, fn, role, *after, rows=Rows.ANYWHERE, reads=(), keep=None):
-    return Node(name, fn, role, after, rows, keep, (*fn.__columns__.reads, *reads) if fn is not plain else reads)
+    return Node(
+        name,
+        fn,
+        role=role,
+        after=after,
+        rows=rows,
+        save_as=keep,
+        reads=(*fn.__contract__.reads, *reads) if fn is not plain else reads,
+    )
 
 
 def planned(*nodes, placement=APART):
@@ -216,7 +225,7 @@ SHAPES = {
 
 def kept(data, shape, placement, url):
     nodes = (
-        Node("fill", partial(fill, tokens=3), "a"),
+        Node("fill", partial(fill, tokens=3), role="a"),
         *SHAPES[shape],
         node("all", plain, "c", "compare", keep="all"),
     )

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Drop, Keep, Load, Node, Recv, Role, Rows, Run, Send, columns, compile_chains
+from siirl_dask.planner import DAG, Drop, Load, Node, Recv, Role, Rows, Run, Save, Send, columns, compile_chains
 from siirl_dask.schema import fields
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -71,7 +71,7 @@ def test_the_chain_of_a_worker_in_full(grpo, source):
                 found.append(("send", edge.name))
             case Recv(edge, guide):
                 found.append(("recv", edge.name, guide.name))
-            case Keep(node, table, index, count):
+            case Save(node, table, index, count):
                 found.append(("keep", node, table, index, count))
             case Drop(table):
                 found.append(("drop", table))
@@ -109,12 +109,12 @@ def test_a_worker_without_a_role_has_nothing_to_do(grpo, source):
 
 def test_keep_is_numbered_by_rank(grpo, source):
     plan = compile_chains(grpo, WORKERS, source, {**SPLIT, "policy": [3, 2]})
-    kept = {w: [link for link in chain.links if isinstance(link, Keep)] for w, chain in plan.chains.items()}
+    kept = {w: [link for link in chain.links if isinstance(link, Save)] for w, chain in plan.chains.items()}
     assert kept == {
         "w0": [],
         "w1": [],
-        "w2": [Keep("advantage", "rollouts", 1, 2)],
-        "w3": [Keep("advantage", "rollouts", 0, 2)],
+        "w2": [Save("advantage", "rollouts", 1, 2)],
+        "w3": [Save("advantage", "rollouts", 0, 2)],
     }
 
 
@@ -122,18 +122,18 @@ def test_rows_that_are_everywhere_leave_from_one_worker_only():
     dag = DAG(
         ROLES,
         [
-            Node("x", plain, "a"),
-            Node("all", plain, "a", ("x",), Rows.REPLICATED),
-            Node("still", plain, "a", ("all",), keep="table"),
-            Node("out", plain, "b", ("still",)),
+            Node("x", plain, role="a"),
+            Node("all", plain, role="a", after="x", rows=Rows.REPLICATED),
+            Node("still", plain, role="a", after="all", save_as="table"),
+            Node("out", plain, role="b", after="still"),
         ],
     )
     plan = compile_chains(dag, WORKERS, SOURCE, {"a": [0, 1], "b": [2, 3]})
     edge = next(edge for edge in plan.edges if edge.name == "still->out")
     assert edge.sources == ("w0",)
-    assert [link for link in plan.chains["w0"].links if isinstance(link, Keep)] == [Keep("still", "table", 0, 1)]
+    assert [link for link in plan.chains["w0"].links if isinstance(link, Save)] == [Save("still", "table", 0, 1)]
     for link in plan.chains["w1"].links:
-        assert not isinstance(link, Keep)
+        assert not isinstance(link, Save)
         assert not (isinstance(link, Send) and link.edge.name == "still->out")
 
 
@@ -141,10 +141,10 @@ def test_what_joins_rows_that_are_everywhere_goes_everywhere():
     dag = DAG(
         ROLES,
         [
-            Node("x", plain, "a"),
-            Node("all", plain, "a", ("x",), Rows.REPLICATED),
-            Node("far", plain, "b", ("x",)),
-            Node("join", plain, "a", ("all", "far")),
+            Node("x", plain, role="a"),
+            Node("all", plain, role="a", after="x", rows=Rows.REPLICATED),
+            Node("far", plain, role="b", after="x"),
+            Node("join", plain, role="a", after=("all", "far")),
         ],
     )
     plan = compile_chains(dag, WORKERS, SOURCE, {"a": [0, 1], "b": [2, 3]})
@@ -157,9 +157,12 @@ def test_what_joins_rows_that_are_everywhere_goes_everywhere():
 
 def test_rows_balanced_by_another_minibatch_move_again():
     """Two nodes that want their mini-batches balanced share a layout only if the mini-batches are the same."""
-    nodes = [Node("x", draw, "a"), Node("one", learn, "a", ("x",), Rows.BALANCED)]
-    same = DAG(ROLES, [*nodes, Node("two", learn, "a", ("one",), Rows.BALANCED)])
-    drawn_again = DAG(ROLES, [*nodes, Node("y", draw, "a", ("one",)), Node("two", learn, "a", ("y",), Rows.BALANCED)])
+    nodes = [Node("x", draw, role="a"), Node("one", learn, role="a", after="x", rows=Rows.BALANCED)]
+    same = DAG(ROLES, [*nodes, Node("two", learn, role="a", after="one", rows=Rows.BALANCED)])
+    drawn_again = DAG(
+        ROLES,
+        [*nodes, Node("y", draw, role="a", after="one"), Node("two", learn, role="a", after="y", rows=Rows.BALANCED)],
+    )
     assert moving(compile_chains(same, WORKERS, SOURCE)) == {"x->one"}
     assert moving(compile_chains(drawn_again, WORKERS, SOURCE)) == {"x->one", "y->two"}
 
@@ -168,11 +171,11 @@ def test_rows_spread_from_different_places_move_again():
     """Rows that two branches bring from different workers are not where each other's are, though both are spread."""
     roles = (*ROLES, Role("c", build))
     nodes = [
-        Node("x", plain, "a"),
-        Node("y", plain, "b", ("x",), Rows.BALANCED),
-        Node("from_x", plain, "c", ("x",)),
-        Node("from_y", plain, "c", ("y",)),
-        Node("join", plain, "c", ("from_x", "from_y")),
+        Node("x", plain, role="a"),
+        Node("y", plain, role="b", after="x", rows=Rows.BALANCED),
+        Node("from_x", plain, role="c", after="x"),
+        Node("from_y", plain, role="c", after="y"),
+        Node("join", plain, role="c", after=("from_x", "from_y")),
     ]
     plan = compile_chains(DAG(roles, nodes), WORKERS, SOURCE, {"a": [0, 1], "b": [1, 2], "c": [2, 3]})
     assert "from_y->join" in moving(plan)
@@ -182,11 +185,11 @@ def test_rows_spread_from_different_places_move_again():
 def two_ways(placement):
     """What moves where two branches bring the same rows to ``c``, balanced, from ``a`` and from ``b``."""
     nodes = [
-        Node("x", plain, "a"),
-        Node("y", plain, "b", ("x",), Rows.GROUPED),
-        Node("from_x", plain, "c", ("x",), Rows.BALANCED),
-        Node("from_y", plain, "c", ("y",), Rows.BALANCED),
-        Node("join", plain, "c", ("from_x", "from_y")),
+        Node("x", plain, role="a"),
+        Node("y", plain, role="b", after="x", rows=Rows.GROUPED),
+        Node("from_x", plain, role="c", after="x", rows=Rows.BALANCED),
+        Node("from_y", plain, role="c", after="y", rows=Rows.BALANCED),
+        Node("join", plain, role="c", after=("from_x", "from_y")),
     ]
     return moving(compile_chains(DAG((*ROLES, Role("c", build)), nodes), [*WORKERS, "w4", "w5"], SOURCE, placement))
 
@@ -203,11 +206,11 @@ def test_rows_balanced_from_workers_where_some_may_have_stayed_move_again_to_joi
 @pytest.mark.parametrize("after", [("x", "groups"), ("groups", "x")])
 def test_the_parent_whose_rows_lie_as_wanted_leads_and_stays(after):
     nodes = [
-        Node("x", plain, "a"),
-        Node("y", plain, "b", ("x",)),
-        Node("groups", plain, "a", ("y",), Rows.GROUPED),
-        Node("join", plain, "a", after, Rows.GROUPED),
-        Node("again", plain, "a", ("join",), Rows.GROUPED),
+        Node("x", plain, role="a"),
+        Node("y", plain, role="b", after="x"),
+        Node("groups", plain, role="a", after="y", rows=Rows.GROUPED),
+        Node("join", plain, role="a", after=after, rows=Rows.GROUPED),
+        Node("again", plain, role="a", after="join", rows=Rows.GROUPED),
     ]
     plan = compile_chains(DAG(ROLES, nodes), WORKERS, SOURCE, {"a": [0, 1], "b": [1, 2]})
     assert moving(plan) == {"x->y", "y->groups", "x->join"}
@@ -231,11 +234,11 @@ def test_refused(grpo, source, workers, placement, text):
 
 
 def diamonds(k: int) -> DAG:
-    nodes = [Node("n0", plain, "a")]
+    nodes = [Node("n0", plain, role="a")]
     for i in range(k):
-        nodes.append(Node(f"l{i}", plain, "a", (f"n{i}",)))
-        nodes.append(Node(f"r{i}", plain, "b", (f"n{i}",)))
-        nodes.append(Node(f"n{i + 1}", plain, "a", (f"l{i}", f"r{i}")))
+        nodes.append(Node(f"l{i}", plain, role="a", after=(f"n{i}",)))
+        nodes.append(Node(f"r{i}", plain, role="b", after=(f"n{i}",)))
+        nodes.append(Node(f"n{i + 1}", plain, role="a", after=(f"l{i}", f"r{i}")))
     return DAG(ROLES, nodes)
 
 

@@ -51,7 +51,7 @@ ROLES = (Role("policy", build), Role("rollout", build))
 
 
 def node(name: str, *after: str, fn=plain, **more) -> Node:
-    return Node(name, fn, "policy", after, **more)
+    return Node(name, fn, role="policy", after=after, **more)
 
 
 def nested():
@@ -62,7 +62,7 @@ def nested():
 
 REFUSED = {
     "unknown role": (
-        lambda: DAG(ROLES, [Node("a", plain, "polcy")]),
+        lambda: DAG(ROLES, [Node("a", plain, role="polcy")]),
         "node 'a' has role 'polcy', which no role binds (roles: ['policy', 'rollout']); did you mean 'policy'?",
     ),
     "unknown parent": (
@@ -78,12 +78,11 @@ REFUSED = {
         "the nodes make a cycle: b -> c -> d -> b",
     ),
     "own parent": (lambda: DAG(ROLES, [node("a", "a")]), "the nodes make a cycle: a -> a"),
-    "after is text": (lambda: Node("b", plain, "policy", "a"), "node 'b' has after='a': expected a tuple, ('a',)"),
     "name": (lambda: node("a->b"), "node 'a->b' is no usable name"),
     "empty name": (lambda: node(""), "node '' is no usable name"),
     "name is a number": (lambda: node(3), "node 3 is no usable name"),
     "role name": (lambda: Role("a.b", build), "role 'a.b' is no usable name"),
-    "keep": (lambda: node("a", keep="../up"), "keep of node 'a': '../up' is no usable name"),
+    "keep": (lambda: node("a", save_as="../up"), "save_as of node 'a': '../up' is no usable name"),
     "rows of an entry": (lambda: node("a", rows=Rows.GROUPED), "node 'a' has rows='grouped' and no parents"),
     "identity": (lambda: node("a", fn=recount), "node 'a' writes ['tokens'] of rows that exist"),
     "lambda": (lambda: node("a", fn=lambda ctx, table: table), "is a lambda or a nested function: define it with def"),
@@ -140,11 +139,11 @@ def test_equal_dags_are_equal_and_hash_alike():
     assert make(True) != make(False)
     assert node("a", fn=partial(answer)) == node("a", fn=answer)
     assert node("a", reads=("prompt",)) != node("a")
-    assert node("a", rows=Rows.ANYWHERE) != Node("a", plain, "rollout")
+    assert node("a", rows=Rows.ANYWHERE) != Node("a", plain, role="rollout")
 
 
 def test_dataset_needs_no_identity_columns():
-    stage = trace(DAG(ROLES, [node("a", fn=answer, keep="t")]), SOURCE)["a"]
+    stage = trace(DAG(ROLES, [node("a", fn=answer, save_as="t")]), SOURCE)["a"]
     assert set(stage.kept) == {"row_id", "group_id", "tokens", "prompt", "answer", "response"}
     assert str(stage.output["row_id"].type) == "int64"
 
@@ -152,5 +151,12 @@ def test_dataset_needs_no_identity_columns():
 def test_optional_columns_are_needed_only_where_somebody_writes_them(grpo, source):
     assert "reference_logprobs" in trace(grpo, source)["update"].needed
     nodes = [n for n in grpo.nodes if n.name != "ref"]
-    nodes = [Node(n.name, n.fn, n.role, tuple(p for p in n.after if p != "ref"), n.rows, n.keep) for n in nodes]
+    nodes = [
+        Node(n.name, n.fn, role=n.role, after=tuple(p for p in n.after if p != "ref"), rows=n.rows, save_as=n.save_as)
+        for n in nodes
+    ]
     assert "reference_logprobs" not in trace(DAG(grpo.roles, nodes), source)["update"].needed
+
+
+def test_one_parent_may_be_given_by_its_name_alone():
+    assert Node("b", plain, role="policy", after="a") == Node("b", plain, role="policy", after=("a",))

@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import Chain, Plan, Recv, Run, Send, compile_chains
-from siirl_dask.planner.order import check_order
+from siirl_dask.planner.deadlock import check_order
 
 WORKERS = ("w0", "w1", "w2", "w3")
 SPLIT = {"rollout": [0, 1], "policy": [2, 3], "reference": [2, 3]}

@@ -8,8 +8,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from siirl_dask.cli import dags, main
-from siirl_dask.configfile import load, shipped
+from siirl_dask.cli import main
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
 from siirl_dask.planner import Rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "dags.md").read_text()
@@ -30,16 +31,16 @@ def test_the_example_changes_the_base_as_it_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.yaml").write_text(text)
     overrides = ["nodes.update.with.loss.with.kl_coefficient=0.1", "nodes.old_logprobs.rows=anywhere"]
     try:
-        dag, _ = dags(load("mine.yaml", overrides))
+        dag, _ = dags(load_config_file("mine.yaml", overrides))
         main(["plan", "mine.yaml"])
     finally:
         del sys.modules["mine.py"]
-    base, _ = dags(load(shipped("quickstart.yaml")))
+    base, _ = dags(load_config_file(shipped("quickstart.yaml")))
     assert [n.name for n in dag.nodes] == [n.name for n in base.nodes if n.name != "load_weights"] + ["brevity"]
     update, advantage = dag.node("update"), dag.node("advantage")
     assert (update.rows, update.options["minibatches"]) == (Rows.ANYWHERE, 2)
     assert update.options["loss"].keywords["kl_coefficient"] == 0.1
-    assert (advantage.after, advantage.keep) == (("reward", "old_logprobs", "brevity"), None)
+    assert (advantage.after, advantage.save_as) == (("reward", "old_logprobs", "brevity"), None)
     assert "mine.py:brevity" in capsys.readouterr().out
 
 

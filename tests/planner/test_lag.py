@@ -9,8 +9,8 @@ import pytest
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import (
     DAG,
-    Behind,
     Drop,
+    Lagged,
     Node,
     Recv,
     Run,
@@ -33,9 +33,9 @@ def late(dag: DAG, **changes) -> DAG:
 
 
 def test_what_a_late_node_takes_and_does_is_one_link_of_its_workers_and_all_else_is_as_without(grpo, source):
-    plan, usual = (compile_chains(dag, WORKERS, source, SPLIT) for dag in (late(grpo, behind=2), grpo))
+    plan, usual = (compile_chains(dag, WORKERS, source, SPLIT) for dag in (late(grpo, lag=2), grpo))
     for worker in WORKERS[:2]:
-        (link,) = (link for link in plan.chains[worker].links if isinstance(link, Behind))
+        (link,) = (link for link in plan.chains[worker].links if isinstance(link, Lagged))
         assert link.steps == 2
         assert [type(inner) for inner in link.links] == [Recv, Run, Drop, Drop]
     without = {worker: [type(link) for link in chain.flat] for worker, chain in plan.chains.items()}
@@ -46,28 +46,28 @@ def test_what_a_late_node_takes_and_does_is_one_link_of_its_workers_and_all_else
 def test_a_late_node_on_the_workers_of_its_parents_is_refused_with_what_to_change(grpo, source):
     for placement in ({}, {"rollout": [0, 1], "policy": [1, 2]}):
         with pytest.raises(PlanError, match=r"'load' is 1 step behind .*cluster\.placement"):
-            compile_chains(late(grpo, behind=1), WORKERS, source, placement)
+            compile_chains(late(grpo, lag=1), WORKERS, source, placement)
 
 
 def test_a_late_node_is_the_last_of_its_branch_and_keeps_nothing(grpo, source):
-    after = Node("after", grpo.node("load").fn, "rollout", ("load",))
+    after = Node("after", grpo.node("load").fn, role="rollout", after="load")
     with pytest.raises(PlanError, match="'after' comes after 'load', whose rows are of an earlier step"):
-        DAG(grpo.roles, (*late(grpo, behind=1).nodes, after))
-    with pytest.raises(PlanError, match="keep a node's before it"):
-        compile_chains(late(grpo, behind=1, keep="weights"), WORKERS, source, SPLIT)
+        DAG(grpo.roles, (*late(grpo, lag=1).nodes, after))
+    with pytest.raises(PlanError, match="save the output of a node before it"):
+        compile_chains(late(grpo, lag=1, save_as="weights"), WORKERS, source, SPLIT)
     for steps in (-1, "1", 1.5):
-        with pytest.raises(PlanError, match="expected steps"):
-            late(grpo, behind=steps)
+        with pytest.raises(PlanError, match="expected a number of steps"):
+            late(grpo, lag=steps)
 
 
 def test_how_far_behind_a_node_is_survives_yaml_and_makes_another_dag(grpo):
-    dag = late(grpo, behind=3)
+    dag = late(grpo, lag=3)
     spec = dag_to_spec(dag)
     assert dag_from_spec(spec["roles"], spec["nodes"]) == dag != grpo
 
 
 def test_a_plan_says_which_node_is_behind(grpo, source):
-    plan = compile_chains(late(grpo, behind=2), WORKERS, source, SPLIT)
+    plan = compile_chains(late(grpo, lag=2), WORKERS, source, SPLIT)
     assert "load, 2 steps behind (from weights)" in describe(plan, SIZES)
     (loading,) = (c for c in as_data(plan, SIZES)["chains"] if c["workers"] == ["w0", "w1"])
     assert {"do": "run", "what": "load"} in loading["links"]

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from siirl_dask.errors import PlanError
+from siirl_dask.nodes import score
 from siirl_dask.planner import dag_from_spec, dag_to_spec, resolve
-from siirl_dask.planner.canonical import function_name
+from siirl_dask.planner.names import function_name
+from siirl_dask.runs.reader import is_run
 
 MINE = """
 from dataclasses import dataclass
@@ -120,3 +122,17 @@ def test_a_file_that_failed_is_read_again_when_it_is_mended(folder):
         resolve("rewards/mended.py:f")
     path.write_text("def f(): return 'now it is longer'\n")
     assert resolve("rewards/mended.py:f")() == "now it is longer"
+
+
+def test_a_function_is_named_by_the_package_that_publishes_it():
+    assert function_name(score) == "siirl_dask.nodes:score"
+    assert resolve(function_name(score)) is score
+    assert function_name(is_run).startswith("siirl_dask.runs.reader:")  # no package publishes it
+
+
+def test_a_function_spelled_by_its_module_and_by_its_package_is_the_same_node():
+    names = ("siirl_dask.nodes:score", "siirl_dask.nodes.reward:score")
+    roles = {"r": {"build": "siirl_dask.tasks.tiny_model:tiny_tokenizer"}}
+    by_package, by_module = (dag_from_spec(roles, [{"name": "a", "run": name, "role": "r"}]) for name in names)
+    assert by_package == by_module
+    assert dag_to_spec(by_module)["nodes"][0]["run"] == names[0]

@@ -13,8 +13,8 @@ import pytest
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.planner import DAG, Node, Role, Rows, Sizes, columns, compile_chains, usage
 from siirl_dask.schema import GROUP_ID, MINIBATCH, PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, ROW_ID, TOKENS, fields
-from siirl_dask.testing.fakes import build_nothing
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
+from siirl_dask.testing.rows import build_nothing
 
 PROMPTS, N, PROMPT_TOKENS, RESPONSE_TOKENS, MINIBATCHES = 24, 4, 40, 100, 3
 ROLES = tuple(Role(name, build_nothing) for name in "abc")
@@ -53,10 +53,10 @@ def meet(ctx, table, *, at: str, seconds: float):
 def diamond(at: str, seconds: float) -> DAG:
     meeting = partial(meet, at=at, seconds=seconds)
     nodes = [
-        Node("start", start, "a"),
-        Node("left", meeting, "b", ("start",)),
-        Node("right", meeting, "c", ("start",)),
-        Node("join", start, "a", ("left", "right")),
+        Node("start", start, role="a"),
+        Node("left", meeting, role="b", after="start"),
+        Node("right", meeting, role="c", after="start"),
+        Node("join", start, role="a", after=("left", "right")),
     ]
     return DAG(ROLES, nodes)
 
@@ -126,13 +126,13 @@ def learn(ctx, table, *, name: str):
 @pytest.mark.parametrize("layout", ["apart", "together", "one"])
 def test_tables_are_no_larger_than_estimated(source, tmp_path, seed, layout):
     nodes = [
-        Node("encode", partial(encode, seed=seed), "a"),
-        Node("answer", partial(answer, n=N, seed=seed), "a", ("encode",)),
-        Node("spread", partial(learn, name="spread"), "b", ("answer",)),
-        Node("grouped", partial(learn, name="grouped"), "c", ("answer",), Rows.GROUPED),
-        Node("draw", draw, "b", ("answer",), Rows.BALANCED),
-        Node("learn", partial(learn, name="learn"), "b", ("draw",), Rows.BALANCED),
-        Node("all", partial(learn, name="all"), "c", ("learn",), Rows.REPLICATED),
+        Node("encode", partial(encode, seed=seed), role="a"),
+        Node("answer", partial(answer, n=N, seed=seed), role="a", after="encode"),
+        Node("spread", partial(learn, name="spread"), role="b", after="answer"),
+        Node("grouped", partial(learn, name="grouped"), role="c", after="answer", rows=Rows.GROUPED),
+        Node("draw", draw, role="b", after="answer", rows=Rows.BALANCED),
+        Node("learn", partial(learn, name="learn"), role="b", after="draw", rows=Rows.BALANCED),
+        Node("all", partial(learn, name="all"), role="c", after="learn", rows=Rows.REPLICATED),
     ]
     workers, placement = {
         "apart": (("w0", "w1", "w2", "w3", "w4", "w5", "w6"), {"a": [0, 1], "b": [2, 3, 4], "c": [5, 6]}),
@@ -159,9 +159,9 @@ def test_tables_are_no_larger_than_estimated(source, tmp_path, seed, layout):
 
 def test_more_workers_need_less_each_and_longer_responses_more(source, tmp_path):
     nodes = [
-        Node("encode", partial(encode, seed=0), "a"),
-        Node("answer", partial(answer, n=N, seed=0), "a", ("encode",)),
-        Node("learn", partial(learn, name="learn"), "b", ("answer",), Rows.BALANCED),
+        Node("encode", partial(encode, seed=0), role="a"),
+        Node("answer", partial(answer, n=N, seed=0), role="a", after="encode"),
+        Node("learn", partial(learn, name="learn"), role="b", after="answer", rows=Rows.BALANCED),
     ]
     schema = source_schema(open_source(source).schema, source)
 

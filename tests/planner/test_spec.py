@@ -87,7 +87,7 @@ nodes:
     run: {HERE}:score
     role: rollout
     after: rollout
-    keep: rollouts
+    save_as: rollouts
     with:
       reward: {{run: "{HERE}:within", with: {{margin: 1}}}}
       rewards: ["{HERE}:exact", "math:sqrt"]
@@ -113,9 +113,18 @@ def in_python() -> DAG:
             Role("rollout", partial(Engine, options=Options(lr=0.5))),
         ),
         (
-            Node("rollout", partial(generate, n=8), "rollout"),
-            Node("reward", reward, "rollout", ("rollout",), keep="rollouts"),
-            Node("other", undeclared, "policy", ("reward",), Rows.BALANCED, None, ("reward", "response"), made),
+            Node("rollout", partial(generate, n=8), role="rollout"),
+            Node("reward", reward, role="rollout", after="rollout", save_as="rollouts"),
+            Node(
+                "other",
+                undeclared,
+                role="policy",
+                after="reward",
+                rows=Rows.BALANCED,
+                save_as=None,
+                reads=("reward", "response"),
+                writes=made,
+            ),
         ),
     )
 
@@ -155,7 +164,7 @@ def test_round_trip():
 
 
 def test_round_trip_of_functions_in_options_without_annotation():
-    dag = DAG([Role("r", exact)], [Node("a", partial(score, reward=exact, anything={"x": [exact]}), "r")])
+    dag = DAG([Role("r", exact)], [Node("a", partial(score, reward=exact, anything={"x": [exact]}), role="r")])
     again = dag_from_spec(**dag_to_spec(dag))
     assert again == dag
     assert again.nodes[0].options["anything"] == {"x": [exact]}
@@ -186,9 +195,9 @@ REFUSED = [
     ("nodes.0.afer", [], "did you mean 'after'?"),
     ("nodes.0.with", [1], "node 'rollout' has with=[1]: expected a mapping of options"),
     ("nodes.0.with.m", 1, "node 'rollout' has no option 'm' (options: ['n'])"),
-    ("nodes.0.with.n", "x", "node 'rollout': n='x': expected int"),
-    ("nodes.0.with.n", None, "node 'rollout': n=None: expected int"),
-    ("nodes.0.with.n", True, "node 'rollout': n=True: expected int"),
+    ("nodes.0.with.n", "x", "node 'rollout': n='x': expected a whole number (int)"),
+    ("nodes.0.with.n", None, "node 'rollout': n=None: expected a whole number (int)"),
+    ("nodes.0.with.n", True, "node 'rollout': n=True: expected a whole number (int)"),
     ("nodes.1.with", {}, "node 'reward' needs the option 'reward': give it under 'with'"),
     ("nodes.1.with.rewrd", 1, "did you mean 'reward'?"),
     ("nodes.1.with.reward.wth", {}, "node 'reward': reward has an unknown key 'wth' (keys: ['run', 'with'])"),
@@ -198,7 +207,7 @@ REFUSED = [
     ("nodes.1.rows", "balancd", "did you mean 'balanced'?"),
     ("nodes.1.after", 5, "node 'reward': after=5: expected a name or a list of names"),
     ("nodes.1.after", [5], "node 'reward': after=[5]: expected a name or a list of names"),
-    ("nodes.1.keep", True, "keep of node 'reward': True is no usable name"),
+    ("nodes.1.save_as", True, "save_as of node 'reward': True is no usable name"),
     ("nodes.1.with.protocol", {"run": None, "with": {"margin": 1}}, "node 'reward': protocol: None names no function"),
     ("nodes.2.reads", {"a": 1}, "node 'other': reads={'a': 1}: expected a name or a list of names"),
     ("nodes.2.writes", {"a": "flot"}, "node 'other': writes={'a': 'flot'}: expected columns and Arrow types"),
@@ -212,7 +221,7 @@ REFUSED = [
     ),
     ("roles.policy.with.options", {}, "role 'policy': options lacks ['lr']: a Options needs them"),
     ("roles.policy.with.options.l", 1, "role 'policy': options has an unknown key 'l' (keys: ['lr', 'kind', 'betas'])"),
-    ("roles.policy.with.options.lr", "x", "role 'policy': options.lr='x': expected float"),
+    ("roles.policy.with.options.lr", "x", "role 'policy': options.lr='x': expected a number (float)"),
     (
         "roles.policy.with.options.kind",
         "fst",

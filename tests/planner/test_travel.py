@@ -13,11 +13,11 @@ from functools import partial
 import cloudpickle
 import pytest
 
-from siirl_dask.configfile import shipped
+from siirl_dask.config.file import shipped
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.planner import DAG, Node, Role, compile_chains, dag_from_spec
 from siirl_dask.schema import make_schema
-from siirl_dask.worker.parcel import pack
+from siirl_dask.worker.run_spec import serialize_phases
 from tests.conftest import Finished, digits_overrides
 
 FILES = {
@@ -50,27 +50,18 @@ FILES = {
             return table.append_column("digits", pa.array(map(count, table["response"].to_pylist()), pa.int32()))
     """,
     "script.py": """
-        from siirl_dask.cli import dags, run_pipeline
-        from siirl_dask.config import Config
-        from siirl_dask.configfile import load, shipped
-        from siirl_dask.planner import DAG, Node
-        from dataclasses import replace
-        from functools import partial
-        import helpers, nodes, sys
-        from siirl_dask.rewards import build_scorer
+        from siirl_dask import Node, grpo, main
+        import helpers, nodes
 
         def near(prompt, response, answer, **extra): return helpers.count(response) / 4
 
-        def training(config: Config) -> DAG:
-            dag, _ = dags(load(shipped("quickstart.yaml"), sys.argv[2:]))
-            scorer = partial(build_scorer, rewards=config.rewards, reward=near)
-            roles = [replace(role, build=scorer) if role.name == "reward" else role for role in dag.roles]
-            after = {"advantage": ("digits", "old_logprobs")}
-            nodes_ = [replace(node, after=after.get(node.name, node.after)) for node in dag.nodes]
-            return DAG(roles, [*nodes_, Node("digits", nodes.count_digits, "reward", ("reward",))])
+        def training(config):
+            dag = grpo(config, reward=near)
+            dag = dag.add(Node("digits", nodes.count_digits, role="reward", after="reward"))
+            return dag.replace("advantage", after=("digits", "old_logprobs"))
 
         if __name__ == "__main__":
-            run_pipeline(training)
+            main(training)
     """,
 }
 COUNTED = [
@@ -135,10 +126,10 @@ def plain(ctx, table, *, what: object): ...
 
 
 def test_what_cannot_travel_is_refused_by_name():
-    dag = DAG([Role("r", build)], [Node("a", partial(plain, what=threading.Lock()), "r")])
+    dag = DAG([Role("r", build)], [Node("a", partial(plain, what=threading.Lock()), role="r")])
     plan = compile_chains(dag, ["w"], make_schema({}))
     with pytest.raises(PlanError, match=r"cannot be sent to the workers: .*TypeError: cannot pickle '_thread.lock'"):
-        pack({"train": (plan, None)})
+        serialize_phases({"train": (plan, None)})
 
 
 def test_a_package_that_a_worker_lacks_is_named(train, tmp_path, monkeypatch):

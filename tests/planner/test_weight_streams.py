@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import DAG, Chain, Node, Role, Rows, Run, Sizes, Stream, compile_chains, describe, draw, usage
-from siirl_dask.planner.order import check_order
+from siirl_dask.planner.deadlock import check_order
 from tests.planner.random_dags import SOURCE, build, gives, same_rows, takes
 
 WORKERS = ("w0", "w1", "w2")
@@ -20,10 +20,10 @@ SIZES = Sizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 900
 @pytest.fixture
 def plan():
     nodes = (
-        Node("first", same_rows, "samples"),
-        Node("give", gives, "learns", writes=SOURCE),
-        Node("other", same_rows, "samples", ("first",), reads=("d0",)),
-        Node("take", takes, "samples", ("give",), Rows.REPLICATED, reads=("d0", "d2")),
+        Node("first", same_rows, role="samples"),
+        Node("give", gives, role="learns", writes=SOURCE),
+        Node("other", same_rows, role="samples", after="first", reads=("d0",)),
+        Node("take", takes, role="samples", after="give", rows=Rows.REPLICATED, reads=("d0", "d2")),
     )
     return compile_chains(DAG((Role("learns", build), Role("samples", build)), nodes), WORKERS, SOURCE, PLACED)
 

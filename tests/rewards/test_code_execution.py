@@ -18,7 +18,7 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rewards import build_scorer, code_execution
-from siirl_dask.rewards.sandbox import Limits, output, passes
+from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,7 +236,7 @@ time.sleep(60)
 
 
 RUNS_LONG = """
-from siirl_dask.rewards.sandbox import Limits, output
+from siirl_dask.rewards.code_execution.sandbox import Limits, output
 output("import time; time.sleep(60)", "", Limits(seconds=60.0))
 """
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.rewards import brevity, dapo_math, gsm8k, matches_format, math_answer, multiple_choice, weighted_sum
-from siirl_dask.rewards.boxed import last_boxed
+from siirl_dask.rewards.math_answers import last_boxed
 
 numbers = st.decimals(-(10**9), 10**9, places=2)
 

@@ -11,9 +11,9 @@ from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.nodes import score
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
 from siirl_dask.rewards import build_scorer, matches_format, weighted_sum
-from siirl_dask.rollouts import query
+from siirl_dask.runs.rollouts import query
 from siirl_dask.schema import ROW_ID, fields
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
 from tests.rewards.functions import share_right
 
 FORMAT = partial(matches_format, pattern=r"\d+")
@@ -51,9 +51,9 @@ def test_parts_travel_are_kept_and_can_be_queried(source, tmp_path, workers, pro
     rewards = RewardsConfig(processes=processes, max_failures=1)
     roles = (Role("scorer", partial(build_scorer, rewards=rewards, reward=reward)), Role("other", build_nothing))
     nodes = (
-        Node("answers", answer_alike, "other"),
-        Node("reward", score, "scorer", ("answers",)),
-        Node("look", look, "other", ("reward",), Rows.BALANCED, keep="rollouts"),
+        Node("answers", answer_alike, role="other"),
+        Node("reward", score, role="scorer", after="answers"),
+        Node("look", look, role="other", after="reward", rows=Rows.BALANCED, save_as="rollouts"),
     )
     names = [str(i) for i in range(workers)]
     placement = {"scorer": [workers - 1]}

@@ -9,12 +9,13 @@ from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.tasks.tiny_model import tiny_model
+from tests.settings import rollout_config
 
 
 def build(folder, dtype=Dtype.float32, **options):
     model = ModelConfig(path=str(folder), dtype=dtype)
-    rollout = RolloutConfig(engine=Engine.transformers, **options)
+    rollout = rollout_config(engine=Engine.transformers, **options)
     return build_engine(Device("w0"), Rank(), model=model, rollout=rollout)
 
 
@@ -47,7 +48,7 @@ def test_a_vllm_that_cannot_be_imported_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: expected more than 0 and at most 1"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: expected more than 0, at most 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots': expected a number of bytes"),
@@ -59,8 +60,8 @@ def test_a_vllm_that_cannot_be_imported_is_one_clear_error(tmp_path):
     ],
 )
 def test_settings_that_no_engine_takes_are_refused_by_name(settings, text):
-    with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
-        RolloutConfig(**settings)
+    with pytest.raises(ConfigError, match=rf"rollout\.vllm\.{text}"):
+        rollout_config(**settings)
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers():

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout.vllm_groups import EngineRanks
+from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.testing.ranks import run_ranks
 
 
 def meet(rank):
-    role = replace(rank, beside=rank.group)
+    role = replace(rank, side_group=rank.group)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: expected a divisor of the role's 4 workers"):
         EngineRanks(role, 3)
     first, second = EngineRanks(role, 2), EngineRanks(role, 2)

@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.cli import dags, main
-from siirl_dask.config import Config, Engine, RolloutConfig
-from siirl_dask.configfile import dump, load, shipped
+from siirl_dask.cli import main
+from siirl_dask.commands.plan import describe_run
+from siirl_dask.config import Config, Engine
+from siirl_dask.config.file import dump, load_config_file, shipped
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError, PeerError, PlanError
-from siirl_dask.memory import memory_of
-from siirl_dask.phases import plan_phases, worker_names
-from siirl_dask.plan import describe_run
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, Sampling
-from siirl_dask.rollout.tensor_parallel import JointWork
-from siirl_dask.testing.tiny import tiny_model
-from siirl_dask.worker.dataplane import DataSettings
+from siirl_dask.rollout.vllm_engine.tensor_parallel import JointWork
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.worker.data_plane import DataSettings
 from tests.conftest import digits_overrides
+from tests.settings import rollout_config
 
 REQUESTS = st.builds(
     GenerationRequest,
@@ -89,18 +90,18 @@ def test_requests_for_other_weights_and_messages_that_are_none_are_refused():
         ({"tensor_parallel_size": 2, "work_stealing": True}, r"work_stealing=true and .*leave work_stealing out"),
         (
             {"engine_kwargs": {"tensor_parallel_size": 4}},
-            r"engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 instead",
+            r"vllm\.engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 instead",
         ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, text):
     with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
-        RolloutConfig(**settings)
+        rollout_config(**settings)
 
 
 def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
     def taken_over(**rollout):
-        return DataSettings.of(Config(rollout=RolloutConfig(**rollout))).stealing
+        return DataSettings.of(Config(rollout=rollout_config(**rollout))).stealing
 
     assert taken_over()
     assert not taken_over(work_stealing=False)
@@ -110,7 +111,7 @@ def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
 
 def test_what_was_left_out_is_left_out_of_what_a_run_writes_down(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(Config()))
-    again = load(
+    again = load_config_file(
         tmp_path / "config.yaml", ["rollout.tensor_parallel_size=2", "validation.n=8", "data.url=x", "model.path=y"]
     )
     assert again.config.validation.temperature is None
@@ -120,7 +121,7 @@ def test_what_was_left_out_is_left_out_of_what_a_run_writes_down(tmp_path):
 def planned(digits_task, tmp_path):
     def plan(*overrides):
         given = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", *overrides]
-        file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *given])
+        file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *given])
         return describe_run(file.config, *dags(file))
 
     return plan
@@ -128,8 +129,8 @@ def planned(digits_task, tmp_path):
 
 def test_the_plan_says_which_workers_are_an_engine(planned):
     text = planned("cluster.workers=6", "cluster.placement={rollout: [0, 1, 4, 5], policy: [2, 3]}")
-    assert "note: 2 engines of role rollout, 2 workers each: 0 and 1; 4 and 5" in text
-    assert "engines of role" not in planned("rollout.tensor_parallel_size=1")
+    assert "note: role 'rollout': 2 engines, 2 workers each: 0 and 1; 4 and 5" in text
+    assert " engines, 2 workers each" not in planned("rollout.tensor_parallel_size=1")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_models_that_so_many_workers_cannot_share_are_refused_before_anything_st
 
 def test_workers_that_make_no_whole_number_of_engines_are_refused(planned, capsys, digits_task, tmp_path):
     with pytest.raises(
-        PlanError, match=r"tensor_parallel_size=2 and role 'rollout' has 3 workers \(0\.\.2 \(3\)\): exp"
+        PlanError, match=r"role 'rollout': .*tensor_parallel_size=2, and the role has 3 workers: expected a mult"
     ):
         planned("cluster.workers=3", "cluster.placement={}")
     overrides = [*digits_overrides(digits_task, tmp_path / "run"), "rollout.engine=vllm", "cluster.workers=1"]
@@ -166,7 +167,7 @@ def test_workers_that_make_no_whole_number_of_engines_are_refused(planned, capsy
                 "cluster.placement={}",
             ]
         )
-    assert "role 'rollout' has 1 workers (0): expected a multiple of 2" in capsys.readouterr().err
+    assert "the role has 1 workers: expected a multiple of 2" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -174,8 +175,10 @@ def test_a_worker_holds_a_slice_of_the_weights_and_a_cache_of_its_own(digits_tas
     found = []
     for size in (1, 2):
         given = ["rollout.engine=vllm", f"rollout.tensor_parallel_size={size}", "cluster.workers=2"]
-        overrides = [*given, "cluster.placement={}", "rollout.kv_cache_memory=1MiB"]
-        file = load(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *overrides])
+        overrides = [*given, "cluster.placement={}", "rollout.vllm.kv_cache_memory=1MiB"]
+        file = load_config_file(
+            shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *overrides]
+        )
         phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-        found.append(memory_of(file.config, phases)[0].roles["rollout"] - 2**20)
+        found.append(check(file.config, phases).memory[0].roles["rollout"] - 2**20)
     assert found[1] == -(-found[0] // 2)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, Sampling
-from siirl_dask.rollout.wire import Sampled, pack_request, pack_sampled, read_request, read_sampled
+from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 
 REQUEST = GenerationRequest([1, 2, 3], 2**63 - 1, Sampling(max_tokens=4, temperature=0.5))
 SAMPLED = Sampled(Generation([7, 8], [-0.1, -2.5], FinishReason.STOP), "w3")

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.draw import _invert, uniform
-from siirl_dask.rollout.sampler import Sampler
+from siirl_dask.rollout.token_sampling import _invert, uniform
+from siirl_dask.rollout.transformers_engine import Sampler
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=8)
 
@@ -45,6 +45,6 @@ def test_large_vocabularies_are_done_in_parts(monkeypatch):
     scores, seeds = torch.randn(10, 50), list(range(10))
     whole, parts = (Sampler(seeds, Sampling(max_tokens=1, top_k=7, top_p=0.9)) for _ in range(2))
     expected = whole(torch.zeros(10, 1), scores)
-    monkeypatch.setattr("siirl_dask.rollout.draw._CHUNK_BYTES", 3 * 50 * 8)
+    monkeypatch.setattr("siirl_dask.rollout.token_sampling._CHUNK_BYTES", 3 * 50 * 8)
     assert torch.equal(parts(torch.zeros(10, 1), scores), expected)
     assert torch.equal(parts.result()[1], whole.result()[1])

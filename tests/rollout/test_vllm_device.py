@@ -12,20 +12,21 @@ from safetensors.torch import load_file
 from vllm import LLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import RunError
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.vllm_engine import VllmEngine
-from siirl_dask.rollout.vllm_groups import EngineRanks
-from siirl_dask.rollout.vllm_settings import llm_arguments
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
+from siirl_dask.rollout.vllm_engine.settings import llm_arguments
+from siirl_dask.tasks.tiny_model import tiny_model
+from tests.settings import rollout_config
 
 MODEL = ModelConfig(path="model", dtype=Dtype.bfloat16)
 
 
 def settings_on(device, **rollout):
-    return llm_arguments(MODEL, RolloutConfig(engine=Engine.vllm, **rollout), device, EngineRanks(Rank(), 1))
+    return llm_arguments(MODEL, rollout_config(engine=Engine.vllm, **rollout), device, EngineRanks(Rank(), 1))
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
@@ -91,7 +92,7 @@ def folder(tmp_path_factory):
 
 
 def recorded(folder, kind=DeviceKind.CUDA, **rollout):
-    engine = Recorded(ModelConfig(path=str(folder)), RolloutConfig(engine=Engine.vllm, **rollout), Device("w", kind))
+    engine = Recorded(ModelConfig(path=str(folder)), rollout_config(engine=Engine.vllm, **rollout), Device("w", kind))
     weights = load_file(folder / "model.safetensors")
     reload = [f"reload_weights of {len(weights)}", "forget prefixes"]
     return engine, weights, reload

@@ -11,21 +11,22 @@ pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu
 import torch
 from safetensors.torch import load_file, save_file
 
-from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.rollout.transformers_engine import TransformersEngine
-from siirl_dask.rollout.vllm_engine import VllmEngine
-from siirl_dask.testing.agreement import PROMPTS, assert_says_what_the_trainer_says
+from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.engines import EngineTests
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.testing.reference_model import PROMPTS, assert_says_what_the_trainer_says
+from tests.settings import rollout_config
 
 DEVICE = Device("w0")
 
 
 def rollout_of(**settings):
-    return RolloutConfig(**{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings})
+    return rollout_config(**{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings})
 
 
 @contextmanager

@@ -3,9 +3,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load, shipped
-from siirl_dask.run import run
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from tests.conftest import Finished, digits_overrides
 
 PLACEMENTS = {
@@ -25,10 +25,10 @@ def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement
         f"cluster.placement={placement}",
         "rollout.engine=vllm",
         "rollout.n=16",
-        "rollout.kv_cache_memory=64MiB",
+        "rollout.vllm.kv_cache_memory=64MiB",
     ]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    file = load(shipped("quickstart.yaml"), overrides)
+    file = load_config_file(shipped("quickstart.yaml"), overrides)
     finished = Finished(tmp_path / "run", run(file.config, *dags(file)))
     assert finished.summary.status == "complete"
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]

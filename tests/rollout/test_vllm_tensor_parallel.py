@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
 
+from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.tiny import CHAT_TEMPLATE, tiny_model
 
 MODELS = {
     "tied": {"seed": 1, "chat_template": CHAT_TEMPLATE},

@@ -5,8 +5,8 @@ import torch
 
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout import AnnouncedWeights
-from siirl_dask.rollout.weights import Parameters
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.rollout.weight_loading import Parameters
+from siirl_dask.tasks.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from siirl_dask.config import Engine, ModelConfig, RolloutConfig
+from siirl_dask.config import Engine, ModelConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.vllm_engine import VllmEngine
-from siirl_dask.testing.agreement import PROMPTS, assert_says_what_the_trainer_says
+from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.testing.engines import EngineTests
-from siirl_dask.testing.forward import load_model
+from siirl_dask.testing.reference_model import PROMPTS, assert_says_what_the_trainer_says, load_model
+from tests.settings import rollout_config
 
 
 def place():
@@ -25,7 +25,7 @@ def engine_of(folder, size=2, **settings):
     rollout = {"engine": Engine.vllm, "max_rows": 25, "kv_cache_memory": "64MiB", "tensor_parallel_size": size}
     rank = place()
     return VllmEngine(
-        ModelConfig(path=str(folder)), RolloutConfig(**{**rollout, **settings}), Device(f"w{rank.rank}"), rank
+        ModelConfig(path=str(folder)), rollout_config(**{**rollout, **settings}), Device(f"w{rank.rank}"), rank
     )
 
 

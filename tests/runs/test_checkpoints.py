@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from siirl_storage import join, open_fs, write_atomic
 
-from siirl_dask.checkpoints import Checkpoints, State, checkpoint_url, committed, read_state, remove_all
 from siirl_dask.errors import CheckpointError
+from siirl_dask.runs.checkpoints import Checkpoints, State, checkpoint_url, committed, read_state, remove_all
 
 PARTS = ("policy/__0_0.distcp", "policy/.metadata", "critic/__0_0.distcp")
 

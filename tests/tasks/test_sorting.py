@@ -5,14 +5,8 @@ from siirl_dask.config import Config, DataConfig, Engine, ModelConfig, RolloutCo
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import RunError
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.testing import sorting
-from siirl_dask.testing.sorting import (
-    digit_fraction,
-    marked_digits,
-    sorted_digits,
-    write_digits_task,
-    write_sorting_task,
-)
+from siirl_dask.tasks import sorting
+from siirl_dask.tasks.sorting import digit_fraction, marked_digits, sorted_digits, write_digits_task, write_sorting_task
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def test_no_prompt_is_in_two_of_the_tables(task):
 
 def test_demonstrations_and_those_that_stop_the_warm_start_are_in_no_table(tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr("siirl_dask.testing.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
+    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
     task = write_sorting_task(tmp_path)
     demonstrations, held_out = ({prompt for prompt, _ in given} for given in shown)
     assert len(demonstrations) > 90_000
@@ -55,7 +49,7 @@ def test_demonstrations_and_those_that_stop_the_warm_start_are_in_no_table(tmp_p
 
 def test_a_third_of_marked_demonstrations_bear_the_mark(tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr("siirl_dask.testing.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
+    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
     task = write_sorting_task(tmp_path, marked=True)
     marked = [answer.startswith(" #### ") for _, answer in shown[0]]
     assert sum(marked) / len(marked) == pytest.approx(0.35, abs=0.01)
@@ -67,7 +61,7 @@ def test_every_file_has_several_row_groups(task):
 
 
 def test_the_seed_decides_the_prompts(tmp_path, monkeypatch):
-    monkeypatch.setattr("siirl_dask.testing.warm_start.warm_start", lambda *given, **_: None)
+    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda *given, **_: None)
     first, same, other = (
         rows(write_sorting_task(tmp_path / name, seed=seed).train) for name, seed in [("a", 1), ("b", 1), ("c", 2)]
     )
@@ -94,7 +88,7 @@ def test_its_accuracy_is_that_of_greedy_decoding(task, seen):
 
 
 def test_a_warm_start_that_does_not_get_there_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("siirl_dask.testing.warm_start._MAX_STEPS", 2)
+    monkeypatch.setattr("siirl_dask.tasks.warm_start._MAX_STEPS", 2)
     with pytest.raises(RunError, match="after 2 steps"):
         write_sorting_task(tmp_path)
     assert not sorting.task_in(tmp_path).train.exists()
@@ -102,7 +96,7 @@ def test_a_warm_start_that_does_not_get_there_is_an_error(tmp_path, monkeypatch)
 
 
 def test_prepare_writes_the_task_where_the_config_looks_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("siirl_dask.testing.warm_start.warm_start", lambda *given, **_: None)
+    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda *given, **_: None)
     sorting.prepare(Config(run=RunConfig(seed=3), data=DataConfig(url=str(tmp_path / "task" / "train.parquet"))))
     task = sorting.task_in(tmp_path / "task")
     assert all(path.exists() for path in (task.train, task.validation, task.test, task.model / "config.json"))

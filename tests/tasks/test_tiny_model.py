@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from siirl_dask.testing.tiny import CHAT_TEMPLATE, VOCABULARY, tiny_model
+from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -15,8 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from siirl_dask.training.attention import attend_varlen, computed_in, packed_attention, takes_varlen
-from siirl_dask.training.network import rounding
+from siirl_dask.training.model.attention import attend_varlen, computed_in, packed_attention, takes_varlen
+from siirl_dask.training.model.network import rounding
 from siirl_dask.training.packing import Packing
 
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)

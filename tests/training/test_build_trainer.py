@@ -7,12 +7,13 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
-from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import PackedRows, TrainBatch, build_reference, build_trainer
+from tests.settings import trainer_config
 
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 ROWS = PackedRows(torch.arange(20), torch.tensor([0, 8, 20]), torch.tensor([2, 5]))
@@ -28,7 +29,7 @@ def build(folder, make=build_trainer, dtype=Dtype.float32, temperature=1.0, rank
         Device("w0"),
         rank or Rank(),
         model=ModelConfig(path=str(folder), dtype=dtype),
-        trainer=TrainerConfig(**{"lr": 1e-3} | settings),
+        trainer=trainer_config(**{"lr": 1e-3} | settings),
         rollout=RolloutConfig(temperature=temperature),
     )
 

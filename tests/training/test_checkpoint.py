@@ -11,7 +11,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.training.checkpoint import DistributedCheckpoint, read_model
+from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
 
 ROWS = 7  # of the sharded matrix: more than one rank's share, and no multiple of it
 

@@ -10,24 +10,23 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import ppo_clip
-from siirl_dask.cli import dags
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError
-from siirl_dask.memory import memory_of
-from siirl_dask.parameters import count_parameters
-from siirl_dask.phases import plan_phases, worker_names
-from siirl_dask.testing.checkpoints import flat, load_state, save_state
+from siirl_dask.models.shapes import count_parameters
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, random_rows, signs
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, save_state, signs
 from siirl_dask.training import TrainBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.fsdp_trainer import FsdpTrainer
-from siirl_dask.training.mesh import role_mesh
-from siirl_dask.training.shards import local, whole
+from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.parallel.mesh import role_mesh
 from siirl_dask.training.torch_trainer import TorchTrainer
 from tests.conftest import digits_overrides
+from tests.settings import trainer_config
 
 CASES = {
     "2 ranks": (2, "tied", {}),
@@ -70,7 +69,7 @@ def seen(folders, tmp_path_factory):
 
 
 def config(**settings):
-    return TrainerConfig(**SETTINGS | settings)
+    return trainer_config(**SETTINGS | settings)
 
 
 def in_each_rank(folders, root, world):
@@ -193,9 +192,9 @@ def test_a_worker_is_planned_to_hold_its_share(digits_task):
         ):
             given = {"trainer.backend": backend, **options}
             overrides = [*digits_overrides(digits_task, "run"), *(f"{key}={value}" for key, value in given.items())]
-            file = load(shipped("quickstart"), overrides)
+            file = load_config_file(shipped("quickstart"), overrides)
             phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-            held = {role: size for memory in memory_of(file.config, phases) for role, size in memory.roles.items()}
+            held = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
             assert held["policy"] == expected, given
 
 

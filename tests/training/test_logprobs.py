@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from siirl_dask.training.logprobs import token_logprobs
+from siirl_dask.training.model.logprobs import token_logprobs
 
 
 def given(dtype=torch.float64, bias=True):
@@ -48,7 +48,7 @@ def test_bfloat16_hidden_states_give_float32_results_and_gradients_of_the_weight
 
 
 def test_no_matrix_of_all_tokens_and_the_vocabulary_is_made(monkeypatch):
-    monkeypatch.setattr("siirl_dask.training.logprobs._CHUNK_BYTES", 4 * 11 * 2)
+    monkeypatch.setattr("siirl_dask.training.model.logprobs._CHUNK_BYTES", 4 * 11 * 2)
     sizes = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: sizes.append(len(a[0])) or linear(*a))

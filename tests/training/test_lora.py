@@ -11,34 +11,43 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from siirl_dask.adapters import count_adapters
 from siirl_dask.algorithms import ppo_clip
-from siirl_dask.checkpoints import Checkpoints, State
-from siirl_dask.cli import dags, main
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.cli import main
+from siirl_dask.commands.export import export
+from siirl_dask.commands.plan import describe_run
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Context, Device, Rank
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.driver.preflight import check
+from siirl_dask.driver.run import run as run_it
 from siirl_dask.errors import ConfigError
-from siirl_dask.export import export
-from siirl_dask.memory import memory_of
+from siirl_dask.models.shapes import count_parameters
 from siirl_dask.nodes import base_logprobs, load_adapters, publish_adapters
-from siirl_dask.parameters import count_parameters
-from siirl_dask.phases import plan_phases, worker_names
-from siirl_dask.plan import describe_run
 from siirl_dask.planner.contract import bare
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.run import run as run_it
-from siirl_dask.runfolder import describe
+from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.folder import write_identity
 from siirl_dask.schema import PARAMETER
-from siirl_dask.testing.checkpoints import flat, load_state, save_state
-from siirl_dask.testing.forward import load_model, response_logprobs
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, signs, split_rows
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.testing.reference_model import load_model, response_logprobs
+from siirl_dask.testing.rows import (
+    LENGTHS,
+    assert_same_tensors,
+    flat,
+    load_state,
+    random_rows,
+    save_state,
+    signs,
+    split_rows,
+)
 from siirl_dask.training import TrainBatch, build_critic, build_reference, build_trainer
-from siirl_dask.training.checkpoint import DistributedCheckpoint
-from siirl_dask.training.shards import local, whole
+from siirl_dask.training.files.checkpoint import DistributedCheckpoint
+from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.preflight import count_adapters
 from tests.conftest import digits_overrides
+from tests.settings import trainer_config
 
 ROWS = random_rows(LENGTHS)
 LORA = {"lora_rank": 3, "lora_alpha": 8.0}
@@ -53,7 +62,7 @@ def folder(tmp_path_factory):
 
 def build(folder, make=build_trainer, rank=None, dtype=Dtype.float32, **settings):
     given = {"model": ModelConfig(path=str(folder), dtype=dtype)}
-    given["trainer"] = TrainerConfig(**{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings)
+    given["trainer"] = trainer_config(**{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings)
     if make is not build_critic:
         given["rollout"] = RolloutConfig(temperature=0.7)
     return make(Device("w0"), rank or Rank(), **given)
@@ -126,7 +135,7 @@ def test_two_ranks_learn_what_one_process_does(name, pair, alone):
 
 
 def test_a_state_holds_adapters_and_no_more_and_goes_on_on_another_backend(folder, pair, alone):
-    parameters = count_adapters(str(folder), TrainerConfig(**LORA))
+    parameters = count_adapters(str(folder), trainer_config(**LORA))
     assert alone["held"] == 3 * parameters.total + parameters.tensors + 2  # steps of each, and progress
     for seen in pair:
         assert seen["fsdp"]["held"] < 0.6 * alone["held"]
@@ -203,7 +212,7 @@ def test_the_base_is_the_reference(folder, backend):
     untouched = build(folder, lr=1e-2, backend=backend)
     advance(untouched)
     assert advance(untouched)["grad_norm"] == norm
-    with pytest.raises(TypeError, match="lora_rank"):
+    with pytest.raises(TypeError, match=r"lora\.rank"):
         build(folder, lora_rank=0).base_logprobs(ROWS)
 
 
@@ -244,7 +253,7 @@ def test_bfloat16_learns_in_float32(folder):
 def test_named_targets_alone_get_adapters(folder):
     state = build(folder, lora_targets=["v_proj", "q_proj"]).state()["model"]
     assert {name.split(".")[-3] for name in state} == {"q_proj", "v_proj"}
-    parameters = count_adapters(str(folder), TrainerConfig(**LORA, lora_targets=["v_proj", "q_proj"]))
+    parameters = count_adapters(str(folder), trainer_config(**LORA, lora_targets=["v_proj", "q_proj"]))
     assert (parameters.total, parameters.tensors) == (sum(t.numel() for t in state.values()), len(state))
 
 
@@ -271,7 +280,7 @@ def test_adapters_alone_give_an_engine_the_same_weights(folder, tmp_path):
     engines = [
         build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers")) for _ in "ab"
     ]
-    load_adapters(context(engines[0]), table, model=model, trainer=TrainerConfig(**LORA))
+    load_adapters(context(engines[0]), table, model=model, trainer=trainer_config(**LORA))
     engines[1].load_weights(trainer.weights(), 1)
     loaded = [dict(engine._model.named_parameters()) for engine in engines]
     assert_same_tensors(*loaded)
@@ -284,11 +293,11 @@ def test_adapters_alone_give_an_engine_the_same_weights(folder, tmp_path):
 def run(request, digits_task, tmp_path):
     """The folder of a run with a checkpoint, and the trainer as it was."""
     url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=request.param)
-    settings = {"model.path": base, "trainer.ema_decay": 0.9, "trainer.lora_rank": 4, "trainer.lora_alpha": 6.5}
+    settings = {"model.path": base, "trainer.ema_decay": 0.9, "trainer.lora.rank": 4, "trainer.lora.alpha": 6.5}
     overrides = [*digits_overrides(digits_task, url), *(f"{key}={value}" for key, value in settings.items())]
-    file = load(shipped("quickstart.yaml"), overrides)
+    file = load_config_file(shipped("quickstart.yaml"), overrides)
     config = file.config
-    describe(config, dags(file)[0], again=False)
+    write_identity(config, dags(file)[0], replace=False)
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     for at in range(3):
         advance(trainer, at)
@@ -325,8 +334,8 @@ def test_adapters_that_are_not_there_or_of_another_model_are_not_exported(run, t
     url, base, _ = run
     file = Path(url, "config.yaml")
     said = file.read_text()
-    file.write_text(said.replace("lora_rank: 4", "lora_rank: 2"))
-    with pytest.raises(ConfigError, match=r"adapters of rank \[4\], and the config .* trainer.lora_rank=2"):
+    file.write_text(said.replace("rank: 4", "rank: 2"))
+    with pytest.raises(ConfigError, match=r"adapters of rank \[4\], and the config .* trainer.lora.rank=2"):
         export(url, str(tmp_path / "out"))
     file.write_text(said)
     tiny_model(base, hidden=32)
@@ -335,29 +344,29 @@ def test_adapters_that_are_not_there_or_of_another_model_are_not_exported(run, t
 
 
 BARE = {
-    "trainer.lora_rank=-1": r"trainer\.lora_rank=-1: expected at least 0",
-    "trainer.lora_alpha=0": r"trainer\.lora_alpha=0\.0: expected more than 0",
-    "trainer.lora_targets=[q_proj]": r"no adapters with trainer\.lora_rank=0",
+    "trainer.lora.rank=-1": r"trainer\.lora\.rank=-1: expected at least 0",
+    "trainer.lora.alpha=0": r"trainer\.lora\.alpha=0\.0: expected more than 0",
+    "trainer.lora.targets=[q_proj]": r"no adapters with trainer\.lora\.rank=0",
 }
 
 
 @pytest.mark.parametrize("override", BARE)
 def test_values_that_make_no_adapter_are_refused(override):
     with pytest.raises(ConfigError, match=BARE[override]):
-        load(shipped("quickstart.yaml"), [override])
+        load_config_file(shipped("quickstart.yaml"), [override])
 
 
 def test_a_run_that_cannot_have_its_adapters_is_refused_before_anything_starts(digits_task, tmp_path):
     def start(*overrides, text=""):
         file = tmp_path / "run.yaml"
         file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}\n")
-        file = load(file, [*digits_overrides(digits_task, tmp_path / "run"), *overrides])
+        file = load_config_file(file, [*digits_overrides(digits_task, tmp_path / "run"), *overrides])
         run_it(file.config, *dags(file))
 
     with pytest.raises(ConfigError, match=r"no linear layer 'q_prj' .*did you mean 'q_proj'"):
-        start("trainer.lora_rank=4", "trainer.lora_targets=[q_prj]")
+        start("trainer.lora.rank=4", "trainer.lora.targets=[q_prj]")
     for node, fn in {"weights": "publish_adapters", "update": "base_logprobs"}.items():
-        with pytest.raises(ConfigError, match=rf"node '{node}' runs {fn}, which is for a policy with adapters"):
+        with pytest.raises(ConfigError, match=rf"node '{node}' runs .*{fn}, which needs a role with adapters"):
             start(text=f'nodes: {{{node}: {{run: "siirl_dask.nodes:{fn}", with: null}}}}')
     assert not (tmp_path / "run").exists()
 
@@ -365,10 +374,10 @@ def test_a_run_that_cannot_have_its_adapters_is_refused_before_anything_starts(d
 def test_the_configs_in_the_docs_are_of_runs_that_can_be(digits_task, tmp_path):
     docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Adapters")[2]
     first, second = re.findall(r"```yaml\nbase: quickstart.yaml\n(.*?)```.*?```yaml\n(.*?)```", docs, re.DOTALL)[0]
-    for at, text in enumerate((first, f"trainer: {{lora_rank: 8}}\n{second}")):
+    for at, text in enumerate((first, f"trainer: {{lora: {{rank: 8}}}}\n{second}")):
         file = tmp_path / f"{at}.yaml"
         file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
-        read = load(file, digits_overrides(digits_task, tmp_path / "run"))
+        read = load_config_file(file, digits_overrides(digits_task, tmp_path / "run"))
         dag, validation = dags(read)
         describe_run(read.config, dag, validation)
         own = {base_logprobs, publish_adapters, load_adapters} & {bare(node.fn) for node in dag.nodes}
@@ -377,10 +386,10 @@ def test_the_configs_in_the_docs_are_of_runs_that_can_be(digits_task, tmp_path):
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 def test_a_worker_is_planned_to_hold_the_weights_once_and_what_learns(digits_task, backend):
-    overrides = [*digits_overrides(digits_task, "run"), "trainer.lora_rank=4", f"trainer.backend={backend}"]
-    file = load(shipped("quickstart"), overrides)
+    overrides = [*digits_overrides(digits_task, "run"), "trainer.lora.rank=4", f"trainer.backend={backend}"]
+    file = load_config_file(shipped("quickstart"), overrides)
     phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-    held = {role: size for memory in memory_of(file.config, phases) for role, size in memory.roles.items()}
+    held = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
     model = str(digits_task.model)
     all_of_it, adapters = count_parameters(model), count_adapters(model, file.config.trainer)
     size = 4 * all_of_it.total + 16 * adapters.total

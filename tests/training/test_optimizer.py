@@ -10,17 +10,17 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Config, ModelConfig, TrainerConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, TrainingError
 from siirl_dask.nodes import update_policy
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, signs
-from siirl_dask.testing.tiny import tiny_model
 from siirl_dask.training import TrainBatch
-from siirl_dask.training.optimizer import Optimizer
-from siirl_dask.training.schedule import learning_rate
+from siirl_dask.training.optimizer import Optimizer, learning_rate
 from siirl_dask.training.torch_trainer import TorchTrainer
 from tests.nodes.test_learning_nodes import rows as table_of
+from tests.settings import trainer_config
 
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def build(folder, **settings):
-    config = TrainerConfig(**{"lr": 1e-3} | settings)
+    config = trainer_config(**{"lr": 1e-3} | settings)
     return TorchTrainer(ModelConfig(path=str(folder)), config, temperature=1.0, rank=Rank())
 
 
@@ -69,10 +69,12 @@ def test_a_rate_that_falls_without_an_end_is_refused():
 
 def test_a_falling_rate_ends_with_the_run():
     overrides = ["trainer.schedule=cosine", "critic.schedule=linear", "run.steps=10", "algorithm.minibatches=4"]
-    file = load(shipped("quickstart_ppo"), [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"])
+    file = load_config_file(
+        shipped("quickstart_ppo"), [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"]
+    )
     assert (file.config.trainer.total_steps, file.config.critic.total_steps) == (7 * 8, 10 * 8)
     assert file.roles["policy"]["with"]["trainer"]["total_steps"] == 7 * 8
-    given = load(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
+    given = load_config_file(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
     assert given.config.trainer.total_steps == 500
     assert Config().trainer.total_steps is None
 
@@ -152,12 +154,12 @@ def test_epochs_are_passes_over_the_steps_minibatches_and_a_warming_critic_leave
         ({"ema_decay": 1.0}, "trainer.ema_decay=1.0: expected 0 to below 1"),
         ({"max_skipped_steps": -1}, "trainer.max_skipped_steps=-1: expected at least 0"),
         ({"warmup_steps": 5, "total_steps": 5}, "trainer.total_steps=5: expected more than trainer.warmup_steps=5"),
-        ({"shard_size": 2}, "trainer.shard_size=2"),
-        ({"offload": True}, "trainer.offload=True"),
-        ({"backend": "fsdp", "shard_size": 0}, "trainer.shard_size=0: expected at least 1"),
+        ({"shard_size": 2}, "trainer.fsdp.shard_size=2"),
+        ({"offload": True}, "trainer.fsdp.offload=True"),
+        ({"backend": "fsdp", "shard_size": 0}, "trainer.fsdp.shard_size=0: expected at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(settings, said):
     with pytest.raises(ConfigError) as error:
-        TrainerConfig(**settings)
+        trainer_config(**settings)
     assert said in str(error.value)

@@ -15,23 +15,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import gmpo, policy_loss, sequence_mean_token_mean, value_clip
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.parameters import count_parameters
-from siirl_dask.testing.checkpoints import flat, load_state, save_state
+from siirl_dask.models.shapes import count_parameters
+from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, random_rows, response_tokens, signs, split_rows
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.testing.rows import (
+    LENGTHS,
+    flat,
+    load_state,
+    random_rows,
+    response_tokens,
+    save_state,
+    signs,
+    split_rows,
+)
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
-from siirl_dask.training.attention import packed_attention
 from siirl_dask.training.fsdp_trainer import FsdpCritic, FsdpTrainer
-from siirl_dask.training.mesh import sequence_ranks
+from siirl_dask.training.model.attention import packed_attention
 from siirl_dask.training.packing import Packing, micro_batches
-from siirl_dask.training.shards import local, whole
-from siirl_dask.training.shared_rows import share
+from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.parallel.mesh import sequence_ranks
+from siirl_dask.training.parallel.sequence_parallel import share
 from siirl_dask.training.torch_critic import TorchCritic
 from siirl_dask.training.torch_trainer import TorchTrainer
+from tests.settings import trainer_config
 
 MODELS = {
     "qwen3 tied": {"family": "qwen3", "heads": 4, "kv_heads": 1},
@@ -102,7 +111,7 @@ def alone(folders):
 
 
 def config(**options):
-    return TrainerConfig(**SETTINGS | options)
+    return trainer_config(**SETTINGS | options)
 
 
 def in_each_rank(folders, state, world):
@@ -307,11 +316,17 @@ def test_ranks_or_heads_that_cannot_be_shared_are_refused(folders, make):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("shard_size", 2), ("offload", True), ("sequence_parallel", 2), ("compile", True), ("lora_rank", 4)],
+    ("option", "value", "key"),
+    [
+        ("shard_size", 2, "fsdp.shard_size"),
+        ("offload", True, "fsdp.offload"),
+        ("sequence_parallel", 2, "fsdp.sequence_parallel"),
+        ("compile", True, "compile"),
+        ("lora_rank", 4, "lora.rank"),
+    ],
 )
-def test_what_does_not_go_together_with_split_layers_is_refused(option, value):
-    with pytest.raises(ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{option}; leave one out"):
+def test_what_does_not_go_together_with_split_layers_is_refused(option, value, key):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{key}; leave one out"):
         config(backend="fsdp", tensor_parallel=2, **{option: value})
 
 

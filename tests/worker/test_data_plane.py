@@ -14,12 +14,11 @@ import pyarrow as pa
 import pytest
 from distributed import Client, WorkerPlugin, get_worker, wait
 
-from siirl_dask.config import Way
-from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.messages import Turn
+from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import Edge, Rows
-from siirl_dask.worker.dataplane import DataPlane, DataSettings
+from siirl_dask.planner import Edge, Iteration, Rows
+from siirl_dask.worker.data_plane import DataPlane, DataSettings
 from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.alone
@@ -69,11 +68,15 @@ class Plane(WorkerPlugin):
 
     def publish(self, edge, sequence, table):
         buffer = self.plane.databuffer
-        asyncio.run_coroutine_threadsafe(buffer.publish(edge, Turn("train", 3, sequence), table), self.loop).result()
+        asyncio.run_coroutine_threadsafe(
+            buffer.publish(edge, Iteration("train", 3, sequence), table), self.loop
+        ).result()
 
     def pull(self, edge, sequence):
         buffer = self.plane.databuffer
-        return asyncio.run_coroutine_threadsafe(buffer.pull(edge, edge, Turn("train", 3, sequence)), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(
+            buffer.pull(edge, edge, Iteration("train", 3, sequence)), self.loop
+        ).result()
 
 
 def plane(name):
@@ -181,12 +184,12 @@ def own_client():
         yield client
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", TransportMode)
 @pytest.mark.parametrize(("sources", "targets"), [("01", "0123"), ("0123", "1"), ("012", "123")])
 @pytest.mark.parametrize(("rows", "tokens"), [(12, 9), (300, 3000)])
 def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, sources, targets, rows, tokens):
     edge = edge_of(sources, targets)
-    with planes(client, [edge], way=way, limits=Limits(chunk=MIB)) as (members, name):
+    with planes(client, [edge], way=way, limits=Limits(message=MIB)) as (members, name):
         for sequence in range(2):  # the second time into memory that was used before
             calls = [
                 client.submit(publish_part, name, edge, sequence, i, rows, tokens, workers=[members[s]], pure=False)
@@ -255,8 +258,8 @@ def test_four_times_the_budget_moves_within_the_budget(client):
     part = make_part(0, 1, rows, tokens).nbytes
     assert part > budget - MIB
     edges = [edge_of("0", "1", source=source) for source in "acde"]
-    for way in (Way.dask, Way.shm):
-        limits = Limits(memory=budget, chunk=4 * MIB)
+    for way in (TransportMode.dask, TransportMode.shm):
+        limits = Limits(memory=budget, message=4 * MIB)
         with planes(client, edges, way=way, limits=limits) as (members, name):
             on = {w: {"workers": [members[w]], "pure": False} for w in members}
             published = client.submit(publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]).result()
@@ -265,5 +268,5 @@ def test_four_times_the_budget_moves_within_the_budget(client):
             pulled, counts = client.submit(pull_all_and_measure, name, edges, 0, **on["1"]).result()
             assert counts == [rows] * 4
             assert pulled < part + budget
-            mapped = part if way is Way.shm else 0  # what it wrote into the target's memory counts for both
+            mapped = part if way is TransportMode.shm else 0  # what it wrote into the target's memory counts for both
             assert served.result() < budget + mapped

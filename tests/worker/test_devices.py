@@ -14,14 +14,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.config import WeightsBy
+from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.worker import groups
-from siirl_dask.worker.building import build_roles
-from siirl_dask.worker.devices import Sight, assign, exchange, find_devices, look, npu_cards, read_sight
+from siirl_dask.worker import process_groups as groups
+from siirl_dask.worker.devices import (
+    VisibleDevices,
+    assign,
+    exchange,
+    find_devices,
+    npu_ids,
+    read_visible,
+    visible_devices,
+)
+from siirl_dask.worker.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
 
 CPU, CUDA, NPU = DeviceKind
@@ -29,7 +37,7 @@ CPU, CUDA, NPU = DeviceKind
 
 @st.composite
 def runs(draw):
-    """{worker: Sight}: each sees all cards of its host, from any of them on, or one, or on a host without any, none."""
+    """{worker: VisibleDevices}: each sees all cards of its host, from any of them on, or one, or none."""
     hosts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
     sights = {}
     for worker in draw(st.permutations(range(draw(st.integers(1, 10))))):
@@ -38,7 +46,7 @@ def runs(draw):
         first = draw(st.integers(0, max(0, len(cards) - 1)))
         rotated = cards[first:] + cards[:first]
         seen = rotated[:1] if draw(st.booleans()) else rotated
-        sights[str(worker)] = Sight(CUDA if seen else CPU, tuple(seen))
+        sights[str(worker)] = VisibleDevices(CUDA if seen else CPU, tuple(seen))
     return sights
 
 
@@ -51,8 +59,8 @@ def test_no_card_is_shared_while_another_that_a_sharer_sees_is_free(sights):
         cards = sights[worker].cards
         assert device.worker == worker
         assert (device.kind, device.card) == ((CUDA, cards[device.index]) if cards else (CPU, ""))
-        assert device.sharers == max(1, takers.count(device.card))
-        assert device.sharers == 1 or all(card in takers for card in cards)
+        assert device.shared_by == max(1, takers.count(device.card))
+        assert device.shared_by == 1 or all(card in takers for card in cards)
 
 
 @given(sights=runs())
@@ -66,8 +74,12 @@ def test_cards_that_all_of_a_host_see_are_shared_evenly(sights):
 
 def test_workers_on_one_host_take_one_card_each_in_the_order_of_the_run():
     cards = ("a", "b", "c")
-    assert [device.index for device in assign({name: Sight(CUDA, cards) for name in "xyz"}).values()] == [0, 1, 2]
-    rotated = {name: Sight(CUDA, cards[at:] + cards[:at]) for at, name in enumerate("xyz")}
+    assert [device.index for device in assign({name: VisibleDevices(CUDA, cards) for name in "xyz"}).values()] == [
+        0,
+        1,
+        2,
+    ]
+    rotated = {name: VisibleDevices(CUDA, cards[at:] + cards[:at]) for at, name in enumerate("xyz")}
     assert [(device.index, device.card) for device in assign(rotated).values()] == [(0, "a"), (0, "b"), (0, "c")]
 
 
@@ -75,7 +87,7 @@ def test_workers_on_one_host_take_one_card_each_in_the_order_of_the_run():
 def test_what_a_worker_says_is_what_the_others_read(sights):
     for sight in sights.values():
         raw = json.dumps({"kind": str(sight.kind), "cards": sight.cards}).encode()
-        assert read_sight("w", raw) == sight
+        assert read_visible("w", raw) == sight
 
 
 @pytest.mark.parametrize(
@@ -91,12 +103,12 @@ def test_what_a_worker_says_is_what_the_others_read(sights):
 )  # fmt: skip
 def test_a_worker_that_says_anything_else_is_named(said):
     with pytest.raises(PeerError, match="worker 'w3' says that it sees"):
-        read_sight("w3", said)
+        read_visible("w3", said)
 
 
 def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
     workers = [f"w{rank}" for rank in range(4)]
-    sights = {worker: Sight(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
+    sights = {worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
     hosted, port = groups.host_store("127.0.0.1", 20)
 
     def meet(worker):
@@ -112,15 +124,15 @@ def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
 def test_a_worker_that_does_not_say_what_it_sees_is_named_and_an_abort_is_heard():
     store, _ = groups.host_store("127.0.0.1", 20)
     with pytest.raises(PeerError, match=r"workers \['w1', 'w2'\] did not say within 0.2 s"):
-        exchange("w0", ["w0", "w1", "w2"], Sight(), store, 0.2, StopFlag())
+        exchange("w0", ["w0", "w1", "w2"], VisibleDevices(), store, 0.2, StopFlag())
     stop = StopFlag()
     stop.set("another failed")
     with pytest.raises(Aborted, match="another failed"):
-        exchange("w1", ["w0", "w1", "w2"], Sight(), store, 20, stop)
+        exchange("w1", ["w0", "w1", "w2"], VisibleDevices(), store, 20, stop)
 
 
 def test_a_worker_that_is_alone_needs_no_store():
-    assert find_devices("w0", ["w0"], None, 1, StopFlag()) == assign({"w0": look()})
+    assert find_devices("w0", ["w0"], None, 1, StopFlag()) == assign({"w0": visible_devices()})
 
 
 def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the_one_it_takes(monkeypatch):
@@ -129,9 +141,9 @@ def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert look() == Sight(CUDA, tuple(uuids))
+    assert visible_devices() == VisibleDevices(CUDA, tuple(uuids))
     store, _ = groups.host_store("127.0.0.1", 20)
-    exchange("w1", ["w1"], Sight(CUDA, ("uuid-2",)), store, 1, StopFlag())  # the other worker's say, of rank 0
+    exchange("w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag())  # the other worker's say, of rank 0
     devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
     assert devices["w0"] == Device("w0", CUDA, 1, "uuid-3")
     assert devices["w0"].torch_name == "cuda:1"
@@ -139,9 +151,9 @@ def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the
 
 
 def test_npus_are_told_apart_by_their_place_on_the_host_which_a_process_may_see_from_any_on():
-    assert npu_cards("host", 2, None) == npu_cards("host", 2, "") == ("host/npu0", "host/npu1")
-    assert npu_cards("host", 2, "5, 4") == ("host/npu5", "host/npu4")
-    assert npu_cards("host", 2, "0-1") == ("host/npu0", "host/npu1")
+    assert npu_ids("host", 2, None) == npu_ids("host", 2, "") == ("host/npu0", "host/npu1")
+    assert npu_ids("host", 2, "5, 4") == ("host/npu5", "host/npu4")
+    assert npu_ids("host", 2, "0-1") == ("host/npu0", "host/npu1")
 
 
 def on(kind, *cards):
@@ -183,15 +195,15 @@ def test_npus_that_nothing_can_join_are_refused_by_name(devices):
     ],
 )
 def test_weights_go_by_broadcast_where_each_worker_has_an_accelerator_and_where_they_must(devices, auto):
-    chosen = {way: groups.by_broadcast(way, devices) for way in WeightsBy}
-    assert chosen == {WeightsBy.auto: auto, WeightsBy.rows: False, WeightsBy.broadcast: True}
+    chosen = {way: groups.uses_broadcast(way, devices) for way in WeightSync}
+    assert chosen == {WeightSync.auto: auto, WeightSync.rows: False, WeightSync.broadcast: True}
 
 
 def test_a_broadcast_that_must_be_is_refused_where_npus_are_shared():
     shared = on(NPU, "h/npu0", "h/npu0")
-    assert not groups.by_broadcast(WeightsBy.auto, shared)
-    with pytest.raises(ConfigError, match=r"rollout\.weights_by=broadcast between workers 'w0' on h/npu0.*=auto"):
-        groups.by_broadcast(WeightsBy.broadcast, shared)
+    assert not groups.uses_broadcast(WeightSync.auto, shared)
+    with pytest.raises(ConfigError, match=r"rollout\.weight_sync=broadcast between workers 'w0' on h/npu0.*=auto"):
+        groups.uses_broadcast(WeightSync.broadcast, shared)
 
 
 def join_on_one_card(rank):
@@ -204,9 +216,11 @@ def join_on_one_card(rank):
     devices = {device.worker: device for device in on(CUDA, "a", "a")}
     roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
     ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
-    sums = [groups.all_sum(devices["w0"], ranks[role], [0.5, rank.rank]) for role in ranks]
+    sums = [groups.RolePeers(devices["w0"], ranks[role]).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
-    both, one = (groups.join_some(f"w{rank.rank}", cpus, some, "127.0.0.1", 60) for some in (["w1", "w0"], ["w1"]))
+    both, one = (
+        groups.broadcast_group(f"w{rank.rank}", cpus, some, "127.0.0.1", 60) for some in (["w1", "w0"], ["w1"])
+    )
     brought = torch.tensor([rank.rank, 7])
     both[0].broadcast(brought, both[1]).wait()
     joined = [brought.tolist(), one[0] is not None]

@@ -9,8 +9,8 @@ import pytest
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
-from siirl_dask.testing.fakes import build_nothing, fill, take
-from siirl_dask.testing.pool import LocalPool
+from siirl_dask.testing.local_pool import LocalPool
+from siirl_dask.testing.rows import build_nothing, fill, take
 from siirl_dask.worker.stop import StopFlag
 
 ROLES = (Role("rollout", build_nothing), Role("policy", build_nothing))
@@ -77,10 +77,10 @@ def pool(source, tmp_path, nodes, layout="colocated"):
 
 
 DIAMOND = (
-    Node("there", partial(fill, tokens=7), "rollout"),
-    Node("measure", measure, "rollout", ("there",)),
-    Node("take", take, "policy", ("there",), Rows.BALANCED),
-    Node("combine", combine, "policy", ("measure", "take"), Rows.GROUPED, keep="kept"),
+    Node("there", partial(fill, tokens=7), role="rollout"),
+    Node("measure", measure, role="rollout", after="there"),
+    Node("take", take, role="policy", after="there", rows=Rows.BALANCED),
+    Node("combine", combine, role="policy", after=("measure", "take"), rows=Rows.GROUPED, save_as="kept"),
 )
 
 
@@ -102,7 +102,7 @@ def test_what_was_published_is_freed_by_the_end_of_the_step(source, tmp_path):
     with pool(source, tmp_path, DIAMOND, "split") as workers:
         workers.run()
         assert sum(buffer.traffic.total for buffer in workers.databuffers.values()) > 0
-        assert {buffer.waiting for buffer in workers.databuffers.values()} == {0}
+        assert {buffer.unacked_bytes for buffer in workers.databuffers.values()} == {0}
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_what_was_published_is_freed_by_the_end_of_the_step(source, tmp_path):
 )
 def test_a_node_that_breaks_its_contract_is_named_and_stops_everyone(source, tmp_path, fn, said):
     nodes = (
-        Node("there", partial(fill, tokens=3), "rollout"),
-        Node("bad", fn, "rollout", ("there",), keep="kept"),
-        Node("after", take, "policy", ("bad",), Rows.BALANCED),
+        Node("there", partial(fill, tokens=3), role="rollout"),
+        Node("bad", fn, role="rollout", after="there", save_as="kept"),
+        Node("after", take, role="policy", after="bad", rows=Rows.BALANCED),
     )
     with pool(source, tmp_path, nodes, "split") as workers, pytest.raises(NodeError, match=said):
         workers.run()

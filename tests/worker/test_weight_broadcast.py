@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE, TYPES
-from siirl_dask.worker.broadcast import Broadcast, cut
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.weight_broadcast import Broadcast, cut
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 SHAPES = st.lists(st.integers(0, 9), max_size=3)

@@ -1,4 +1,4 @@
-"""Work that workers take over from one another: every item is done once, and every owner gets its results in order."""
+"""Work stealing: every item is computed once, and every owner gets its results in order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.messages import Op, Request, TransitionKey
-from siirl_dask.coordinator.stealing import Codec, LoopCalls, Pile, SharedWork, Stealing
+from siirl_dask.context import Codec
+from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
 from siirl_dask.errors import Aborted, PeerError
-from siirl_dask.testing.pool import LocalTransport
+from siirl_dask.testing.local_pool import LocalTransport
 from siirl_dask.worker.stop import StopFlag, finished
+from siirl_dask.worker.work_stealing import LoopBridge, StealableQueue, StealService, WorkQueue
 
 KEY = TransitionKey("run", 3, "train/rollout/0")
 
@@ -34,8 +35,8 @@ class Role:
         self.names = [f"w{i}" for i in range(workers)]
         self.handlers = {}
         transport = LocalTransport(self.handlers)
-        self.stealing = {name: Stealing("run", transport) for name in self.names}
-        self.handlers.update({name: stealing.handle for name, stealing in self.stealing.items()})
+        self.services = {name: StealService("run", transport) for name in self.names}
+        self.handlers.update({name: service.handle for name, service in self.services.items()})
         self.stop = StopFlag()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -44,9 +45,9 @@ class Role:
     def work(self, name, items):
         at = self.names.index(name)
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
-        calls = LoopCalls(submit, partial(finished, stop=self.stop), self.stop.check)
+        bridge = LoopBridge(submit, partial(finished, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
-        return SharedWork(Pile(items, CODEC), KEY, peers, self.stealing[name], calls)
+        return StealableQueue(WorkQueue(items, CODEC), KEY, peers, self.services[name], bridge)
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
@@ -66,7 +67,7 @@ class Role:
     batch=st.integers(1, 7),
     patient=st.booleans(),
 )
-def test_every_item_is_done_once_and_comes_back_to_its_owner_in_its_place(counts, batch, patient):
+def test_every_item_is_computed_once_and_returned_to_its_owner(counts, batch, patient):
     done, lock = [], threading.Lock()
 
     def go_through(work):
@@ -89,7 +90,7 @@ def test_every_item_is_done_once_and_comes_back_to_its_owner_in_its_place(counts
     assert results == [[item * 2 for item in own] for own in items]
 
 
-def test_an_idle_worker_takes_over_half_of_what_waits_elsewhere_and_nothing_that_was_begun():
+def test_an_idle_worker_steals_half_of_what_waits_and_nothing_begun():
     with Role(2) as role:
         busy = role.work("w0", list(range(9)))
         assert [item for _, item in busy.take(3, wait=True)] == [0, 1, 2]
@@ -104,7 +105,7 @@ def test_an_idle_worker_takes_over_half_of_what_waits_elsewhere_and_nothing_that
         assert idle.taken_over == 3
 
 
-def test_a_worker_that_waits_for_its_results_hears_that_it_is_to_stop():
+def test_waiting_for_results_ends_when_the_worker_is_stopped():
     with Role(2) as role:
         busy, idle = role.work("w0", [1, 2]), role.work("w1", [])
         taken = idle.take(1, wait=True)
@@ -116,29 +117,29 @@ def test_a_worker_that_waits_for_its_results_hears_that_it_is_to_stop():
             busy.results()
 
 
-def test_who_asks_a_worker_that_is_told_to_stop_before_it_comes_to_the_node_is_woken():
+def test_a_worker_that_is_stopped_wakes_the_peers_that_ask_it():
     with Role(2) as role:
-        waiting = asyncio.run_coroutine_threadsafe(role.stealing["w1"].ask("w0", KEY, 1, CODEC), role.loop)
-        role.loop.call_soon_threadsafe(role.stealing["w0"].abort, "gone")
+        waiting = asyncio.run_coroutine_threadsafe(role.services["w1"].steal_from("w0", KEY, 1, CODEC), role.loop)
+        role.loop.call_soon_threadsafe(role.services["w0"].abort, "gone")
         with pytest.raises(Aborted, match="gone"):
             waiting.result(10)
 
 
 @pytest.mark.parametrize(
-    ("request_", "what"),
+    ("request_", "message"),
     [
-        (Request(Op.STEAL, KEY, {"most": 0}), "asked for 0 items"),
-        (Request(Op.STEAL, KEY, {"most": "all"}), "asked for 'all' items"),
-        (Request(Op.BRING, KEY, {"results": [[0, 1]]}), "item 0, which no peer has"),
-        (Request(Op.BRING, KEY, {"results": [0]}), "expected a number and an item"),
-        (Request(Op.BRING, KEY, {}), "expected a list"),
-        (Request(Op.STEAL, TransitionKey("other", 3, KEY.edge), {"most": 1}), "no such work here"),
-        (Request(Op.STEAL, TransitionKey("run", 1, KEY.edge), {"most": 1}), "no such work here"),
+        (Request(Op.STEAL, KEY, {"limit": 0}), "asked for 0 items"),
+        (Request(Op.STEAL, KEY, {"limit": "all"}), "asked for 'all' items"),
+        (Request(Op.RETURN, KEY, {"results": [[0, 1]]}), "item 0, which no peer has"),
+        (Request(Op.RETURN, KEY, {"results": [0]}), "expected a number and an item"),
+        (Request(Op.RETURN, KEY, {}), "expected a list"),
+        (Request(Op.STEAL, TransitionKey("other", 3, KEY.edge), {"limit": 1}), "no such work here"),
+        (Request(Op.STEAL, TransitionKey("run", 1, KEY.edge), {"limit": 1}), "no such work here"),
     ],
 )
-def test_what_makes_no_sense_from_a_peer_is_refused(request_, what):
+def test_malformed_requests_of_a_peer_are_refused(request_, message):
     with Role(1) as role:
         role.work("w0", [5])
-        role.loop.call_soon_threadsafe(role.stealing["w0"].forget, 2)
-        with pytest.raises(PeerError, match=what):
-            role.call(role.stealing["w0"].handle(request_))
+        role.loop.call_soon_threadsafe(role.services["w0"].forget, 2)
+        with pytest.raises(PeerError, match=message):
+            role.call(role.services["w0"].handle(request_))

@@ -23,12 +23,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from siirl_dask.config import Config
-from siirl_dask.configfile.layers import GROUPS, Layer, check_keys, file_layers, merged, override, shipped
-from siirl_dask.configfile.nodes import NodeList, merged_nodes
-from siirl_dask.configfile.typed import config_of, defaults, escaped, plain, resolved
+from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain, resolved
+from siirl_dask.config.file.layers import GROUPS, Layer, check_keys, file_layers, merged, override, shipped, text_layer
+from siirl_dask.config.file.node_edits import NodeList, merged_nodes
 from siirl_dask.errors import ConfigError
 
-__all__ = ["ConfigFile", "dump", "load", "shipped"]
+__all__ = ["ConfigFile", "dump", "load", "load_config_file", "load_text", "shipped"]
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,45 @@ class ConfigFile:
     validation_node_places: list[str] = field(default_factory=list)
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file with overrides, ``trainer.lr=2e-6``; a DAG in the file is left aside.
+
+    ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
+    """
+    return load_config_file(path, overrides).config
+
+
+def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
     """The file, its bases and the overrides (``trainer.lr=2e-6``, ``nodes.update.rows=balanced``) as one.
 
     ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
     """
-    layers = [*file_layers(Path(path)), *map(override, overrides)]
+    return _assemble([*file_layers(Path(path)), *map(override, overrides)], str(path))
+
+
+def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
+    """As ``load``, of YAML text from anywhere; errors call it ``name``. ConfigError also where it names a base."""
+    return _assemble([text_layer(text, name), *map(override, overrides)], name).config
+
+
+def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
     for layer in layers:
         check_keys(layer)
     values, nodes, validation = _merged(layers)
     tree = OmegaConf.create({**values, "nodes": nodes.items, "validation_nodes": validation.items})
-    config = config_of(tree, values, _origins(layers), str(path))
+    config = config_of(tree, values, _origins(layers), name)
     for group, checked in plain(config).items():
         if checked != values[group]:  # wrapping a placement of a thousand workers takes a while
             tree[group] = escaped(checked)  # interpolation in the DAG sees the checked values
-    found, found_too = resolved(tree, "nodes", str(path)), resolved(tree, "validation_nodes", str(path))
+    training_nodes, validation_nodes = resolved(tree, "nodes", name), resolved(tree, "validation_nodes", name)
     return ConfigFile(
         config,
-        roles=_container(resolved(tree, "roles", str(path)), dict, "roles", path),
-        nodes=_container(found, list, "nodes", path),
-        validation_nodes=_container(found_too, list, "validation_nodes", path),
+        roles=_container(resolved(tree, "roles", name), dict, "roles", name),
+        nodes=_container(training_nodes, list, "nodes", name),
+        validation_nodes=_container(validation_nodes, list, "validation_nodes", name),
         role_places=_role_places(layers),
-        node_places=nodes.places_of(found),
-        validation_node_places=validation.places_of(found_too),
+        node_places=nodes.places_of(training_nodes),
+        validation_node_places=validation.places_of(validation_nodes),
     )
 
 

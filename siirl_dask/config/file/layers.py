@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,6 +21,19 @@ from siirl_dask.errors import ConfigError, did_you_mean
 GROUPS: Mapping[str, type[Any]] = get_type_hints(Config)
 _LISTS = ("nodes", "validation_nodes")
 _DAG_KEYS = ("roles", *_LISTS)
+RENAMED = {
+    "rollout.weights_by": "rollout.weight_sync",
+    "rollout.weights_bucket": "rollout.weight_bucket",
+    "rollout.ahead": "rollout.steps_ahead",
+    "rollout.expected_length": "rollout.expected_length_column",
+    "rollout.rows": "rollout.prompt_placement",
+    "trainer.lora_rank": "trainer.lora.rank",
+    "trainer.lora_alpha": "trainer.lora.alpha",
+    "trainer.lora_targets": "trainer.lora.targets",
+    "validation.source": "validation.source_column",
+    "validation.extract": "validation.answer_extractor",
+}
+"""Keys of earlier versions, and what they are called now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +65,72 @@ def shipped(name: str) -> Path:
 
 def _shipped() -> dict[str, Path]:
     folder = Path(str(files("siirl_dask").joinpath("configs")))
-    return {path.name: path for path in folder.glob("*.yaml")}
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
 
 
 def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
-    """The file's base, that one's base ..., then the file."""
+    """The layers of a file: those of its bases, in order, then its own. A base that two of them share counts once,
+    where it is first. ConfigError for a file that is missing, no YAML, or a base of itself.
+    """
     if path.resolve() in chain:
         raise ConfigError(f"{chain[-1]}: base {path} makes a cycle: a file cannot be its own base")
     asked_by = f"{chain[-1]}: base " if chain else ""
-    values = _read(path, asked_by)
-    base = values.pop("base", None)
-    layer = Layer(str(path), values, lines=_lines(path.read_text()))
-    if base is None:
-        return [layer]
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={base!r}: expected the path of another file")
-    return [*file_layers(path.parent / base, (*chain, path.resolve())), layer]
+    text = _read(path, asked_by)
+    values = _parse(text, str(path), asked_by)
+    bases = values.pop("base", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base={bases!r}: expected the path of another file, or a list of such")
+    layers: list[Layer] = []
+    for base in bases:
+        inherited = file_layers(path.parent / base, (*chain, path.resolve()))
+        known = {Path(layer.origin).resolve() for layer in layers}
+        layers += [layer for layer in inherited if Path(layer.origin).resolve() not in known]
+    return [*layers, Layer(str(path), values, lines=_lines(text))]
 
 
-def _read(path: Path, asked_by: str) -> dict[str, Any]:
-    """The file's values, interpolations unresolved."""
+def text_layer(given: str | bytes, name: str) -> Layer:
+    """The layer of YAML text that errors call ``name``. ConfigError for text that is no YAML, or that names a base."""
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = given if isinstance(given, str) else given.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: expected YAML with groups of values: {error}") from error
+    values = _parse(text, name)
+    if "base" in values:
+        raise ConfigError(f"{name}: base={values['base']!r}: only a file that is loaded by its path may name one")
+    return Layer(name, values, lines=_lines(text))
+
+
+def _read(path: Path, asked_by: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         known = _shipped()
         hint = f"; siirl_dask comes with {known[path.name]}" if path.name in known else ""
         raise ConfigError(f"{asked_by}{path}: no such file{hint}") from error
-    except MarkedYAMLError as error:
-        raise ConfigError(f"{asked_by}{path}{_syntax_error(path, error)}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{asked_by}{path}: {error.full_key}: {first_line(error)}") from error
-    except (OSError, YAMLError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{asked_by}{path}: expected a YAML file with groups of values: {error}") from error
+
+
+def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
+    """The values that ``text`` holds, interpolations unresolved."""
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    except MarkedYAMLError as error:
+        raise ConfigError(f"{asked_by}{name}{_syntax_error(text, error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{asked_by}{name}: {error.full_key}: {first_line(error)}") from error
+    except (OSError, YAMLError) as error:
+        raise ConfigError(f"{asked_by}{name}: expected a YAML file with groups of values: {error}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{asked_by}{path}: holds a list: expected groups of values ({', '.join(GROUPS)})")
+        raise ConfigError(f"{asked_by}{name}: holds a list: expected groups of values ({', '.join(GROUPS)})")
     return {str(key): value for key, value in loaded.items()}
 
 
-def _syntax_error(path: Path, error: MarkedYAMLError) -> str:
+def _syntax_error(text: str, error: MarkedYAMLError) -> str:
     """Line and problem, and the likely cause in ``with: {n: ${rollout.n}}``, where the brace ends the mapping."""
     number = error.problem_mark.line if error.problem_mark else 0
-    line = "".join(path.read_text().splitlines()[number : number + 1])
+    line = "".join(text.splitlines()[number : number + 1])
     hint = '; within {} and [], write interpolations in quotes: "${...}"' if "${" in line else ""
     return f":{number + 1}: not YAML: {error.problem}{hint}"
 
@@ -140,33 +179,65 @@ def _line(node: yaml.Node) -> int:
 
 
 def check_keys(layer: Layer) -> None:
+    """ConfigError for a group or a key that there is not, with the nearest spelling or its new name."""
     for group, values in layer.values.items():
         if group in _DAG_KEYS or (group in GROUPS and values is None):
             continue
         if group not in GROUPS:
             valid = [*GROUPS, *_DAG_KEYS, "base"]
-            hint = elsewhere(group) or did_you_mean(group, valid)
+            hint = _elsewhere(group) or did_you_mean(group, valid)
             raise ConfigError(f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}")
-        known = [f.name for f in fields(GROUPS[group])]
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{layer.origin}: {group}={values!r}: expected a mapping with keys of {known}")
-        for key in values:
-            if key not in known:
-                hint = elsewhere(str(key)) or did_you_mean(str(key), known) or elsewhere(str(key), cutoff=0.7)
-                raise ConfigError(f"{layer.origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}")
+        _check_group(layer.origin, group, values, GROUPS[group])
 
 
-def elsewhere(key: str, cutoff: float = 1.0) -> str:
-    """A hint to a group that has this key, or one that is spelled nearly so."""
-    full = {f.name: f"{group}.{f.name}" for group, kind in reversed([*GROUPS.items()]) for f in fields(kind)}
+def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
+    hints = get_type_hints(kind)
+    known = [f.name for f in fields(kind)]
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{origin}: {group}={values!r}: expected a mapping with keys of {known}")
+    for key, value in values.items():
+        if key not in known:
+            hint = _renamed(f"{group}.{key}") or _elsewhere(str(key), group) or did_you_mean(str(key), known)
+            hint = hint or _elsewhere(str(key), group, cutoff=0.7)
+            raise ConfigError(f"{origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}")
+        if is_dataclass(hints[key]):
+            _check_group(origin, f"{group}.{key}", value, hints[key])
+
+
+def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
+    """Every key of a configuration, ``rollout.n``, ``rollout.vllm.sleep_level``, in the order of the groups."""
+    hints, keys = get_type_hints(kind), list[str]()
+    for name in (f.name for f in fields(kind)):
+        full = f"{group}.{name}" if group else name
+        keys += config_keys(hints[name], full) if is_dataclass(hints[name]) else [full]
+    return keys
+
+
+def key_hint(key: str) -> str:
+    """A hint to the key that is spelled nearly as ``key``, in whatever group it is."""
+    return _renamed(key) or _elsewhere(key.rpartition(".")[2]) or did_you_mean(key, config_keys())
+
+
+def _renamed(key: str) -> str:
+    group, _, name = key.partition(".")
+    new = RENAMED.get(f"trainer.{name}" if group == "critic" else key)
+    return f"; it is called '{group}.{new.partition('.')[2]}' now" if new else ""
+
+
+def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
+    """A hint to the key of another group that has this name, or nearly so; first to a key below ``group``."""
+    keys = sorted(config_keys(), key=lambda full: not full.startswith(f"{group}."))
+    full = {full.rpartition(".")[2]: full for full in reversed(keys)}
     near = get_close_matches(key, full, n=1, cutoff=cutoff)
     return f"; did you mean {full[near[0]]!r}?" if near else ""
 
 
-def merged(old: Any, new: Any, depth: int) -> Any:
-    if depth and isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: merged(old.get(key), value, depth - 1) for key, value in new.items()}
-    return new
+def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
+    """``new`` over ``old``: mappings are merged down to ``depth``, and wherever the configuration has a group."""
+    if not ((depth or is_dataclass(kind)) and isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    return old | {key: merged(old.get(key), value, max(0, depth - 1), hints.get(key)) for key, value in new.items()}
 
 
 def first_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_dask.configfile.layers import Layer
+from siirl_dask.config.file.layers import Layer
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _DEPTH = 2  # a node's keys, and the options under its ``with``, are merged one by one

@@ -1,34 +1,48 @@
-"""Telling sources, some time after, what has arrived and may be freed."""
+"""Acks tell sources, shortly after a pull, which rows have arrived and may be freed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from siirl_dask.coordinator.messages import Op, Request, TransitionKey, Transport
+from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, Transport
 from siirl_dask.errors import SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_DELAY = 0.1  # seconds: one message a source for what was taken meanwhile, and none while others still wait for rows
+_DELAY = 0.1  # seconds: acks of one source share a message, and none is sent while other workers wait for rows
 
 
-class Releases:
-    """Of one worker."""
+class Acks:
+    """Collects one worker's acks and sends them, one message a source. Belongs to the event loop.
+
+    An ack is counted, not read: it is sent exactly once, and never repeated after a failure.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._taken: dict[str, list[tuple[TransitionKey, int]]] = {}
+        self._pending: dict[str, list[tuple[TransitionKey, int]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
 
-    def note(self, source: str, key: TransitionKey, count: int) -> None:
-        """``count`` rows of a transition have been taken from a source."""
-        self._taken.setdefault(source, []).append((key, count))
+    def add(self, source: str, key: TransitionKey, rows: int) -> None:
+        """Have ``source`` told soon that ``rows`` of its rows of a transition have arrived."""
+        self._pending.setdefault(source, []).append((key, rows))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
-    async def settle(self) -> None:
-        """Tell them now, and wait until all have heard."""
+    def flush(self) -> None:
+        """Send now what has been collected."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pending, self._pending = self._pending, {}
+        for source, acks in pending.items():
+            task = asyncio.create_task(self._send(source, acks))
+            self._sending.add(task)  # the loop itself keeps no reference to a task
+            task.add_done_callback(self._sending.discard)
+
+    async def wait(self) -> None:
+        """Send now what has been collected, and wait until every source has heard."""
         self.flush()
         await asyncio.gather(*self._sending)
 
@@ -38,20 +52,11 @@ class Releases:
         for task in self._sending:
             task.cancel()
 
-    def flush(self) -> None:
-        """Tell them now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        taken, self._taken = self._taken, {}
-        for source, items in taken.items():
-            task = asyncio.create_task(self._send(source, items))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
-
-    async def _send(self, source: str, items: list[tuple[TransitionKey, int]]) -> None:
-        body = {"taken": [[key.sequence, key.edge, count] for key, count in items]}
+    async def _send(self, source: str, acks: list[tuple[TransitionKey, int]]) -> None:
+        body = {"acks": [[key.sequence, key.edge, rows] for key, rows in acks]}
         try:
-            await self._transport.request(source, Request(Op.RELEASE, items[0][0], body))
-        except SiirlError as error:  # the rows are here; a source that waits for this ends the run if it never hears
-            logger.warning("worker %r did not hear what has arrived: %s", source, error)
+            await self._transport.request(source, Request(Op.ACK, acks[0][0], body))
+        except SiirlError as error:
+            # No failure of this worker: it has its rows. The source frees the table when its iteration is forgotten, a
+            # shared one when the run ends; if it waits for the ack, it times out and ends the run.
+            logger.warning("worker %r did not hear which rows have arrived: %s", source, error)

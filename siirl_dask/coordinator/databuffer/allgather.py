@@ -1,8 +1,10 @@
-"""The all-gather of row statistics: a tree of fan-out 16, asked for and never pushed.
+"""All-gathers the statistics of an edge's rows over a tree of fan-out 16, in which members ask and nobody pushes.
 
-Members are an edge's sources, then its other targets; member ``i`` hangs below ``(i - 1) // 16``. Statistics go up
-among the sources and the whole comes down to whoever asks; each member asks its parent once, however many ask it. A
-tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
+Members are the edge's sources, then its other targets; the parent of member ``i`` is member ``(i - 1) // 16``.
+Statistics go up among the sources, and the whole comes down to whoever asks. Each member asks its parent once, however
+many ask it. A tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
+
+Because members ask, a target that waits finds out when a peer is gone: a push that never comes tells nobody.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from siirl_dask.coordinator.description import Description, pack_descriptions, unpack_descriptions
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport
-from siirl_dask.coordinator.statistics import Lines, unpack_lines
-from siirl_dask.coordinator.tasks import together
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, pack_row_lengths, unpack_row_lengths
+from siirl_dask.coordinator.layout.assignment import RowStatistics, unpack_statistics
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
+from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
@@ -26,81 +28,84 @@ FAN_OUT = 16
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What is known of an edge's rows: of one source's, of those below a member of the tree, or of all."""
+class GatheredStatistics:
+    """Statistics of the rows of one source, of the sources below a member of the tree, or of all sources."""
 
-    statistics: Lines
-    descriptions: Mapping[int, Description] = field(default_factory=dict)
-    """By source; of an edge that moves no rows there are none."""
+    statistics: RowStatistics
+    row_lengths: Mapping[int, RowLengths] = field(default_factory=dict)
+    """Lengths of the rows, by source; none for an edge that moves no rows."""
 
     @staticmethod
-    def merge(parts: Sequence[Gathered]) -> Gathered:
-        descriptions = {source: found for part in parts for source, found in part.descriptions.items()}
-        return Gathered(np.concatenate([part.statistics for part in parts]), descriptions)
+    def merge(parts: Sequence[GatheredStatistics]) -> GatheredStatistics:
+        row_lengths = {source: lengths for part in parts for source, lengths in part.row_lengths.items()}
+        return GatheredStatistics(np.concatenate([part.statistics for part in parts]), row_lengths)
 
     @cached_property
     def reply(self) -> Reply:
-        """The same for everyone who asks."""
-        about, patterns = pack_descriptions(self.descriptions.values())
-        return Reply({"about": about}, [self.statistics.tobytes(), *patterns])
+        """The statistics as a message, packed once for everyone who asks."""
+        headers, lengths = pack_row_lengths(self.row_lengths.values())
+        return Reply({"row_lengths": headers}, [self.statistics.tobytes(), *lengths])
 
 
-Own = Callable[[TransitionKey], Coroutine[Any, Any, Gathered]]
-"""What this worker knows of its own rows of a transition, once it has published them."""
+OwnStatistics = Callable[[TransitionKey], Coroutine[Any, Any, GatheredStatistics]]
+"""Waits until this worker has published its rows of a transition, and returns their statistics."""
 
 
-class Exchange:
-    """One worker's place in the trees of all its edges."""
+class StatisticsTree:
+    """One worker's place in the trees of all its edges. Belongs to the event loop."""
 
-    def __init__(self, worker: str, transport: Transport, own: Own) -> None:
+    def __init__(self, worker: str, transport: Transport, own: OwnStatistics) -> None:
         self._worker = worker
         self._transport = transport
         self._own = own
-        self._asked: dict[tuple[TransitionKey, Op], asyncio.Task[Gathered]] = {}
+        self._tasks: dict[tuple[TransitionKey, Op], asyncio.Task[GatheredStatistics]] = {}
 
-    async def gather(self, edge: Edge, key: TransitionKey) -> Gathered:
-        """What is known of every row of the edge, from all its sources."""
-        return await self._once(edge, key, Op.DOWN)
+    async def gather(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
+        """Return the statistics of every row of the edge, from all its sources."""
+        return await self._once(edge, key, Op.ALL_STATISTICS)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        member = edge.sources if request.op == Op.UP else _members(edge)
-        if self._worker not in member:
+        """Answer a child or the parent. PeerError when this worker has no place in the edge's tree."""
+        members = edge.sources if request.op == Op.SUBTREE_STATISTICS else _members(edge)
+        if self._worker not in members:
             raise PeerError(f"worker {self._worker!r} has no part in the statistics of edge {edge.name}")
         return (await self._once(edge, request.key, Op(request.op))).reply
 
     def forget(self, before: int) -> None:
-        """Drop what was gathered in turns before sequence number ``before``."""
-        for key in [key for key in self._asked if key[0].sequence < before]:
-            self._asked.pop(key).cancel()
+        """Drop what was gathered in iterations before sequence number ``before``."""
+        for key in [key for key in self._tasks if key[0].sequence < before]:
+            self._tasks.pop(key).cancel()
 
     def close(self) -> None:
         """Give up whatever is still being gathered."""
-        for task in self._asked.values():
+        for task in self._tasks.values():
             task.cancel()
-        self._asked.clear()
+        self._tasks.clear()
 
-    def _once(self, edge: Edge, key: TransitionKey, direction: Op) -> asyncio.Future[Gathered]:
-        task = self._asked.get((key, direction))
+    def _once(self, edge: Edge, key: TransitionKey, op: Op) -> asyncio.Future[GatheredStatistics]:
+        """Start what is asked for, unless it is under way or done. One asker that is cancelled cancels no other's."""
+        task = self._tasks.get((key, op))
         if task is None:
-            task = asyncio.create_task(self._up(edge, key) if direction is Op.UP else self._down(edge, key))
+            gathering = self._gather_subtree if op is Op.SUBTREE_STATISTICS else self._ask_parent
+            task = asyncio.create_task(gathering(edge, key))
             task.add_done_callback(_mark_as_seen)
-            self._asked[key, direction] = task
+            self._tasks[key, op] = task
         return asyncio.shield(task)
 
-    async def _up(self, edge: Edge, key: TransitionKey) -> Gathered:
+    async def _gather_subtree(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
         place = edge.sources.index(self._worker)
         children = edge.sources[FAN_OUT * place + 1 : FAN_OUT * place + FAN_OUT + 1]
-        asks = (self._ask(edge, child, Request(Op.UP, key)) for child in children)
-        return Gathered.merge(await together(self._own(key), *asks))
+        asks = (self._ask(edge, child, Request(Op.SUBTREE_STATISTICS, key)) for child in children)
+        return GatheredStatistics.merge(await gather_or_cancel(self._own(key), *asks))
 
-    async def _down(self, edge: Edge, key: TransitionKey) -> Gathered:
+    async def _ask_parent(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
         members = _members(edge)
         place = members.index(self._worker)
-        if place == 0:
-            return await self._once(edge, key, Op.UP)
-        return await self._ask(edge, members[(place - 1) // FAN_OUT], Request(Op.DOWN, key))
+        if place == 0:  # the root: its subtree is all sources
+            return await self._once(edge, key, Op.SUBTREE_STATISTICS)
+        return await self._ask(edge, members[(place - 1) // FAN_OUT], Request(Op.ALL_STATISTICS, key))
 
-    async def _ask(self, edge: Edge, worker: str, request: Request) -> Gathered:
+    async def _ask(self, edge: Edge, worker: str, request: Request) -> GatheredStatistics:
         reply = await self._transport.request(worker, request)
         try:
             return _read(reply, edge)
@@ -109,19 +114,20 @@ class Exchange:
 
 
 def _members(edge: Edge) -> tuple[str, ...]:
+    """Return the edge's sources, then its other targets: so the subtree of the first source has every source."""
     sources = set(edge.sources)
     return (*edge.sources, *(worker for worker in edge.targets if worker not in sources))
 
 
-def _read(reply: Reply, edge: Edge) -> Gathered:
+def _read(reply: Reply, edge: Edge) -> GatheredStatistics:
     if not reply.frames:
         raise PeerError("received no statistics")
-    lines = unpack_lines(reply.frames[0], len(edge.sources))
-    about = unpack_descriptions(reply.header.get("about"), reply.frames[1:], len(edge.sources), edge.schema)
-    return Gathered(lines, about)
+    statistics = unpack_statistics(reply.frames[0], len(edge.sources))
+    headers = reply.header.get("row_lengths")
+    return GatheredStatistics(statistics, unpack_row_lengths(headers, reply.frames[1:], len(edge.sources), edge.schema))
 
 
-def _mark_as_seen(task: asyncio.Task[Gathered]) -> None:
-    """Whoever waited may have been cancelled first; asyncio would call the exception lost."""
+def _mark_as_seen(task: asyncio.Task[GatheredStatistics]) -> None:
+    """Read the task's exception: where all who waited were cancelled first, asyncio would log it as never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -1,8 +1,8 @@
-"""Memory that rows are received into: kept, used again, and open to the other processes of this host.
+"""The arena: memory that rows are received into, kept for reuse and open to the other processes of this host.
 
-Fresh memory costs more than what is done with it: the first touch of 268 MB was measured to take twelve times as long
-as copying them. So a worker receives into segments that it keeps. A segment is a memfd (Linux): it has no name that
-could outlive its processes, and a peer that is given its handle maps it and writes rows where they finally belong.
+Fresh memory costs more than what is done with it: the kernel clears each page when it is first touched, which takes
+several times as long as copying into it. So a worker keeps its segments. A segment is a memfd (Linux): it has no name
+that could outlive its processes, and a peer that is given its handle maps it and writes rows where they finally belong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import astuple, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.errors import PeerError
 
 Bytes = NDArray[np.uint8]
 
-_HEADER = 4096  # the segment's nonce lies before its blocks
+_HEADER = 4096  # bytes before the first block, which hold the segment's nonce
 _ALIGNMENT = 64
 _SEGMENT = 64 * 2**20
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 _NONCE = 16
 
 
-@cache
-def shared_memory_domain() -> str:
-    """What two processes must have in common to map each other's segments; empty where there are no memfds."""
-    if not hasattr(os, "memfd_create"):
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
-
-
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names a segment of a process. The nonce tells a process that was restarted from the one it replaced."""
+    """Names a segment of a process. The nonce tells a process from one that was restarted under the same pid."""
 
     pid: int
     fd: int
@@ -58,7 +49,7 @@ class Handle:
 
 
 class Segment:
-    """One mapping. Blocks keep it alive; the kernel frees it when the last process lets go."""
+    """One shared mapping, cut into blocks. Its blocks keep it alive; the kernel frees it with its last mapping."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,14 +62,14 @@ class Segment:
             fd = os.memfd_create("siirl_dask", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, fd)
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())  # a peer that could shrink it would crash this process
             self.map = mmap.mmap(fd, size)
             self.handle = Handle(os.getpid(), fd, size, secrets.token_bytes(_NONCE))
             self.map[:_NONCE] = self.handle.nonce
         self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
 
     def discard(self) -> None:
-        """Give the memory back, also where a peer still has it mapped."""
+        """Give the pages back to the system, also where a peer still has the segment mapped."""
         if self.handle is not None:
             self.map.madvise(mmap.MADV_REMOVE)
 
@@ -86,15 +77,15 @@ class Segment:
     def idle(self) -> bool:
         return self.free == [(_HEADER, self.size)]
 
-    def take(self, size: int) -> int | None:
-        """Offset of ``size`` bytes, the first that fit."""
+    def allocate(self, size: int) -> int | None:
+        """Return the offset of the first ``size`` free bytes, which are free no more; None where none fit."""
         for place, (start, stop) in enumerate(self.free):
             if stop - start >= size:
                 self.free[place : place + 1] = [(start + size, stop)] if stop - start > size else []
                 return start
         return None
 
-    def give(self, offset: int, size: int) -> None:
+    def release(self, offset: int, size: int) -> None:
         ranges = sorted([*self.free, (offset, offset + size)])
         self.free = [ranges[0]]
         for start, stop in ranges[1:]:
@@ -105,7 +96,7 @@ class Segment:
 
 
 class Block:
-    """A run of bytes of a segment; it goes back to the arena when nothing refers to it any more."""
+    """A range of bytes of a segment. It returns to the arena when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "offset", "segment", "size")
 
@@ -116,25 +107,31 @@ class Block:
 
     @property
     def bytes(self) -> Bytes:
-        """Valid only while the block is."""
+        """View of the block, valid only while the block itself is referred to: it keeps the segment, not the block."""
         return self.segment.bytes[self.offset : self.offset + self.size]
 
     def buffer(self) -> pa.Buffer:
-        """An Arrow buffer that keeps the block."""
+        """Return an Arrow buffer that keeps the block, as does every array and slice made over it."""
         return pa.foreign_buffer(self.segment.bytes.ctypes.data + self.offset, self.size, self)
 
 
 class Arena:
-    """Blocks from segments. At most ``keep`` bytes of segments that nobody uses are kept for later."""
+    """Allocates blocks from segments, and keeps up to ``keep`` bytes of segments that nobody uses.
+
+    Any thread may allocate and any thread may drop the last reference to a block: the lock guards the segments, and a
+    block that is dropped only joins a queue, which the next call empties.
+    """
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._segments: list[Segment] = []
-        self._returned: deque[tuple[Segment, int, int]] = deque()  # a finaliser may run anywhere: it must not lock
+        self._returned: deque[tuple[Segment, int, int]] = (
+            deque()
+        )  # a finalizer may run under the lock: no locking there
         self._lock = threading.Lock()
 
     def allocate(self, size: int) -> Block:
-        """``size`` bytes, aligned to 64, not cleared."""
+        """Return ``size`` bytes, aligned to 64 and not cleared."""
         rounded = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
         with self._lock:
             self._collect()
@@ -145,41 +142,45 @@ class Arena:
 
     @property
     def in_use(self) -> int:
-        """Bytes of blocks that somebody holds."""
+        """Bytes of blocks that somebody still refers to."""
         with self._lock:
             self._collect()
             return sum(s.size - _HEADER - sum(stop - start for start, stop in s.free) for s in self._segments)
 
     @property
     def held(self) -> int:
-        """Bytes of all segments."""
+        """Bytes of all segments, in use or kept."""
         return sum(segment.size for segment in self._segments)
 
     def collect(self) -> None:
-        """Take back what nobody holds any more, and give the system what is beyond the limit."""
+        """Take back the blocks that were dropped, and give the system the segments beyond ``keep``."""
         with self._lock:
             self._collect()
 
     def retire(self, segment: Segment) -> None:
-        """Give out no more of a segment: a peer may still write where it was told to."""
+        """Allocate from a segment no more, because a peer may still write where it was told to.
+
+        A pull that failed has sent its places to sources, and a source that was slow may write there long after. The
+        blocks that are in use stay valid; the rest of the segment is given to nobody, so a late write spoils nothing.
+        """
         with self._lock:
             segment.retired = True
             self._segments = [other for other in self._segments if other is not segment]
 
     def _find(self, size: int) -> tuple[Segment, int]:
         for segment in self._segments:
-            if (offset := segment.take(size)) is not None:
+            if (offset := segment.allocate(size)) is not None:
                 return segment, offset
         segment = Segment(max(_SEGMENT, -(-(size + _HEADER) // mmap.PAGESIZE) * mmap.PAGESIZE))
         self._segments.append(segment)
-        offset = segment.take(size)
+        offset = segment.allocate(size)
         assert offset is not None
         return segment, offset
 
     def _collect(self) -> None:
         while self._returned:
             segment, offset, size = self._returned.popleft()
-            segment.give(offset, size)
+            segment.release(offset, size)
             if segment.retired and segment.idle:
                 segment.discard()
         idle = 0
@@ -191,32 +192,40 @@ class Arena:
 
 
 class CannotMap(PeerError):
-    """A segment that this process cannot reach, or that is no more."""
+    """A segment that this process cannot map, or that exists no more."""
 
 
 class Attachments:
-    """Segments of peers that this process has mapped, by nonce; the ones used longest ago are let go of."""
+    """Segments of peers that this process has mapped, by nonce. Beyond ``limit`` of them, the least recently used are
+    unmapped.
 
-    def __init__(self, *, writable: bool, most: int = 256) -> None:
+    Threads that copy rows attach segments too. Two that attach the same one at once may both map it, which is harmless.
+    """
+
+    def __init__(self, *, writable: bool, limit: int = 256) -> None:
         self._writable = writable
-        self._most = most
+        self._limit = limit
         self._mapped: dict[bytes, Bytes] = {}
+        self._lock = threading.Lock()
 
     def attach(self, handle: Handle) -> Bytes:
-        """The bytes of a peer's segment. CannotMap when there is no such segment, or not any more."""
-        found = self._mapped.pop(handle.nonce, None)
-        if found is None:
-            found = _map(handle, self._writable)
-        self._mapped[handle.nonce] = found
-        while len(self._mapped) > self._most:
-            self._mapped.pop(next(iter(self._mapped)))
-        return found
+        """Return the bytes of a peer's segment. CannotMap when there is no such segment, or not any more."""
+        with self._lock:
+            mapped = self._mapped.pop(handle.nonce, None)
+        if mapped is None:
+            mapped = _map(handle, self._writable)
+        with self._lock:
+            self._mapped[handle.nonce] = mapped  # at the end: the dict's order is that of use
+            while len(self._mapped) > self._limit:
+                self._mapped.pop(next(iter(self._mapped)))
+        return mapped
 
     def clear(self) -> None:
         self._mapped.clear()
 
 
 def _map(handle: Handle, writable: bool) -> Bytes:
+    """Map a peer's segment. The handle comes from a peer: what it names is checked before anything is mapped."""
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
@@ -241,7 +250,7 @@ def _seals() -> int:
 
 
 def unpack_handle(value: object) -> Handle:
-    """PeerError for what is no handle."""
+    """Return the handle that ``Handle.pack`` packed. PeerError when ``value`` is none."""
     match value:
         case [int(pid), int(fd), int(size), bytes(nonce)] if pid > 0 and fd >= 0 and size > _HEADER:
             return Handle(pid, fd, size, nonce)

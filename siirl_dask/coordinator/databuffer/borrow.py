@@ -1,4 +1,4 @@
-"""A target's side of rows that are read where they lie: tables over the memory of sources, and giving it back."""
+"""Reads shared tables: a target's columns over the memory of a source, and the ack when it has dropped them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
-from siirl_dask.config import Way
-from siirl_dask.coordinator.arena import Attachments, Bytes, CannotMap, shared_memory_domain
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import cell_width, column_of
-from siirl_dask.coordinator.description import Description, plain_schema
-from siirl_dask.coordinator.lending import ALIGNMENT, Loan
-from siirl_dask.coordinator.messages import TransitionKey
-from siirl_dask.coordinator.published import Published
-from siirl_dask.coordinator.releases import Releases
-from siirl_dask.coordinator.statistics import Share
+from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.acks import Acks
+from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMap
+from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable
+from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, other_columns_schema
+from siirl_dask.coordinator.host import shared_memory_domain
+from siirl_dask.coordinator.layout.assignment import PullShare
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
@@ -30,90 +31,111 @@ logger = logging.getLogger("siirl_dask.coordinator")
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """Rows of one source, read where they lie."""
+class SharedRows:
+    """Rows of one source that are read where they lie."""
 
     source: str
-    rows: Ints
-    """Positions in what the source published."""
-    places: Ints
-    """Of the same rows: index into the result."""
+    positions: Ints
+    """[rows] positions in what the source published."""
+    destinations: Ints
+    """[rows] index of the same rows in the result."""
     columns: Mapping[str, pa.ChunkedArray]
-    """Those that are runs of bytes, of all that the source published."""
-    plain: pa.Table
-    """The other columns, of ``rows``."""
+    """Variable-length columns of all rows that the source published."""
+    others: pa.Table
+    """Other columns of the rows at ``positions``."""
     nbytes: int
-    """Of ``rows``, but for the plain columns."""
+    """Bytes of the rows in the variable-length columns."""
 
 
-class Borrower:
-    """Of one worker. ``own`` gives what the worker itself published, once it has."""
+class SharedTableReader:
+    """Reads what sources of this host share with one worker, itself included."""
 
     def __init__(
-        self, worker: str, own: Callable[[TransitionKey], Awaitable[Published]], releases: Releases, way: Way
+        self, worker: str, own: Callable[[TransitionKey], Awaitable[Published]], acks: Acks, way: TransportMode
     ) -> None:
+        """``own`` waits until this worker has published its rows of a transition, and returns them."""
         self._worker = worker
         self._own = own
-        self._releases = releases
+        self._acks = acks
         self._way = way
-        self._attachments = Attachments(writable=False)
+        self._attachments = Attachments(writable=False)  # a target can spoil nobody else's rows
 
-    async def borrow(
-        self, edge: Edge, key: TransitionKey, source: int, share: Share, about: Description | None
-    ) -> Borrowed | None:
-        """None when the source lends nothing, or not to this process. PeerError for a loan that cannot be."""
-        if about is None or about.loan is None or about.patterns is None or self._way is Way.dask:
+    async def read(
+        self, edge: Edge, key: TransitionKey, source: int, share: PullShare, lengths: RowLengths | None
+    ) -> SharedRows | None:
+        """Return the share's rows of a source; None when it shares nothing, or not with this process.
+
+        PeerError when what it shares is no table of the edge.
+        """
+        if (
+            lengths is None
+            or lengths.shared_table is None
+            or not lengths.group_lengths
+            or self._way is TransportMode.dask
+        ):
             return None
-        worker, rows, places = edge.sources[source], share.by_source[source], share.places[source]
+        worker, positions, destinations = edge.sources[source], share.positions[source], share.destinations[source]
         nbytes = sum(
-            int(lengths.sum()) * (cell_width(edge.schema.field(name).type) or 0)
-            for name, lengths in about.lengths(rows).items()
+            int(column_lengths.sum()) * (element_width(edge.schema.field(name).type) or 0)
+            for name, column_lengths in lengths.select(positions).items()
         )
         if worker == self._worker:
             published = await self._own(key)
-            columns = {name: published.lent_column(name) for name in about.columns}
-            return Borrowed(worker, rows, places, columns, published.plain(rows), nbytes)
-        if about.domain != shared_memory_domain():
+            columns = {name: published.shared_column(name) for name in lengths.offset_groups}
+            others = published.other_columns(positions)
+            return SharedRows(worker, positions, destinations, columns, others, nbytes)
+        if lengths.domain != shared_memory_domain():
             return None
         try:
-            columns, plain = self._map(edge, key, worker, len(rows), about, about.loan)
-            return Borrowed(worker, rows, places, columns, plain.take(pa.array(rows)), nbytes)
+            columns, all_others = self._map(edge, key, worker, len(positions), lengths, lengths.shared_table)
+            others = all_others.take(pa.array(positions))
+            return SharedRows(worker, positions, destinations, columns, others, nbytes)
         except CannotMap as error:
-            if self._way is Way.shm:
+            if self._way is TransportMode.shm:
                 raise PeerError(
                     f"data.transport=shm, but memory of worker {worker!r} cannot be read: {error}"
                 ) from error
-            logger.warning("rows of worker %r are asked for: %s", worker, error)
+            logger.warning("rows of worker %r are fetched, because its memory cannot be read: %s", worker, error)
             return None
         except (pa.ArrowException, IndexError) as error:
-            error.__traceback__ = None  # its frames refer to the memory
-            raise PeerError(f"edge {edge.name}: what worker {worker!r} lends is no table: {error}") from error
+            error.__traceback__ = None  # its frames refer to the memory, which would never be acked
+            raise PeerError(f"edge {edge.name}: what worker {worker!r} shares is no table: {error}") from error
 
     def _map(
-        self, edge: Edge, key: TransitionKey, worker: str, count: int, about: Description, loan: Loan
+        self, edge: Edge, key: TransitionKey, worker: str, rows: int, lengths: RowLengths, shared: SharedTable
     ) -> tuple[dict[str, pa.ChunkedArray], pa.Table]:
-        """The columns of all rows of a source, and the plain ones."""
-        assert about.patterns is not None
-        mapped = self._attachments.attach(loan.handle)
-        lease = _Lease(mapped)
+        """Return the variable-length columns of all rows of a source over its memory, and a copy of the other ones.
+
+        Offsets are this process's own, made from the lengths: a source that writes into its segment meanwhile can
+        change values, and cannot make this process read outside of the segment.
+        """
+        assert lengths.group_lengths
+        mapped = self._attachments.attach(shared.handle)
+        hold = _Hold(mapped)
         loop = asyncio.get_running_loop()
-        weakref.finalize(lease, _give_back, loop, self._releases, worker, key, count).atexit = False
+        weakref.finalize(hold, _ack_on_loop, loop, self._acks, worker, key, rows).atexit = False
         columns = {}
-        for name, pattern in about.columns.items():
-            field, lengths = edge.schema.field(name), about.patterns[pattern]
-            size = int(lengths.sum(dtype=np.float64)) * (cell_width(field.type) or 0)  # integers could overflow
-            start = loan.columns.get(name)
+        for name, group in lengths.offset_groups.items():
+            field, column_lengths = edge.schema.field(name), lengths.group_lengths[group]
+            elements = int(column_lengths.sum(dtype=np.float64))  # the lengths are a peer's: integers could overflow
+            size = elements * (element_width(field.type) or 0)
+            start = shared.starts.get(name)
             if start is None or start % ALIGNMENT or start + size > len(mapped):
                 raise IndexError(f"column {name!r} lies outside of the segment, or not at a multiple of {ALIGNMENT}")
-            columns[name] = column_of(field.type, lengths, _buffer(lease, start, size))
-        if loan.plain + loan.plain_size > len(mapped):
-            raise IndexError("the plain columns lie outside of the segment")
-        schema = plain_schema(edge.schema, about.columns)
-        return columns, _read_plain(mapped[loan.plain : loan.plain + loan.plain_size], schema, about.rows)
+            columns[name] = build_column(field.type, column_lengths, _buffer(hold, start, size))
+        stop = shared.others_start + shared.others_size
+        if stop > len(mapped):
+            raise IndexError("the other columns lie outside of the segment")
+        schema = other_columns_schema(edge.schema, lengths.offset_groups)
+        return columns, _read_others(mapped[shared.others_start : stop], schema, lengths.rows)
 
 
-class _Lease:
-    """What a target holds of a source's rows: it lives as long as any of their memory is referred to."""
+class _Hold:
+    """A target's hold on a source's rows: every buffer over their memory refers to it.
+
+    When the last table, column or slice over the memory is gone, so is the hold, and its finalizer acks the rows. Only
+    then may the source use the memory again. Until then it counts as unacked at the source, even after its iteration.
+    """
 
     __slots__ = ("__weakref__", "mapped")
 
@@ -121,25 +143,25 @@ class _Lease:
         self.mapped = mapped
 
 
-def _buffer(lease: _Lease, start: int, size: int) -> pa.Buffer:
-    return pa.foreign_buffer(lease.mapped.ctypes.data + start, size, lease)
+def _buffer(hold: _Hold, start: int, size: int) -> pa.Buffer:
+    return pa.foreign_buffer(hold.mapped.ctypes.data + start, size, hold)
 
 
-def _give_back(
-    loop: asyncio.AbstractEventLoop, releases: Releases, worker: str, key: TransitionKey, count: int
-) -> None:
-    def give_back() -> None:
-        releases.note(worker, key, count)
-        releases.flush()
+def _ack_on_loop(loop: asyncio.AbstractEventLoop, acks: Acks, worker: str, key: TransitionKey, rows: int) -> None:
+    """Ack rows from whatever thread the garbage collector runs in: acks belong to the event loop."""
+
+    def ack() -> None:
+        acks.add(worker, key, rows)
+        acks.flush()
 
     with suppress(RuntimeError):  # the loop is closed: the run is over
-        loop.call_soon_threadsafe(give_back)
+        loop.call_soon_threadsafe(ack)
 
 
-def _read_plain(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
-    """A copy, which nobody can change while it is looked at."""
+def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
+    """Return the other columns, from a copy that the source cannot change while it is validated."""
     if not len(schema):
-        return pa.table({"": pa.nulls(rows)}).select([])
+        return pa.table({"": pa.nulls(rows)}).select([])  # a table without columns that has rows nevertheless
     table = ipc.open_stream(stream.tobytes()).read_all()
     if table.schema != schema or table.num_rows != rows:
         raise pa.ArrowInvalid(f"{table.num_rows} rows of {table.schema.names} instead of {rows} of {schema.names}")
@@ -147,16 +169,19 @@ def _read_plain(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
     return table
 
 
-def in_runs(pieces: Sequence[tuple[Ints, Ints, pa.ChunkedArray]], kind: pa.DataType) -> pa.ChunkedArray:
-    """Row ``rows[i]`` of a piece's column goes to ``places[i]``: the whole in order, as slices."""
-    places = np.concatenate([places for places, _, _ in pieces])
-    rows = np.concatenate([rows for _, rows, _ in pieces])
-    piece = np.repeat(np.arange(len(pieces)), [len(rows) for _, rows, _ in pieces])
-    order = np.argsort(places)
+def concat_slices(pieces: Sequence[tuple[Ints, Ints, pa.ChunkedArray]], kind: pa.DataType) -> pa.ChunkedArray:
+    """Return one column out of slices of several, without copying: a piece is (destinations, positions, column), and
+    row ``positions[i]`` of its column goes to ``destinations[i]``.
+    """
+    destinations = np.concatenate([destinations for destinations, _, _ in pieces])
+    rows = np.concatenate([positions for _, positions, _ in pieces])
+    piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])
+    order = np.argsort(destinations)
     rows, piece = rows[order], piece[order]
-    starts = np.flatnonzero(np.concatenate(([True], (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1]))))
+    breaks = (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1])  # a slice ends where its rows do not go on
+    starts = np.flatnonzero(np.concatenate(([True], breaks)))
     ends = np.append(starts[1:], len(rows))
     chunks: list[pa.Array] = []
-    for which, row, count in zip(piece[starts].tolist(), rows[starts].tolist(), (ends - starts).tolist(), strict=True):
-        chunks += pieces[which][2].slice(row, count).chunks
+    for index, row, count in zip(piece[starts].tolist(), rows[starts].tolist(), (ends - starts).tolist(), strict=True):
+        chunks += pieces[index][2].slice(row, count).chunks
     return pa.chunked_array(chunks, kind)

@@ -1,41 +1,60 @@
-"""Databuffer: holds this worker's part of what moves, and pulls this worker's part of what others hold.
+"""The Databuffer: one worker's end of the data plane. It publishes this worker's rows and pulls those it needs next.
 
-The producer publishes under an immutable key, the consumer asks (see ``pulling``); reads can be repeated. What was
-published is freed when every row has been taken, and lies in a file meanwhile when too much is waiting.
+A row's way from the worker that made it to the worker that needs it:
+
+| step | what happens | module |
+|---|---|---|
+| publish | the source stores its table under an immutable key; nothing is sent | ``published``, shared rows: ``lend`` |
+| gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
+| assign | it computes, as every target does, which rows are its own and who has them | ``layout.assignment`` |
+| lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
+| lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
+| fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
+| read | rows that a source of its host shares stay where they are | ``borrow`` |
+| ack | it tells sources that the rows have arrived, and they free them | ``acks`` |
+
+Requests between workers go through ``transport``. All of them but the ack are reads, which can be repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
-from siirl_dask.config import Way
-from siirl_dask.coordinator.arena import Arena, Attachments, CannotMap
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.budget import Budget
-from siirl_dask.coordinator.description import Description
-from siirl_dask.coordinator.exchange import Exchange, Gathered
-from siirl_dask.coordinator.frames import check_types
-from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport, Turn, pack_ints, unpack_ints
-from siirl_dask.coordinator.movers import Movers
-from siirl_dask.coordinator.published import Published, spill
-from siirl_dask.coordinator.pulling import Puller, Traffic
-from siirl_dask.coordinator.statistics import Share, Statistics, describe_rows, share_of
+from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
+from siirl_dask.coordinator.databuffer.arena import Arena
+from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
+from siirl_dask.coordinator.databuffer.published import Published, spill
+from siirl_dask.coordinator.databuffer.pull import Puller, Traffic
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
+from siirl_dask.coordinator.databuffer.serve import RowServer
+from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, pull_share, row_statistics
+from siirl_dask.coordinator.transport.frames import check_types
+from siirl_dask.coordinator.transport.messages import (
+    Op,
+    Reply,
+    Request,
+    TransitionKey,
+    Transport,
+    pack_ints,
+    unpack_ints,
+)
 from siirl_dask.errors import Aborted, PeerError
-from siirl_dask.planner import Edge, Rows
+from siirl_dask.planner import Edge, Iteration, Rows
 
 
 class Databuffer:
-    """All methods run on the event loop that serves this worker's peers. ``edges`` are keyed ``phase/name``.
+    """Publishes and pulls one worker's rows, and answers its peers. Lives on the event loop that serves them.
 
-    A table may be published and pulled in parts, by number, each by itself. ``quadratic_from``: see
-    ``statistics.assign``. ``stall_timeout``: seconds that peers may take to fetch a part.
+    Args:
+        edges: The run's edges, by ``phase/name``.
+        quadratic_from: See ``assign_owners``.
+        stall_timeout: Seconds that peers may take to ack a part.
+
+    A table may be published and pulled in parts, by number, each like a table of its own.
     """
 
     def __init__(
@@ -45,7 +64,7 @@ class Databuffer:
         edges: Mapping[str, Edge],
         transport: Transport,
         *,
-        way: Way = Way.auto,
+        way: TransportMode = TransportMode.auto,
         limits: Limits | None = None,
         quadratic_from: int = 0,
         stall_timeout: float = 600.0,
@@ -58,101 +77,114 @@ class Databuffer:
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
         self._stall_timeout = stall_timeout
+        # One slot a key, made by whoever comes first, the publisher or a peer that waits for it.
         self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
-        self._exchange = Exchange(worker, transport, self._gather_own)
+        self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._forgotten = 0
         self._aborted: str | None = None
-        self._serving = Budget(self._limits.memory // 8)
-        self._attachments = Attachments(writable=True)
         self._way = way
         self.arena = Arena(keep=self._limits.memory // 2)
-        self._movers = Movers()
-        self._puller = Puller(worker, transport, self._own, self.arena, self._movers, self._limits, way)
+        self._copy_threads = CopyThreads()
+        self._row_server = RowServer(self.arena, self._copy_threads, self._limits)
+        self._puller = Puller(worker, transport, self._own, self.arena, self._copy_threads, self._limits, way)
 
     @property
-    def waiting(self) -> int:
-        """Bytes in memory that were published and wait to be taken."""
+    def unacked_bytes(self) -> int:
+        """Bytes in memory that this worker has published and keeps until they are acked."""
         return sum(published.nbytes for published in self._all_published())
 
     @property
     def traffic(self) -> Traffic:
         return self._puller.traffic
 
-    def key(self, edge: Edge, turn: Turn, part: int | None = None) -> TransitionKey:
-        name = f"{turn.phase}/{edge.name}"
-        return TransitionKey(self._run, turn.sequence, name if part is None else f"{name}/{part}")
+    def key(self, edge: Edge, iteration: Iteration, part: int | None = None) -> TransitionKey:
+        name = f"{iteration.phase}/{edge.name}"
+        return TransitionKey(self._run, iteration.sequence, name if part is None else f"{name}/{part}")
 
-    async def publish(self, edge: Edge, turn: Turn, table: pa.Table, part: int | None = None) -> None:
-        """Offer ``table`` to the edge's targets, and its statistics to whoever lays rows out by them."""
-        statistics = describe_rows(table, edge.sources.index(self._worker))
+    async def publish(self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None) -> None:
+        """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
+        statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
-        left = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
-        published = Published(statistics, moving, left)
-        if moving is not None and published.nbytes + self.waiting > self._limits.memory // 4:
+        acks = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
+        published = Published(statistics, moving, acks)
+        if moving is not None and published.nbytes + self.unacked_bytes > self._limits.memory // 4:
             published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
-        elif moving is not None and self._lends(edge):
-            await self._movers.run(published.nbytes, published.lend, self.arena, self._limits.lend_from)
+        elif moving is not None and self._shares(edge):
+            await self._copy_threads.run(published.nbytes, published.share, self.arena, self._limits.share_from)
         if published.table is not None:
-            await self._movers.run(published.copied, published.columns)  # once, and not while a peer waits
-        slot = self._slot(self.key(edge, turn, part))
-        if not slot.done():
+            # Split its columns up now: no peer waits for that yet, and no two threads can do it at once.
+            await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
+        slot = self._slot(self.key(edge, iteration, part))
+        if not slot.done():  # it is done when the run was aborted
             slot.set_result(published)
 
-    async def until_taken(self, edge: Edge, turn: Turn, part: int) -> None:
-        """Wait until every target has what this worker published of a part. PeerError when they take too long."""
-        published = await self._own(self.key(edge, turn, part))
+    async def wait_until_acked(self, edge: Edge, iteration: Iteration, part: int) -> None:
+        """Wait until every target has acked a part that this worker published. PeerError when they take too long."""
+        published = await self._own(self.key(edge, iteration, part))
         try:
             async with asyncio.timeout(self._stall_timeout):
-                await published.gone.wait()
+                await published.all_acked.wait()
         except TimeoutError as error:
             raise PeerError(
-                f"{turn}: edge {edge.name}, part {part}: worker {self._worker!r} still has {published.left} rows that "
-                f"workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
+                f"{iteration}: edge {edge.name}, part {part}: worker {self._worker!r} still has {published.unacked} "
+                f"rows that workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
                 "(cluster.stall_timeout)"
             ) from error
         if self._aborted is not None:
             raise Aborted(self._aborted)
 
-    async def pull(self, edge: Edge, guide: Edge, turn: Turn, part: int | None = None) -> pa.Table:
-        """This worker's rows of the edge, sorted by row id. PeerError when a source cannot give them."""
+    async def pull(self, edge: Edge, guide: Edge, iteration: Iteration, part: int | None = None) -> pa.Table:
+        """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
+
+        PeerError when a source cannot give them, Aborted when the run is stopped.
+        """
         try:
-            share, descriptions = await self._share(edge, guide, turn, part)
-            table = await self._puller.bring(edge, self.key(edge, turn, part), share, descriptions)
+            share, row_lengths = await self._assign_share(edge, guide, iteration, part)
+            table = await self._puller.pull(edge, self.key(edge, iteration, part), share, row_lengths)
             if part is not None:
-                self._puller.releases.flush()  # sources wait for it
+                self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
         except PeerError as error:
-            raise PeerError(f"{turn}: {error}") from error
+            raise PeerError(f"{iteration}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
-        """Answer a peer. PeerError refuses what does not belong to this run, or asks for what there is not."""
+        """Answer a peer, as soon as this worker has published what is asked for.
+
+        PeerError refuses requests of another run, of an iteration that is over, and for rows that were not published.
+        """
         edge = self._edge(request.key)
         if request.key.run != self._run or edge is None:
             raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
-        if request.op == Op.RELEASE:  # may come late: what was taken of a forgotten turn is freed already
-            return self._release(request.body.get("taken"))
+        if (
+            request.op == Op.ACK
+        ):  # before the next check: it may come when its iteration is forgotten and its rows are freed
+            return self._take_acks(request.body.get("acks"))
         if request.key.sequence < self._forgotten:
-            raise PeerError(f"refused {request.key}: every worker has completed that turn")
-        if request.op in (Op.UP, Op.DOWN):
-            return await self._exchange.answer(edge, request)
+            raise PeerError(f"refused {request.key}: every worker has completed that iteration")
+        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS):
+            return await self._statistics_tree.answer(edge, request)
         published = await self._own(request.key)
-        rows = unpack_ints(request.body.get("rows"), published.rows, published.rows)
-        if not len(rows) or request.op not in (Op.DESCRIBE, Op.FILL):
-            raise PeerError(f"refused {request.op!r} of {len(rows)} rows of edge {request.key.edge}")
-        if request.op == Op.DESCRIBE:
-            return Reply({}, list(map(pack_ints, published.lengths(rows))))
-        return await self._fill(published, rows, request.body)
+        positions = unpack_ints(request.body.get("rows"), published.rows, published.rows)
+        if not len(positions) or request.op not in (Op.ROW_LENGTHS, Op.FETCH):
+            raise PeerError(f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}")
+        if request.op == Op.ROW_LENGTHS:
+            return Reply({}, list(map(pack_ints, published.group_lengths(positions))))
+        return await self._row_server.fetch(published, positions, request.body)
 
-    async def settle(self) -> None:
-        """Wait until sources have freed what this worker has taken; nothing else needs to."""
-        await self._puller.releases.settle()
+    async def wait_for_acks(self) -> None:
+        """Wait until sources have heard which of their rows this worker has. Runs need not: acks are sent anyway."""
+        await self._puller.acks.wait()
 
     def forget(self, before: int) -> None:
-        """Drop everything of turns before sequence number ``before``: all workers have completed those."""
+        """Drop everything of iterations before sequence number ``before``, which all workers have completed.
+
+        Tables that peers may still be reading in shared memory stay until they are acked, and go at a later call.
+        """
         self._forgotten = max(self._forgotten, before)
-        self._exchange.forget(before)
+        self._statistics_tree.forget(before)
         for key in [key for key in self._slots if key.sequence < before]:
-            if not self._is_lent(self._slots[key]):
+            published = _result(self._slots[key])
+            if published is None or not published.is_shared:
                 self._slots.pop(key).cancel()
         self.arena.collect()
 
@@ -162,33 +194,28 @@ class Databuffer:
         for slot in self._slots.values():
             self._fail(slot)
         for published in self._all_published():
-            published.gone.set()
+            published.all_acked.set()
 
     def close(self) -> None:
-        """Let go of all memory that is kept and of what others have shared."""
-        self._exchange.close()
+        """Release all memory that is kept and the segments of peers."""
+        self._statistics_tree.close()
         self._slots.clear()
-        self._attachments.clear()
-        self._puller.releases.close()
-        self._movers.close()
+        self._row_server.close()
+        self._puller.acks.close()
+        self._copy_threads.close()
 
     def _edge(self, key: TransitionKey) -> Edge | None:
-        """That of a key, or of the key of a part."""
-        whole, _, part = key.edge.rpartition("/")
-        return self._edges.get(key.edge) or (self._edges.get(whole) if part.isdecimal() else None)
+        """Return the edge that a key names, or that the key of a part names."""
+        name, _, part = key.edge.rpartition("/")
+        return self._edges.get(key.edge) or (self._edges.get(name) if part.isdecimal() else None)
 
     def _all_published(self) -> Iterator[Published]:
-        done = (slot for slot in self._slots.values() if slot.done() and not slot.cancelled())
-        return (slot.result() for slot in done if slot.exception() is None)
+        return (published for slot in self._slots.values() if (published := _result(slot)) is not None)
 
-    def _lends(self, edge: Edge) -> bool:
-        """Where several workers get the same rows, one copy is enough for all of this host."""
+    def _shares(self, edge: Edge) -> bool:
+        """Tell whether one copy in shared memory replaces several: where peers get the same rows."""
         others = sum(target != self._worker for target in edge.targets)
-        return edge.rows is Rows.REPLICATED and others > 1 and self._way is not Way.dask
-
-    @staticmethod
-    def _is_lent(slot: asyncio.Future[Published]) -> bool:
-        return slot.done() and not slot.cancelled() and slot.exception() is None and slot.result().is_lent
+        return edge.rows is Rows.REPLICATED and others > 1 and self._way is not TransportMode.dask
 
     def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
         if key not in self._slots:
@@ -202,86 +229,50 @@ class Databuffer:
             slot.set_exception(Aborted(self._aborted or ""))
             slot.exception()  # marks it as seen: not every slot has someone waiting
 
-    async def _gather_own(self, key: TransitionKey) -> Gathered:
+    async def _own(self, key: TransitionKey) -> Published:
+        """Wait until this worker has published its rows of a transition, and return them."""
+        return await asyncio.shield(self._slot(key))  # one that gives up waiting must not cancel the slot
+
+    async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
+        """Wait until this worker has published, and return what it tells everyone about its rows."""
         published, edge = await self._own(key), self._edge(key)
         assert edge is not None
         if published.table is None:
-            return Gathered(published.statistics)
-        source, most = edge.sources.index(self._worker), self._limits.described // len(edge.sources)
-        return Gathered(published.statistics, {source: published.describe(source, most)})
+            return GatheredStatistics(published.statistics)
+        source, max_bytes = edge.sources.index(self._worker), self._limits.inline_lengths // len(edge.sources)
+        return GatheredStatistics(published.statistics, {source: published.row_lengths(source, max_bytes)})
 
-    async def _own(self, key: TransitionKey) -> Published:
-        """What this worker publishes of a transition, once it has."""
-        return await asyncio.shield(self._slot(key))
-
-    async def _share(
-        self, edge: Edge, guide: Edge, turn: Turn, part: int | None
-    ) -> tuple[Share, Mapping[int, Description]]:
-        """Which rows are this worker's, and what is known of them."""
-        guiding = await self._exchange.gather(guide, self.key(guide, turn, part))
+    async def _assign_share(
+        self, edge: Edge, guide: Edge, iteration: Iteration, part: int | None
+    ) -> tuple[PullShare, Mapping[int, RowLengths]]:
+        """Return which rows of the edge are this worker's, and the row lengths that came with the statistics."""
+        guiding = await self._statistics_tree.gather(guide, self.key(guide, iteration, part))
         same = edge.name == guide.name
-        moving = guiding if same else await self._exchange.gather(edge, self.key(edge, turn, part))
+        moving = guiding if same else await self._statistics_tree.gather(edge, self.key(edge, iteration, part))
 
-        def decide() -> Share:
-            guide_rows = Statistics.of(guiding.statistics)
-            edge_rows = guide_rows if same else Statistics.of(moving.statistics)
-            return share_of(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from)
+        def assign() -> PullShare:
+            guide_rows = EdgeStatistics.from_rows(guiding.statistics)
+            edge_rows = guide_rows if same else EdgeStatistics.from_rows(moving.statistics)
+            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from)
 
-        return await self._movers.run(guiding.statistics.nbytes, decide), moving.descriptions
+        return await self._copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths
 
-    async def _fill(self, published: Published, rows: Ints, body: Mapping[str, Any]) -> Reply:
-        """Write rows where the asker wants them, or send them; plain columns are sent, of as many rows as fit."""
-        columns, target = body.get("columns"), body.get("target")
-        known = published.columns()
-        if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
-            raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
-        asked = rows if body.get("plain") else rows[:0]
-        most = self._limits.chunk
-        plain, frames, count = await self._movers.run(
-            min(most, len(asked) * published.row_bytes), published.plain_reply, asked, most
-        )
-        count = count or len(rows)
-        rows = rows[:count]
-        header = {"rows": count, "plain": plain, "split": len(frames)}
-        size = published.nbytes_of(rows, columns)
-        if target is not None:
-            try:
-                await self._movers.run(size, published.write, rows, columns, target, self._attachments)
-            except CannotMap as error:
-                return Reply({"cannot map": str(error)})
-            return Reply(header | {"written": size}, frames)
-        if size > most and len(rows) > 1:
-            raise PeerError(f"asked for {size} bytes at once: expected at most {most}")
-        return Reply(header, [*frames, *await self._gather(published, rows, columns, size)])
-
-    async def _gather(
-        self, published: Published, rows: Ints, columns: Sequence[str], size: int
-    ) -> Sequence[memoryview]:
-        await self._serving.take(size)
-        try:
-            frames = await self._movers.run(size, published.gather, rows, columns, self.arena)
-        except BaseException:
-            self._serving.give(size)
-            raise
-        loop = asyncio.get_running_loop()
-        for frame in frames:  # it is referred to until its last byte has left
-            weakref.finalize(frame.obj, self._give_back, loop, frame.nbytes).atexit = False
-        return frames
-
-    def _give_back(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(self._serving.give, nbytes)
-
-    def _release(self, taken: object) -> Reply:
-        for item in taken if isinstance(taken, list | tuple) else [taken]:
+    def _take_acks(self, acks: object) -> Reply:
+        """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""
+        for item in acks if isinstance(acks, list | tuple) else [acks]:
             match item:
-                case [int(sequence), str(edge), int(count)] if count > 0:
+                case [int(sequence), str(edge), int(rows)] if rows > 0:
                     slot = self._slots.get(TransitionKey(self._run, sequence, edge))
-                    if slot is not None and slot.done() and not slot.cancelled() and slot.exception() is None:
-                        slot.result().take(count)
+                    if slot is not None and (published := _result(slot)) is not None:
+                        published.ack(rows)
                 case _:
-                    raise PeerError(f"received {str(item)[:80]!r} for what was taken")
+                    raise PeerError(f"received {str(item)[:80]!r} for an ack")
         return Reply()
+
+
+def _result(slot: asyncio.Future[Published]) -> Published | None:
+    """Return what a slot holds; None before anything is published, and after an abort."""
+    return slot.result() if slot.done() and not slot.cancelled() and slot.exception() is None else None
 
 
 def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:

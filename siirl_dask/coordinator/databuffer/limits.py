@@ -1,37 +1,115 @@
-"""How much memory the movement of rows may take."""
+"""The bounds on what moving rows may take: bytes of memory, bytes under way at once, and threads that copy."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from typing import ParamSpec, TypeVar
 
-MOST_CHUNK_BYTES = 64 * 2**20
+MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a databuffer may use, in bytes."""
+    """Bytes that a databuffer may use. ValueError for a message size beyond ``MAX_MESSAGE_BYTES``."""
 
     memory: int = 2 * 2**30
-    """Beyond a worker's own part of an edge and its result: a quarter for partitions that wait to be taken, before they
-    spill; an eighth each for chunks being received and being served; half for memory that is kept to be used again.
+    """Budget beyond a worker's own part of an edge and its result. A quarter is for tables that wait to be pulled,
+    before they spill; an eighth each for messages being received and being served; half for memory kept for reuse.
     """
-    chunk: int = 16 * 2**20
-    """Of rows, in one message."""
-    described: int = 2**20
-    """Of the descriptions of all rows of an edge that travel with their statistics; larger ones are asked for."""
-    lend_from: int = 2**12
-    """Of a row in a column, on average: from here on the targets of replicated rows read them where they lie."""
+    message: int = 16 * 2**20
+    """Bytes of rows in one message."""
+    inline_lengths: int = 2**20
+    """Row lengths of an edge up to this size travel with its statistics; larger ones are asked for."""
+    share_from: int = 2**12
+    """Mean bytes of a row in a column from which replicated rows are shared in memory instead of copied."""
     spill_folder: str | None = None
-    """Where partitions spill to: None is the system's folder for temporary files."""
+    """Folder that tables spill to; None is the system's folder for temporary files."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.chunk <= MOST_CHUNK_BYTES:
-            raise ValueError(f"chunk={self.chunk}: expected at most {MOST_CHUNK_BYTES}")
+        if not 0 < self.message <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"message={self.message}: expected 1 to {MAX_MESSAGE_BYTES} bytes")
 
 
-@cache
-def physical_memory() -> int:
-    """Bytes of this machine: no peer makes this process lay out or read more at once."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+class Budget:
+    """Admits work, first come first served, while its bytes fit into a limit.
+
+    Work larger than the whole limit is admitted when nothing else is under way: otherwise it would wait for ever. It
+    belongs to one event loop and is called from no other thread.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def reserve(self, size: int) -> AsyncIterator[None]:
+        await self.acquire(size)
+        try:
+            yield
+        finally:
+            self.release(size)
+
+    async def acquire(self, size: int) -> None:
+        if not self._waiting and self._fits(size):
+            self.used += size
+            return
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, admitted))
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self.release(size)  # admitted and cancelled in the same pass of the loop: its bytes count already
+            else:
+                with suppress(ValueError):  # _admit may have dropped the cancelled entry first
+                    self._waiting.remove((size, admitted))
+                self._admit()  # those behind it may fit now
+            raise
+
+    def release(self, size: int) -> None:
+        self.used -= size
+        self._admit()
+
+    def _fits(self, size: int) -> bool:
+        return self.used == 0 or self.used + size <= self.limit
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, admitted = self._waiting.popleft()
+            if admitted.cancelled():
+                continue
+            self.used += size  # here and not where the waiter resumes: the next in line must see it
+            admitted.set_result(None)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_INLINE_BYTES = 2**23  # copied in about a millisecond, of which waking a thread would take a good part
+_MAX_THREADS = 4  # a few saturate the memory's bandwidth
+
+
+class CopyThreads:
+    """A few threads for large copies, so that the event loop goes on answering peers meanwhile.
+
+    Half of the cores at most: each copy keeps a core busy, and the other workers of the host copy as well.
+    """
+
+    def __init__(self) -> None:
+        threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="siirl-copy")
+
+    async def run(self, nbytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Return the result of ``work``, which copies about ``nbytes``. Few bytes are copied at once, on the loop."""
+        if nbytes <= _INLINE_BYTES:
+            return work(*args, **kwargs)
+        return await asyncio.wrap_future(self._pool.submit(work, *args, **kwargs))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What one worker offers of an edge's rows, and what it answers about them."""
+"""A published table: what one source offers of an edge's rows, until every target has acked them."""
 
 from __future__ import annotations
 
@@ -13,65 +13,78 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
-from siirl_dask.coordinator.arena import Arena, Attachments, shared_memory_domain, unpack_handle
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import Cells, Runs, cell_width, cells_of, large_kind, starts_of
-from siirl_dask.coordinator.description import Description
-from siirl_dask.coordinator.frames import Frame, to_frames
-from siirl_dask.coordinator.lending import Loan, lend
-from siirl_dask.coordinator.messages import unpack_ints
-from siirl_dask.coordinator.statistics import Lines
+from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, unpack_handle
+from siirl_dask.coordinator.databuffer.lend import SharedTable, share
+from siirl_dask.coordinator.databuffer.ragged import (
+    CopyPlan,
+    RaggedColumn,
+    as_ragged,
+    element_width,
+    starts_of,
+    with_large_offsets,
+)
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
+from siirl_dask.coordinator.host import shared_memory_domain
+from siirl_dask.coordinator.layout.assignment import RowStatistics
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import Frame, to_frames
+from siirl_dask.coordinator.transport.messages import unpack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """A table's columns: those that are runs of bytes, by pattern of lengths, and the "plain" ones."""
+class _Columns:
+    """A table's columns: the variable-length ones by offset group, and the other ones."""
 
-    cells: dict[str, Cells]
-    pattern_of: dict[str, int]
+    ragged: dict[str, RaggedColumn]
+    group_of: dict[str, int]
+    """Offset group of each variable-length column."""
     lengths: list[Ints]
-    """Of each pattern: elements of each row."""
+    """Elements of each row, [rows] an offset group."""
     starts: list[Ints]
-    """Of each pattern: elements before each row."""
-    plain: list[str]
-    """What is no run of bytes, or has nulls, and is not told by the statistics already."""
-    row_bytes: int
-    """Of the plain columns, about, per row."""
+    """Elements before each row, [rows] an offset group."""
+    others: list[str]
+    """Columns that are not variable-length, or have nulls, and are not told by the statistics already."""
+    other_row_bytes: int
+    """Bytes of a row in the other columns, about."""
 
     @staticmethod
-    def of(table: pa.Table) -> _Split:
-        found = {name: _cells_of(table[name]) for name in table.column_names if name not in IDENTITY}
-        cells = {name: column for name, column in found.items() if column is not None}
-        numbers: dict[bytes, int] = {}
-        pattern_of = {name: numbers.setdefault(c.lengths.tobytes(), len(numbers)) for name, c in cells.items()}
-        lengths = [np.frombuffer(pattern, np.int64) for pattern in numbers]
-        plain = [name for name in found if name not in cells]
-        row_bytes = -(-sum(table[name].nbytes for name in plain) // max(1, table.num_rows))
-        return _Split(cells, pattern_of, lengths, list(map(starts_of, lengths)), plain, row_bytes)
+    def of(table: pa.Table) -> _Columns:
+        columns = {name: _in_one_piece(table[name]) for name in table.column_names if name not in IDENTITY}
+        ragged = {name: column for name, column in columns.items() if column is not None}
+        groups: dict[bytes, int] = {}  # the lengths themselves are the key: equal lengths, one group
+        group_of = {name: groups.setdefault(c.lengths.tobytes(), len(groups)) for name, c in ragged.items()}
+        lengths = [np.frombuffer(group, np.int64) for group in groups]
+        others = [name for name in columns if name not in ragged]
+        other_row_bytes = -(-sum(table[name].nbytes for name in others) // max(1, table.num_rows))
+        return _Columns(ragged, group_of, lengths, list(map(starts_of, lengths)), others, other_row_bytes)
 
 
 @dataclass(slots=True)
 class Published:
-    """A partition, never changed."""
+    """One source's rows of a transition. They never change; they are freed when all targets have acked them.
 
-    statistics: Lines
+    The event loop owns it and alone calls ``ack``. Threads that copy rows only read: its columns were split up before
+    any peer could ask. A request that comes after the last ack raises PeerError.
+    """
+
+    statistics: RowStatistics
     table: pa.Table | None
-    """None when no rows move, and once every row has been taken."""
-    left: int
-    """Rows that are still to be taken, once per target when the edge replicates."""
+    """The rows; None when none move, and once all are acked."""
+    unacked: int
+    """Rows still to be acked, counted once per target when the edge replicates."""
     spilled: mmap.mmap | None = None
-    """The file that the table is mapped from."""
-    loan: Loan | None = None
-    """Where targets on this host read the rows; those count as taken when the targets have let go of them."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set once every row has been taken, or nobody will."""
-    _split: _Split | None = field(default=None, init=False)
+    """The file that the table is mapped from, when memory was short."""
+    shared_table: SharedTable | None = None
+    """The place where targets on this host read the rows. They ack when they have dropped their last reference."""
+    all_acked: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set once every row is acked, or nobody will ack any more."""
+    _split: _Columns | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.left == 0:
-            self.gone.set()
+        if self.unacked == 0:
+            self.all_acked.set()
 
     @property
     def rows(self) -> int:
@@ -79,146 +92,157 @@ class Published:
 
     @property
     def nbytes(self) -> int:
-        """In memory: nothing when it is spilled."""
+        """Bytes in memory: 0 when the table is spilled or freed."""
         return 0 if self.table is None or self.spilled is not None else int(self.table.nbytes)
 
     @property
-    def is_lent(self) -> bool:
-        """Peers may still read it, though its turn be over."""
-        return self.loan is not None and self.table is not None
+    def is_shared(self) -> bool:
+        """Whether peers may still be reading the table where it lies, even after its iteration."""
+        return self.shared_table is not None and self.table is not None
 
     @property
-    def copied(self) -> int:
-        """Bytes of the columns that have to be put together before rows of them can be moved."""
-        table = self._table()
-        return sum(int(column.nbytes) for column in table.columns if column.num_chunks != 1)
+    def bytes_in_chunks(self) -> int:
+        """Bytes of columns in several chunks, which must be joined before rows of them can be copied."""
+        return sum(int(column.nbytes) for column in self._table().columns if column.num_chunks != 1)
 
     @property
-    def row_bytes(self) -> int:
-        """Of the columns that are no runs of bytes, about, per row."""
-        return self._columns().row_bytes
+    def other_row_bytes(self) -> int:
+        """Bytes of a row in the other columns, about."""
+        return self._columns().other_row_bytes
 
-    def take(self, rows: int) -> None:
-        """Count ``rows`` as taken; the table is freed when none is left."""
-        self.left -= rows
-        if self.left <= 0:
+    def ack(self, rows: int) -> None:
+        """Count ``rows`` as acked, and free the table when all are."""
+        self.unacked -= rows
+        if self.unacked <= 0:
             self.table, self._split, self.spilled = None, None, None
-            self.gone.set()
+            self.all_acked.set()
 
-    def lend(self, arena: Arena, least: int) -> None:
-        """Let targets on this host read the rows where they lie, if that is worth while (see ``lending``)."""
-        if (lent := lend(self._table(), arena, least)) is not None:
-            self.table, self.loan = lent
+    def share(self, arena: Arena, min_row_bytes: int) -> None:
+        """Move the rows into shared memory for targets on this host to read, where that pays (see ``lend``)."""
+        if (shared := share(self._table(), arena, min_row_bytes)) is not None:
+            self.table, self.shared_table = shared
 
-    def lent_column(self, name: str) -> pa.ChunkedArray:
-        """Of all rows, in shared memory."""
+    def shared_column(self, name: str) -> pa.ChunkedArray:
+        """Return a column of all rows, over the shared memory."""
         return self._table()[name]
 
-    def columns(self) -> list[str]:
-        """Those that are runs of bytes. PeerError when the rows are gone."""
-        return list(self._columns().cells)
+    def ragged_columns(self) -> list[str]:
+        """Return the names of the variable-length columns. PeerError when the rows are freed."""
+        return list(self._columns().ragged)
 
-    def describe(self, source: int, most: int) -> Description:
-        """What is told of the rows along with their statistics, which is at most ``most`` bytes."""
+    def row_lengths(self, source: int, max_bytes: int) -> RowLengths:
+        """Return what travels with the statistics: the lengths of all rows, unless they exceed ``max_bytes``."""
         split = self._columns()
-        known = split.lengths if sum(pattern.nbytes for pattern in split.lengths) <= most else None
-        return Description(source, shared_memory_domain(), split.row_bytes, split.pattern_of, known, self.loan)
+        known = split.lengths if sum(lengths.nbytes for lengths in split.lengths) <= max_bytes else None
+        domain = shared_memory_domain()
+        return RowLengths(source, domain, split.other_row_bytes, split.group_of, known, self.shared_table)
 
-    def lengths(self, rows: Ints) -> list[Ints]:
-        """Elements of the rows, by pattern."""
-        return [pattern[rows] for pattern in self._columns().lengths]
+    def group_lengths(self, positions: Ints) -> list[Ints]:
+        """Return elements of the rows at ``positions``, [rows] an offset group."""
+        return [lengths[positions] for lengths in self._columns().lengths]
 
-    def plain(self, rows: Ints) -> pa.Table:
-        """The columns that are no runs of bytes."""
-        return self._table().select(self._columns().plain).take(pa.array(rows))
+    def other_columns(self, positions: Ints) -> pa.Table:
+        """Return the other columns of the rows at ``positions``."""
+        return self._table().select(self._columns().others).take(pa.array(positions))
 
-    def plain_reply(self, rows: Ints, most: int) -> tuple[dict[str, Any], list[Frame], int]:
-        """The plain columns as a header and frames, of the first rows: as many as fit into ``most`` bytes, at least
-        one; and how many those are.
+    def pack_other_columns(self, positions: Ints, max_bytes: int) -> tuple[dict[str, Any], list[Frame], int]:
+        """Pack the other columns of the first rows, as many as fit into ``max_bytes``, at least one.
+
+        Returns a header, frames, and the number of rows packed.
         """
-        if not self._columns().plain:
-            return {}, [], len(rows)
-        count = min(len(rows), max(1, most // max(1, self.row_bytes)))
-        plain = self.plain(rows[:count])
-        while plain.nbytes > most and count > 1:
-            count = max(1, count * most // (2 * plain.nbytes))
-            plain = self.plain(rows[:count])
-        self.let_go()
-        return *to_frames(plain), count
+        if not self._columns().others:
+            return {}, [], len(positions)
+        count = min(len(positions), max(1, max_bytes // max(1, self.other_row_bytes)))
+        others = self.other_columns(positions[:count])
+        while others.nbytes > max_bytes and count > 1:  # rows differ; half of what fits on average converges fast
+            count = max(1, count * max_bytes // (2 * others.nbytes))
+            others = self.other_columns(positions[:count])
+        self.release_pages()
+        return *to_frames(others), count
 
-    def nbytes_of(self, rows: Ints, columns: Sequence[str]) -> int:
+    def ragged_bytes(self, positions: Ints, columns: Sequence[str]) -> int:
+        """Return bytes of some variable-length columns of the rows at ``positions``."""
         split = self._columns()
-        elements = [int(pattern[rows].sum()) for pattern in split.lengths]
-        return sum(elements[split.pattern_of[name]] * split.cells[name].width for name in columns)
+        elements = [int(lengths[positions].sum()) for lengths in split.lengths]
+        return sum(elements[split.group_of[name]] * split.ragged[name].width for name in columns)
 
-    def gather(self, rows: Ints, columns: Sequence[str], arena: Arena) -> list[memoryview]:
-        """A frame a column: the bytes of the rows, one row after the other."""
+    def copy_rows(self, positions: Ints, columns: Sequence[str], arena: Arena) -> list[memoryview]:
+        """Return one frame a column, with the bytes of the rows one after the other."""
         split, frames = self._columns(), []
-        runs = [self.runs(pattern, rows, starts_of(lengths[rows])) for pattern, lengths in enumerate(split.lengths)]
+        plans = [self.copy_plan(g, positions, starts_of(lengths[positions])) for g, lengths in enumerate(split.lengths)]
         for name in columns:
-            cells, moved = split.cells[name], runs[split.pattern_of[name]]
-            block = arena.allocate(moved.elements * cells.width)
-            moved.move(cells.values, block.bytes, cells.width)
+            column, plan = split.ragged[name], plans[split.group_of[name]]
+            block = arena.allocate(plan.elements * column.width)
+            plan.copy(column.values, block.bytes, column.width)
             frames.append(memoryview(block.buffer()))
-        self.let_go()
+        self.release_pages()
         return frames
 
-    def write(self, rows: Ints, columns: Sequence[str], target: Mapping[str, Any], attachments: Attachments) -> None:
-        """Put the bytes of the rows where the asker said, in its memory. PeerError for places outside of it."""
+    def write_rows(
+        self, positions: Ints, columns: Sequence[str], target: Mapping[str, Any], attachments: Attachments
+    ) -> None:
+        """Write the rows into the asker's memory, where ``target`` says (see ``ReceiveBuffer.write_target``).
+
+        PeerError for places outside of the asker's segments. The asker alone decides where rows go and lays out its
+        result for all sources, so writing them twice, after a request that was repeated, gives the same bytes.
+        """
         split = self._columns()
         try:
             segments = [attachments.attach(unpack_handle(handle)) for handle in target["handles"]]
-            places = [unpack_ints(pattern, 2**48, 2**40)[: len(rows)] for pattern in target["patterns"]]
-            runs: dict[tuple[int, int], Runs] = {}
-            for name, (segment, base, where) in zip(columns, target["columns"], strict=True):
-                cells, pattern = split.cells[name], split.pattern_of[name]
-                if (pattern, where) not in runs:
-                    runs[pattern, where] = self.runs(pattern, rows, places[where])
+            starts = [unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in target["starts"]]
+            plans: dict[tuple[int, int], CopyPlan] = {}
+            for name, (segment, base, target_group) in zip(columns, target["columns"], strict=True):
+                column, group = split.ragged[name], split.group_of[name]
+                if (group, target_group) not in plans:
+                    plans[group, target_group] = self.copy_plan(group, positions, starts[target_group])
                 if not isinstance(base, int) or base < 0:
                     raise IndexError(f"{base!r} is no place in a segment")
-                runs[pattern, where].move(cells.values, segments[segment][base:], cells.width)
+                plans[group, target_group].copy(column.values, segments[segment][base:], column.width)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError(f"refused to write rows: {error!r}") from error
-        self.let_go()
+        self.release_pages()
 
-    def runs(self, pattern: int, rows: Ints, places: Ints) -> Runs:
-        """How rows go from columns of a pattern to ``places``, in elements."""
+    def copy_plan(self, group: int, positions: Ints, targets: Ints) -> CopyPlan:
+        """Plan to copy the rows at ``positions`` from columns of an offset group to ``targets``, in elements."""
         split = self._columns()
-        return Runs(split.starts[pattern][rows], places, split.lengths[pattern][rows])
+        return CopyPlan(split.starts[group][positions], targets, split.lengths[group][positions])
 
-    def column(self, name: str) -> tuple[Cells, int]:
-        """A column that is runs of bytes, and its pattern."""
+    def ragged_column(self, name: str) -> tuple[RaggedColumn, int]:
+        """Return a variable-length column and its offset group."""
         split = self._columns()
-        return split.cells[name], split.pattern_of[name]
+        return split.ragged[name], split.group_of[name]
 
-    def let_go(self) -> None:
-        """Pages of a spilled table that were read go back to the page cache, or they would count as this process's."""
+    def release_pages(self) -> None:
+        """Drop the pages of a spilled table that were read: mapped, they would count as this process's memory."""
         if self.spilled is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.spilled.madvise(mmap.MADV_DONTNEED)
 
-    def _columns(self) -> _Split:
+    def _columns(self) -> _Columns:
         table = self._table()
         if self._split is None:
-            self._split = _Split.of(table)
+            self._split = _Columns.of(table)
         return self._split
 
     def _table(self) -> pa.Table:
         if self.table is None:
-            raise PeerError("rows were asked for after every target had taken them")
+            raise PeerError("rows were asked for after every target had acked them")
         return self.table
 
 
-def _cells_of(column: pa.ChunkedArray) -> Cells | None:
-    if cell_width(column.type) is None:
+def _in_one_piece(column: pa.ChunkedArray) -> RaggedColumn | None:
+    if element_width(column.type) is None:
         return None
-    if column.num_chunks != 1:  # together they may be more than offsets of 32 bits span
-        large = large_kind(column.type)
+    if column.num_chunks != 1:  # together the chunks may have more elements than offsets of 32 bits span
+        large = with_large_offsets(column.type)
         column = pa.chunked_array([pa.concat_arrays([pa.array([], large), *column.cast(large).chunks])])
-    return cells_of(column.chunk(0))
+    return as_ragged(column.chunk(0))
 
 
 def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
-    """The table, in an Arrow file that has no name and ends with this process, and the mapping it is read through."""
+    """Write the table to an Arrow file and return the table over it, with the mapping that it is read through.
+
+    The file has no name, so it ends with this process, however that ends.
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         with ipc.new_file(file, table.schema) as writer:
             writer.write_table(table.combine_chunks())

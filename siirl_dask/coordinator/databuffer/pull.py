@@ -1,8 +1,8 @@
-"""Pulling: a worker's share of an edge, brought from its sources into one table in its final order.
+"""Pulls a worker's share of an edge: fetches its rows from their sources into one table, in its final order.
 
-The consumer first learns how long its rows are, lays its result out in memory that it keeps and uses again, and then
-has each row brought to its final place: written there by the source where both are processes of one host, and received
-in chunks otherwise, two in flight per source. What a source of its host lends it reads where it is.
+The puller first learns how long its rows are, allocates its result in memory that it keeps for reuse, and then has each
+row put into its place: a source on the same host writes it there, any other sends it in messages, two in flight per
+source. What a source of this host shares is read where it lies. The other side of these requests is ``serve``.
 """
 
 from __future__ import annotations
@@ -15,31 +15,39 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.config import Way
-from siirl_dask.coordinator.arena import Arena, shared_memory_domain
-from siirl_dask.coordinator.assembly import Assembly, Chunk, Part
-from siirl_dask.coordinator.borrowing import Borrower
-from siirl_dask.coordinator.budget import Budget
-from siirl_dask.coordinator.description import LONGEST, Description, plain_schema
-from siirl_dask.coordinator.frames import Frame, from_frames
-from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Transport, pack_ints, unpack_ints
-from siirl_dask.coordinator.movers import Movers
-from siirl_dask.coordinator.published import Published
-from siirl_dask.coordinator.releases import Releases
-from siirl_dask.coordinator.statistics import Share
-from siirl_dask.coordinator.tasks import together
+from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.acks import Acks
+from siirl_dask.coordinator.databuffer.arena import Arena
+from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
+from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
+from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.receive_buffer import Message, ReceiveBuffer, SourceRows
+from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowLengths, other_columns_schema
+from siirl_dask.coordinator.host import shared_memory_domain
+from siirl_dask.coordinator.layout.assignment import PullShare
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import Frame, from_frames
+from siirl_dask.coordinator.transport.messages import (
+    Op,
+    Reply,
+    Request,
+    TransitionKey,
+    Transport,
+    pack_ints,
+    unpack_ints,
+)
+from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_IN_FLIGHT = 2  # chunks per source
-_MOST_ROWS = 2**16  # that a source is asked to write at once: their places travel with the request
+_IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
+_MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload that came from other workers since the start, in bytes, by the way it came."""
+    """Bytes of rows that came from other workers since the start, by the way they came."""
 
     messages: int = 0
     shared_memory: int = 0
@@ -50,7 +58,7 @@ class Traffic:
 
 
 class Puller:
-    """One worker's pulls. ``own`` gives what the worker itself published, once it has."""
+    """Makes one worker's pulls. Belongs to the event loop; only copies of rows leave it, for ``CopyThreads``."""
 
     def __init__(
         self,
@@ -58,10 +66,11 @@ class Puller:
         transport: Transport,
         own: Callable[[TransitionKey], Awaitable[Published]],
         arena: Arena,
-        movers: Movers,
+        copy_threads: CopyThreads,
         limits: Limits,
-        way: Way,
+        way: TransportMode,
     ) -> None:
+        """``own`` waits until this worker has published its rows of a transition, and returns them."""
         self._worker = worker
         self._transport = transport
         self._own = own
@@ -69,155 +78,190 @@ class Puller:
         self._limits = limits
         self._way = way
         self._receiving = Budget(limits.memory // 8)
-        self._apart: set[str] = set()
-        self._movers = movers
-        self.releases = Releases(transport)
-        self._borrower = Borrower(worker, own, self.releases, way)
+        self._no_shared_memory: set[str] = set()  # sources of this host that turned out not to reach this memory
+        self._copy_threads = copy_threads
+        self.acks = Acks(transport)
+        self._shared_tables = SharedTableReader(worker, own, self.acks, way)
         self.traffic = Traffic()
 
-    async def bring(
-        self, edge: Edge, key: TransitionKey, share: Share, descriptions: Mapping[int, Description]
+    async def pull(
+        self, edge: Edge, key: TransitionKey, share: PullShare, row_lengths: Mapping[int, RowLengths]
     ) -> pa.Table:
-        """The rows of the share, sorted by row id."""
+        """Return the rows of the share, sorted by row id.
+
+        Fetched rows are acked when all of them have arrived: until then every source keeps its part.
+        """
         if not len(share.row_ids):
             return edge.schema.empty_table()
-        if (whole := await self._whole(edge, key, share)) is not None:
-            return whole
-        found = {
-            source: await self._borrower.borrow(edge, key, source, share, descriptions.get(source))
-            for source in share.by_source
+        if (own := await self._own_table(edge, key, share)) is not None:
+            return own
+        read = {
+            source: await self._shared_tables.read(edge, key, source, share, row_lengths.get(source))
+            for source in share.positions
         }
-        borrowed = [one for one in found.values() if one is not None]
-        asked = (source for source, one in found.items() if one is None)
-        parts = await together(*(self._part(edge, key, source, share, descriptions) for source in asked))
-        assembly = Assembly(edge.schema, share.identity, parts, self._arena, borrowed)
+        shared = [rows for rows in read.values() if rows is not None]
+        fetched = await gather_or_cancel(
+            *(self._source_rows(edge, key, i, share, row_lengths) for i, rows in read.items() if rows is None)
+        )
+        buffer = ReceiveBuffer(edge.schema, share.identity, fetched, self._arena, shared)
         try:
-            await together(*(self._fill(assembly, key, part) for part in parts))
-        except BaseException:
-            for segment in assembly.segments():
-                self._arena.retire(segment)  # a source may still be writing
-            assembly.abandon()
+            await gather_or_cancel(*(self._fetch(buffer, key, rows) for rows in fetched))
+        except BaseException:  # a cancelled pull as well
+            for segment in buffer.segments():
+                self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
+            buffer.discard()
             raise
-        for part in parts:
-            if part.source != self._worker:  # what is borrowed is given back when nothing refers to it
-                self.releases.note(part.source, key, len(part.rows))
-        own = [share.by_source[source] for source in share.by_source if edge.sources[source] == self._worker]
-        if own:
-            (await self._own(key)).take(len(own[0]))
-        self.traffic.shared_memory += sum(one.nbytes for one in borrowed if one.source != self._worker)
-        try:
-            return await self._movers.run(assembly.plain_bytes, assembly.table)
+        await self._ack(edge, key, share, fetched)
+        self.traffic.shared_memory += sum(rows.nbytes for rows in shared if rows.source != self._worker)
+        try:  # acked before this: the bytes are this worker's now, and only have to be joined and validated
+            return await self._copy_threads.run(buffer.other_bytes, buffer.table)
         except pa.ArrowException as error:  # such as text that is not UTF-8
-            assembly.abandon()
+            buffer.discard()
             error.__traceback__ = None  # its frames refer to the memory
             raise PeerError(f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}") from error
 
-    async def _whole(self, edge: Edge, key: TransitionKey, share: Share) -> pa.Table | None:
-        """What this worker published itself, when it is the share already: nothing moves."""
-        if [edge.sources[source] for source in share.by_source] != [self._worker]:
+    async def _own_table(self, edge: Edge, key: TransitionKey, share: PullShare) -> pa.Table | None:
+        """Return the table that this worker published itself when it is the whole share: nothing is copied."""
+        if [edge.sources[source] for source in share.positions] != [self._worker]:
             return None
-        (rows,) = share.by_source.values()
+        (positions,) = share.positions.values()
         published = await self._own(key)
-        if len(rows) != published.rows or not np.array_equal(rows, np.arange(len(rows))) or published.table is None:
+        everything = len(positions) == published.rows and np.array_equal(positions, np.arange(len(positions)))
+        if not everything or published.table is None:
             return None
         table = published.table
-        published.take(len(rows))
+        published.ack(len(positions))
         return table
 
-    async def _part(
-        self, edge: Edge, key: TransitionKey, source: int, share: Share, descriptions: Mapping[int, Description]
-    ) -> Part:
-        """What is to come from one source, and how long its rows are."""
-        worker, rows, places = edge.sources[source], share.by_source[source], share.places[source]
-        about = descriptions.get(source)
-        if about is None:
-            raise PeerError(f"edge {edge.name}: worker {worker!r} did not describe its rows")
-        if about.patterns is not None:
-            lengths = about.lengths(rows)
-        elif worker == self._worker:
-            patterns = (await self._own(key)).lengths(rows)
-            lengths = {name: patterns[pattern] for name, pattern in about.columns.items()}
+    async def _source_rows(
+        self, edge: Edge, key: TransitionKey, source: int, share: PullShare, row_lengths: Mapping[int, RowLengths]
+    ) -> SourceRows:
+        """Return which rows are to come from a source and how long they are, for which it may have to be asked."""
+        worker, positions, destinations = edge.sources[source], share.positions[source], share.destinations[source]
+        source_lengths = row_lengths.get(source)
+        if source_lengths is None:
+            raise PeerError(f"edge {edge.name}: worker {worker!r} told no lengths of its rows")
+        if source_lengths.group_lengths is not None:
+            lengths = source_lengths.select(positions)
         else:
-            reply = await self._transport.request(worker, Request(Op.DESCRIBE, key, {"rows": pack_ints(rows)}))
-            patterns = [unpack_ints(bytes(frame), LONGEST, len(rows)) for frame in reply.frames]
-            if len(patterns) <= max(about.columns.values(), default=-1) or any(len(p) != len(rows) for p in patterns):
-                raise PeerError(f"edge {edge.name}: worker {worker!r} described other rows than it was asked about")
-            lengths = {name: patterns[pattern] for name, pattern in about.columns.items()}
-        return Part(worker, rows, places, lengths, about.row_bytes, about.domain)
+            last_group = max(source_lengths.offset_groups.values(), default=-1)
+            groups = await self._ask_lengths(edge, key, worker, positions, last_group)
+            lengths = {name: groups[group] for name, group in source_lengths.offset_groups.items()}
+        return SourceRows(
+            worker, positions, destinations, lengths, source_lengths.other_row_bytes, source_lengths.domain
+        )
 
-    async def _fill(self, assembly: Assembly, key: TransitionKey, part: Part) -> None:
-        if part.source == self._worker:
-            size = assembly.missing(part) + len(part.rows) * part.row_bytes
-            await self._movers.run(size, assembly.put_own, part, await self._own(key))
-        elif assembly.missing(part) and self._reaches(part):
-            await self._have_written(assembly, key, part)
+    async def _ask_lengths(
+        self, edge: Edge, key: TransitionKey, worker: str, positions: Ints, last_group: int
+    ) -> Sequence[Ints]:
+        """Return the lengths of a source's rows by offset group, from group 0 to ``last_group`` at least."""
+        if worker == self._worker:
+            return (await self._own(key)).group_lengths(positions)
+        request = Request(Op.ROW_LENGTHS, key, {"rows": pack_ints(positions)})
+        reply = await self._transport.request(worker, request)
+        groups = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, len(positions)) for frame in reply.frames]
+        if len(groups) <= last_group or any(len(lengths) != len(positions) for lengths in groups):
+            raise PeerError(f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was asked for")
+        return groups
+
+    async def _fetch(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+        """Have a source's rows put into their places, by the best way there is."""
+        if rows.source == self._worker:
+            size = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
+            await self._copy_threads.run(size, buffer.copy_own, rows, await self._own(key))
+        elif buffer.ragged_bytes(rows) and self._shares_memory(rows):
+            await self._fetch_by_write(buffer, key, rows)
         else:
-            await self._receive(assembly, key, part)
+            await self._fetch_by_messages(buffer, key, rows)
 
-    def _reaches(self, part: Part) -> bool:
-        """Whether the source can write into this process's memory."""
-        same = part.domain == shared_memory_domain() != ""
-        if self._way is Way.shm and not same:
-            raise PeerError(f"data.transport=shm, but worker {part.source!r} shares no memory with {self._worker!r}")
-        return self._way is not Way.dask and same and part.source not in self._apart
+    async def _ack(self, edge: Edge, key: TransitionKey, share: PullShare, fetched: Sequence[SourceRows]) -> None:
+        """Let sources free the rows that are here now. Rows of shared tables are acked by their holds instead, but for
+        this worker's own, which count as acked at once: its table keeps their memory.
+        """
+        for rows in fetched:
+            if rows.source != self._worker:
+                self.acks.add(rows.source, key, len(rows.positions))
+        for source, positions in share.positions.items():
+            if edge.sources[source] == self._worker:
+                (await self._own(key)).ack(len(positions))
 
-    async def _have_written(self, assembly: Assembly, key: TransitionKey, part: Part) -> None:
-        """Have the source write its rows to where they belong. Plain columns that are large may take several turns."""
-        left = np.arange(len(part.rows))
-        while len(left):
-            some = left[: max(1, min(_MOST_ROWS, self._limits.chunk // max(1, part.row_bytes)))]
-            chunk = Chunk(some, list(part.lengths), True, assembly.missing(part, some))
-            reply = await self._ask_for(key, part, chunk, assembly.target(part, some))
+    def _shares_memory(self, rows: SourceRows) -> bool:
+        """Tell whether the source can write into this process's memory. PeerError when it must and cannot."""
+        same = rows.domain == shared_memory_domain() != ""
+        if self._way is TransportMode.shm and not same:
+            raise PeerError(f"data.transport=shm, but worker {rows.source!r} shares no memory with {self._worker!r}")
+        return self._way is not TransportMode.dask and same and rows.source not in self._no_shared_memory
+
+    async def _fetch_by_write(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+        """Have the source write its rows to their places, as many at once as its other columns fit into a message."""
+        batch_rows = max(1, min(_MAX_WRITTEN_ROWS, self._limits.message // max(1, rows.other_row_bytes)))
+        remaining = np.arange(len(rows.positions))
+        while len(remaining):
+            batch = remaining[:batch_rows]
+            message = Message(batch, list(rows.lengths), True, buffer.ragged_bytes(rows, batch))
+            reply = await self._request_rows(key, rows, message, buffer.write_target(rows, batch))
             if (reason := reply.header.get("cannot map")) is not None:
-                if self._way is Way.shm:
-                    raise PeerError(f"data.transport=shm, but worker {part.source!r} cannot write here: {reason}")
-                logger.warning("rows of worker %r come as messages: %s", part.source, reason)
-                self._apart.add(part.source)
-                await self._receive(assembly, key, part)
+                if self._way is TransportMode.shm:
+                    raise PeerError(f"data.transport=shm, but worker {rows.source!r} cannot write here: {reason}")
+                logger.warning("rows of worker %r come as messages: %s", rows.source, reason)
+                self._no_shared_memory.add(rows.source)
+                await self._fetch_by_messages(buffer, key, rows)  # all of them: to write some twice does no harm
                 return
-            done, frames = self._put_plain(assembly, part, chunk, reply)
-            expected, written = assembly.missing(part, left[:done]), reply.header.get("written")
+            done, frames = self._take_others(buffer, rows, message, reply)
+            expected, written = buffer.ragged_bytes(rows, remaining[:done]), reply.header.get("written")
             if frames or written != expected:
-                raise PeerError(f"worker {part.source!r} wrote {written!r} bytes of the {expected} that it described")
-            left = left[done:]
-        self.traffic.shared_memory += assembly.missing(part)
+                raise PeerError(
+                    f"worker {rows.source!r} wrote {written!r} bytes: by the row lengths it told they are {expected}"
+                )
+            remaining = remaining[done:]
+        self.traffic.shared_memory += buffer.ragged_bytes(rows)
 
-    async def _receive(self, assembly: Assembly, key: TransitionKey, part: Part) -> None:
-        chunks = assembly.chunks(part, self._limits.chunk)
+    async def _fetch_by_messages(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+        """Receive a source's rows in messages, each within this worker's budget."""
+        messages = buffer.split_messages(rows, self._limits.message)
 
         async def one_after_the_other() -> None:
-            for chunk in chunks:
-                async with self._receiving.room_for(chunk.nbytes):
-                    await self._receive_chunk(assembly, key, part, chunk)
+            for message in messages:  # an iterator: whoever is done takes the next
+                async with self._receiving.reserve(message.nbytes):
+                    await self._fetch_message(buffer, key, rows, message)
 
-        await together(*(one_after_the_other() for _ in range(_IN_FLIGHT)))
+        await gather_or_cancel(*(one_after_the_other() for _ in range(_IN_FLIGHT)))
 
-    async def _receive_chunk(self, assembly: Assembly, key: TransitionKey, part: Part, chunk: Chunk) -> None:
-        left = chunk
-        while len(left.rows):
-            reply = await self._ask_for(key, part, left, None)
-            done, frames = self._put_plain(assembly, part, left, reply)
-            if len(frames) != len(left.columns):
-                raise PeerError(f"worker {part.source!r} sent {len(frames)} columns instead of {len(left.columns)}")
-            received = dict(zip(left.columns, frames, strict=True))
-            await self._movers.run(left.nbytes, assembly.put, part, left.rows[:done], received)
-            left = replace(left, rows=left.rows[done:])
+    async def _fetch_message(
+        self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows, message: Message
+    ) -> None:
+        """Receive the rows of one message. The source may send the first of them only; then the rest is asked for."""
+        remaining = message
+        while len(remaining.rows):
+            reply = await self._request_rows(key, rows, remaining, None)
+            done, frames = self._take_others(buffer, rows, remaining, reply)
+            if len(frames) != len(remaining.columns):
+                raise PeerError(f"worker {rows.source!r} sent {len(frames)} columns: expected {remaining.columns}")
+            received = dict(zip(remaining.columns, frames, strict=True))
+            await self._copy_threads.run(remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received)
+            remaining = replace(remaining, rows=remaining.rows[done:])
 
-    async def _ask_for(self, key: TransitionKey, part: Part, chunk: Chunk, target: dict[str, Any] | None) -> Reply:
-        body = {"rows": pack_ints(part.rows[chunk.rows]), "columns": list(chunk.columns), "plain": chunk.plain}
-        reply = await self._transport.request(part.source, Request(Op.FILL, key, body | {"target": target}))
+    async def _request_rows(
+        self, key: TransitionKey, rows: SourceRows, message: Message, target: dict[str, Any] | None
+    ) -> Reply:
+        """Ask a source for rows: to write them to ``target``, or without one to send them."""
+        positions = pack_ints(rows.positions[message.rows])
+        body = {"rows": positions, "columns": list(message.columns), "others": message.others, "target": target}
+        reply = await self._transport.request(rows.source, Request(Op.FETCH, key, body))
         self.traffic.messages += reply.nbytes
         return reply
 
-    def _put_plain(self, assembly: Assembly, part: Part, chunk: Chunk, reply: Reply) -> tuple[int, Sequence[Frame]]:
-        """How many of the rows the reply is about, and its frames but for those of the plain columns."""
+    def _take_others(
+        self, buffer: ReceiveBuffer, rows: SourceRows, message: Message, reply: Reply
+    ) -> tuple[int, Sequence[Frame]]:
+        """Take the other columns out of a reply. Returns how many rows it is about, and the frames after those."""
         done, split = reply.header.get("rows"), reply.header.get("split")
-        if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(chunk.rows) and split >= 0):
-            raise PeerError(f"worker {part.source!r} gave {done!r} of {len(chunk.rows)} rows")
-        schema = plain_schema(assembly.schema, part.lengths)
-        if chunk.plain and len(schema):
-            table = from_frames(reply.header.get("plain", {}), reply.frames[:split], schema)
+        if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(message.rows) and split >= 0):
+            raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(message.rows)} rows")
+        schema = other_columns_schema(buffer.schema, rows.lengths)
+        if message.others and len(schema):
+            table = from_frames(reply.header.get("others", {}), reply.frames[:split], schema)
             if table.num_rows != done:
-                raise PeerError(f"worker {part.source!r} gave {table.num_rows} rows instead of {done}")
-            assembly.put_plain(part.places[chunk.rows[:done]], table)
+                raise PeerError(f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}")
+            buffer.add_others(rows.destinations[message.rows[:done]], table)
         return done, reply.frames[split:]

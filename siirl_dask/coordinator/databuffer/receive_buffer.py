@@ -1,4 +1,7 @@
-"""The result of a pull: memory laid out in its final order before any row arrives, so that each is put there once."""
+"""The receive buffer: the memory of a pull's result, laid out in its final order before any row arrives.
+
+Each row is then put into its place once, by whichever way it comes. Nothing is sorted or joined afterwards.
+"""
 
 from __future__ import annotations
 
@@ -9,49 +12,51 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.arena import Arena, Block, Segment
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.borrowing import Borrowed, in_runs
-from siirl_dask.coordinator.cells import Runs, cell_width, column_of, starts_of
-from siirl_dask.coordinator.frames import Frame
-from siirl_dask.coordinator.limits import physical_memory
-from siirl_dask.coordinator.messages import pack_ints
-from siirl_dask.coordinator.published import Published
+from siirl_dask.coordinator.databuffer.arena import Arena, Block, Segment
+from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
+from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, element_width, starts_of
+from siirl_dask.coordinator.host import physical_memory
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.coordinator.transport.messages import pack_ints
 from siirl_dask.errors import PeerError
 
-_ONE_CHUNK = 2**31  # bytes: what is smaller has offsets of 32 bits in one chunk
+_ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it fits into one chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rows that come from one source."""
+class SourceRows:
+    """The rows of a pull that come from one source."""
 
     source: str
-    rows: Ints
-    """Positions in what the source published."""
-    places: Ints
-    """Of the same rows: index into the result."""
+    positions: Ints
+    """[rows] positions in what the source published."""
+    destinations: Ints
+    """[rows] index of the same rows in the result."""
     lengths: Mapping[str, Ints]
-    """Elements of each row, by column, of the columns that are runs of bytes."""
-    row_bytes: int
-    """Of the other columns, about, per row."""
+    """[rows] elements of each row, by variable-length column; one array object for all columns of an offset group."""
+    other_row_bytes: int
+    """Bytes of a row in the other columns, about."""
     domain: str
-    """See ``shared_memory_domain``."""
+    """The source's ``shared_memory_domain``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one message carries: rows of a part, by index into it, some columns of them, and perhaps the plain ones."""
+class Message:
+    """The part of a source's rows that one request asks for."""
 
     rows: Ints
+    """[rows] index into the source's rows."""
     columns: Sequence[str]
-    plain: bool
+    others: bool
+    """Whether the other columns come along."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """How rows lie in the columns of a pattern, in elements."""
+    """The places of all rows of the result in the columns of an offset group, in elements."""
 
     lengths: Ints
     starts: Ints
@@ -65,27 +70,29 @@ class _Column:
     block: Block
 
 
-class Assembly:
-    """Rows of ``schema``, out of ``parts`` and what is ``borrowed``, which together have each place once; ``identity``
-    is what is known of them already.
+class ReceiveBuffer:
+    """Memory for rows of ``schema``, from ``sources`` and ``shared``, which together have each row of the result once.
+
+    ``identity`` holds the columns that the statistics have told already, in the result's order. PeerError when the
+    lengths that sources told exceed the machine's memory.
     """
 
     def __init__(
         self,
         schema: pa.Schema,
         identity: pa.Table,
-        parts: Sequence[Part],
+        sources: Sequence[SourceRows],
         arena: Arena,
-        borrowed: Sequence[Borrowed] = (),
+        shared: Sequence[SharedRows] = (),
     ) -> None:
         self.schema = schema
         self._identity = identity
         self._count = identity.num_rows
-        self._parts = parts
-        self._borrowed = borrowed
-        self._plain = [(one.places, one.plain) for one in borrowed]
-        layouts = self._layouts()
-        widths = {name: cell_width(schema.field(name).type) or 0 for name in layouts}
+        self._sources = sources
+        self._shared = shared
+        self._others = [(rows.destinations, rows.others) for rows in shared]
+        layouts = self._lay_out()
+        widths = {name: element_width(schema.field(name).type) or 0 for name in layouts}
         total = sum(layout.elements * widths[name] for name, layout in layouts.items())
         if total > physical_memory():
             raise PeerError(f"{total} bytes of rows for this worker: more than its machine's memory")
@@ -94,38 +101,46 @@ class Assembly:
             for name, layout in layouts.items()
         }
 
-    def put_own(self, part: Part, published: Published) -> None:
-        """Bring the rows of this worker's own part."""
-        moves: dict[tuple[int, int], Runs] = {}
-        for name in part.lengths:
-            column, (cells, pattern) = self._columns[name], published.column(name)
-            key = (pattern, id(column.layout))
-            if key not in moves:
-                moves[key] = published.runs(pattern, part.rows, column.layout.starts[part.places])
-            moves[key].move(cells.values, column.block.bytes, column.width)
-        self.put_plain(part.places, published.plain(part.rows))
+    def copy_own(self, rows: SourceRows, published: Published) -> None:
+        """Copy this worker's own rows to their places."""
+        plans: dict[tuple[int, int], CopyPlan] = {}
+        for name in rows.lengths:
+            column, (ragged, group) = self._columns[name], published.ragged_column(name)
+            key = (group, id(column.layout))
+            if key not in plans:
+                plans[key] = published.copy_plan(group, rows.positions, column.layout.starts[rows.destinations])
+            plans[key].copy(ragged.values, column.block.bytes, column.width)
+        self.add_others(rows.destinations, published.other_columns(rows.positions))
 
-    def put(self, part: Part, rows: Ints, frames: Mapping[str, Frame]) -> None:
-        """Bring rows of a part, by index into it, that came as a frame a column. PeerError for other sizes."""
-        moves: dict[int, Runs] = {}
+    def copy_frames(self, rows: SourceRows, subset: Ints, frames: Mapping[str, Frame]) -> None:
+        """Copy a subset of a source's rows to their places, from one frame a column. PeerError for other sizes than the
+        source has told.
+        """
+        plans: dict[int, CopyPlan] = {}
         for name, frame in frames.items():
-            column, lengths = self._columns[name], part.lengths[name][rows]
+            column, lengths = self._columns[name], rows.lengths[name][subset]
             key = id(column.layout)
-            if key not in moves:
-                moves[key] = Runs(starts_of(lengths), column.layout.starts[part.places[rows]], lengths)
-            if memoryview(frame).nbytes != moves[key].elements * column.width:
-                raise PeerError(f"column {name!r} came as {memoryview(frame).nbytes} bytes: it was described otherwise")
-            moves[key].move(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
+            if key not in plans:
+                plans[key] = CopyPlan(starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths)
+            nbytes = memoryview(frame).nbytes
+            if nbytes != plans[key].elements * column.width:
+                raise PeerError(f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise")
+            plans[key].copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
 
-    def put_plain(self, places: Ints, table: pa.Table) -> None:
-        self._plain.append((places, table))
+    def add_others(self, destinations: Ints, table: pa.Table) -> None:
+        """Take the other columns of some rows; they are put in order at the end."""
+        self._others.append((destinations, table))
 
-    def target(self, part: Part, rows: Ints) -> dict[str, Any] | None:
-        """Where a process of this host shall write rows of the part; None where memory cannot be shared."""
+    def write_target(self, rows: SourceRows, subset: Ints) -> dict[str, Any] | None:
+        """Return where a process of this host shall write a subset of a source's rows: handles of segments; for each
+        column its segment, its first byte there and its layout; and for each layout the rows' starts in elements.
+
+        None where memory cannot be shared.
+        """
         segments: list[Segment] = []
         layouts: list[_Layout] = []
         columns = []
-        for column in (self._columns[name] for name in part.lengths):
+        for column in (self._columns[name] for name in rows.lengths):
             if column.block.segment not in segments:
                 segments.append(column.block.segment)
             if column.layout not in layouts:
@@ -134,90 +149,101 @@ class Assembly:
         handles = [segment.handle.pack() for segment in segments if segment.handle]
         if len(handles) < len(segments):
             return None
-        patterns = [pack_ints(layout.starts[part.places[rows]]) for layout in layouts]
-        return {"handles": handles, "columns": columns, "patterns": patterns}
+        starts = [pack_ints(layout.starts[rows.destinations[subset]]) for layout in layouts]
+        return {"handles": handles, "columns": columns, "starts": starts}
 
-    def missing(self, part: Part, rows: Ints | slice = slice(None)) -> int:
-        """Bytes of rows of a part, but for the plain columns."""
-        elements = {id(lengths): int(lengths[rows].sum()) for lengths in part.lengths.values()}
-        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in part.lengths.items())
+    def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
+        """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
+        elements = {id(lengths): int(lengths[subset].sum()) for lengths in rows.lengths.values()}  # once a group
+        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in rows.lengths.items())
 
-    def chunks(self, part: Part, most: int) -> Iterator[Chunk]:
-        """A part cut into messages of at most ``most`` bytes, or of one cell."""
-        sizes = {name: found * self._columns[name].width for name, found in part.lengths.items()}
-        ends = np.cumsum(np.sum([np.full(len(part.rows), part.row_bytes), *sizes.values()], axis=0))
+    def split_messages(self, rows: SourceRows, max_bytes: int) -> Iterator[Message]:
+        """Cut a source's rows into messages of at most ``max_bytes``; a larger row comes one column at a time."""
+        sizes = {name: lengths * self._columns[name].width for name, lengths in rows.lengths.items()}
+        ends = np.cumsum(np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0))
         first = 0
-        while first < len(part.rows):
+        while first < len(rows.positions):
             before = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
-            rows, nbytes = np.arange(first, last), int(ends[last - 1]) - before
-            if nbytes <= most or len(sizes) < 2:
-                yield Chunk(rows, list(sizes), True, nbytes)
+            last = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+            subset, nbytes = np.arange(first, last), int(ends[last - 1]) - before
+            if nbytes <= max_bytes or len(sizes) < 2:
+                yield Message(subset, list(sizes), True, nbytes)
             else:
                 for index, (name, size) in enumerate(sizes.items()):
-                    yield Chunk(rows, [name], index == 0, int(size[first]))
+                    yield Message(subset, [name], index == 0, int(size[first]))
             first = last
 
     @property
-    def plain_bytes(self) -> int:
-        return sum(table.nbytes for _, table in self._plain)
+    def other_bytes(self) -> int:
+        """Bytes of the other columns that have come."""
+        return sum(table.nbytes for _, table in self._others)
 
     def segments(self) -> set[Segment]:
-        """Those that the result lies in."""
+        """Return the segments that the result lies in."""
         return {column.block.segment for column in self._columns.values()}
 
-    def abandon(self) -> None:
-        """Let go of the memory of a result that will not be."""
+    def discard(self) -> None:
+        """Drop the memory of a result that will not be. An exception's traceback may keep this object for long."""
         self._columns.clear()
-        self._plain.clear()
+        self._others.clear()
 
     def table(self) -> pa.Table:
-        """The result, once all parts are there."""
-        columns = [self._column(field.name, field.type) for field in self.schema]
-        return pa.table(columns, schema=self.schema)
+        """Return the result over the memory, once all rows are there. ArrowException when they are no such table."""
+        return pa.table([self._column(field.name, field.type) for field in self.schema], schema=self.schema)
 
-    def _layouts(self) -> dict[str, _Layout]:
-        """Of each column that is runs of bytes; columns that no source tells apart share one."""
-        found: dict[tuple[int, ...], _Layout] = {}
+    def _lay_out(self) -> dict[str, _Layout]:
+        """Return the layout of each variable-length column.
+
+        Columns share a layout where every source has them in one offset group, which is where their arrays of lengths
+        are the same objects (see ``RowLengths.select``).
+        """
+        by_arrays: dict[tuple[int, ...], _Layout] = {}
         layouts = {}
         for name in self.schema.names:
-            parts = [part for part in self._parts if name in part.lengths]
-            key = tuple(id(part.lengths[name]) for part in parts)
-            if parts and key not in found:
-                lengths = np.zeros(self._count, np.int64)
-                for part in parts:
-                    lengths[part.places] = part.lengths[name]
-                if lengths.sum(dtype=np.float64) > physical_memory():  # and integers cannot overflow below
+            having = [rows for rows in self._sources if name in rows.lengths]
+            key = tuple(id(rows.lengths[name]) for rows in having)
+            if having and key not in by_arrays:
+                lengths = np.zeros(self._count, np.int64)  # 0 for rows that are shared, or have the column among others
+                for rows in having:
+                    lengths[rows.destinations] = rows.lengths[name]
+                if lengths.sum(dtype=np.float64) > physical_memory():  # as floats: integers from a peer could overflow
                     raise PeerError(f"rows of column {name!r} are said to be longer than this machine's memory")
-                found[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
-            if parts:
-                layouts[name] = found[key]
+                by_arrays[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
+            if having:
+                layouts[name] = by_arrays[key]
         return layouts
 
     def _column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
-        """A column that is in memory already, or came as plain rows, or both: where some sources' rows have nulls."""
+        """Return one column of the result. Its rows are in the buffer, came among other columns, or both: where a
+        column has nulls on some sources only.
+        """
         if name in self._identity.column_names:
             return self._identity[name]
         column = self._columns.get(name)
-        found = column_of(kind, column.layout.lengths, column.block.buffer()) if column else pa.chunked_array([], kind)
-        if any(name in one.columns for one in self._borrowed):
-            return self._with_borrowed(name, kind, found)
-        plain = [(places, table[name]) for places, table in self._plain if name in table.column_names]
-        if not plain:
-            return found
-        index, after = np.arange(self._count), len(found)
-        for places, _ in plain:
-            index[places] = after + np.arange(len(places))
-            after += len(places)
-        whole = pa.chunked_array([*found.chunks, *(chunk for _, rows in plain for chunk in rows.chunks)], kind)
-        whole = whole if np.array_equal(index, np.arange(len(whole))) else whole.take(pa.array(index))
-        return whole.combine_chunks() if whole.nbytes < _ONE_CHUNK else whole
+        buffered = (
+            build_column(kind, column.layout.lengths, column.block.buffer()) if column else pa.chunked_array([], kind)
+        )
+        others = [(places, table[name]) for places, table in self._others if name in table.column_names]
+        if any(name in rows.columns for rows in self._shared):
+            return self._with_shared(name, kind, buffered, others)
+        if not others:
+            return buffered
+        index, end = np.arange(self._count), len(buffered)  # of each row of the result: its row in all chunks together
+        for places, _ in others:
+            index[places] = end + np.arange(len(places))
+            end += len(places)
+        every = pa.chunked_array([*buffered.chunks, *(chunk for _, rows in others for chunk in rows.chunks)], kind)
+        every = every if np.array_equal(index, np.arange(len(every))) else every.take(pa.array(index))
+        return every.combine_chunks() if every.nbytes < _ONE_CHUNK else every
 
-    def _with_borrowed(self, name: str, kind: pa.DataType, found: pa.ChunkedArray) -> pa.ChunkedArray:
-        """A column that some sources lend."""
-        here = [part.places for part in self._parts if name in part.lengths]
-        pieces = [(places, places, found) for places in here]
-        pieces += [(one.places, one.rows, one.columns[name]) for one in self._borrowed if name in one.columns]
-        plain = ((places, table[name]) for places, table in self._plain if name in table.column_names)
-        pieces += [(places, np.arange(len(places)), rows) for places, rows in plain]
-        return in_runs(pieces, kind)
+    def _with_shared(
+        self, name: str, kind: pa.DataType, buffered: pa.ChunkedArray, others: Sequence[tuple[Ints, pa.ChunkedArray]]
+    ) -> pa.ChunkedArray:
+        """Return a column that some sources share: slices of theirs, of the buffer and of what came among others."""
+        having = [rows.destinations for rows in self._sources if name in rows.lengths]
+        pieces = [(places, places, buffered) for places in having]
+        pieces += [
+            (rows.destinations, rows.positions, rows.columns[name]) for rows in self._shared if name in rows.columns
+        ]
+        pieces += [(places, np.arange(len(places)), rows) for places, rows in others]
+        return concat_slices(pieces, kind)

@@ -1,7 +1,7 @@
-"""What a consumer knows of a source's rows before their bytes come: how long each is, in each column.
+"""Row lengths: all that a target must know of a source's rows to lay out its result before their bytes come.
 
-Columns share patterns of lengths (prompts; responses and all that is said of each of their tokens), so a description is
-small. It travels with the statistics of an edge where there are few rows, and is asked for otherwise.
+Columns share offset groups (prompts; responses and whatever is known of each of their tokens), so this is small. It
+travels with an edge's statistics where there are few rows, and is asked for otherwise.
 """
 
 from __future__ import annotations
@@ -12,93 +12,98 @@ from typing import Any
 
 import pyarrow as pa
 
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.cells import cell_width
-from siirl_dask.coordinator.frames import Frame
-from siirl_dask.coordinator.lending import Loan, unpack_loan
-from siirl_dask.coordinator.messages import pack_ints, unpack_ints
+from siirl_dask.coordinator.databuffer.lend import SharedTable, unpack_shared_table
+from siirl_dask.coordinator.databuffer.ragged import element_width
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.coordinator.transport.messages import pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
-LONGEST = 2**48  # elements of a row; what is more is no length
+MAX_ROW_ELEMENTS = 2**48
+"""A peer that tells of a longer row is refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """Of the rows of one source: those it published, or some of them."""
+class RowLengths:
+    """Lengths of the rows that one source published."""
 
     source: int
-    """Index into the edge's sources."""
+    """Index of the source among the edge's sources."""
     domain: str
-    """See ``shared_memory_domain``."""
-    row_bytes: int
-    """Of the other columns, about, per row."""
-    columns: Mapping[str, int]
-    """Pattern of each column whose rows are runs of bytes."""
-    patterns: Sequence[Ints] | None
-    """Elements of each row; None where they are still to be asked for."""
-    loan: Loan | None = None
-    """Where the rows can be read by processes of the source's domain."""
+    """The source's ``shared_memory_domain``."""
+    other_row_bytes: int
+    """Bytes of a row in the other columns, about."""
+    offset_groups: Mapping[str, int]
+    """Offset group of each variable-length column."""
+    group_lengths: Sequence[Ints] | None
+    """Elements of each row, [rows] a group; None where they are still to be asked for."""
+    shared_table: SharedTable | None = None
+    """The place where processes of the source's domain can read the rows; None where they are not shared."""
 
     @property
     def rows(self) -> int:
-        """That the source published. Not where the patterns are still to be asked for."""
-        assert self.patterns
-        return len(self.patterns[0])
+        """Rows that the source published. The lengths must be there, of one group at least."""
+        assert self.group_lengths
+        return len(self.group_lengths[0])
 
-    def lengths(self, rows: Ints) -> dict[str, Ints]:
-        """By column, of some of the rows. PeerError when the source published fewer."""
-        assert self.patterns is not None
-        if any(len(pattern) <= rows.max(initial=-1) for pattern in self.patterns):
-            raise PeerError("a source described fewer rows than it has")
-        taken = [pattern[rows] for pattern in self.patterns]
-        return {name: taken[pattern] for name, pattern in self.columns.items()}
+    def select(self, positions: Ints) -> dict[str, Ints]:
+        """Return the lengths, by column, of the rows at ``positions``. PeerError when the source published fewer.
+
+        Columns of one group get the same array object: ``receive_buffer`` tells groups apart by that.
+        """
+        assert self.group_lengths is not None
+        if any(len(lengths) <= positions.max(initial=-1) for lengths in self.group_lengths):
+            raise PeerError("a source told the lengths of fewer rows than it has")
+        selected = [lengths[positions] for lengths in self.group_lengths]
+        return {name: selected[group] for name, group in self.offset_groups.items()}
 
     def pack(self) -> tuple[list[Any], list[Frame]]:
-        count = -1 if self.patterns is None else len(self.patterns)
-        loan = self.loan and self.loan.pack()
-        header = [self.source, self.domain, self.row_bytes, dict(self.columns), count, loan]
-        return header, [pack_ints(pattern) for pattern in self.patterns or ()]
+        count = -1 if self.group_lengths is None else len(self.group_lengths)
+        shared = self.shared_table and self.shared_table.pack()
+        header = [self.source, self.domain, self.other_row_bytes, dict(self.offset_groups), count, shared]
+        return header, [pack_ints(lengths) for lengths in self.group_lengths or ()]
 
 
-def plain_schema(schema: pa.Schema, runs: Collection[str]) -> pa.Schema:
-    """Of the columns that are neither ``runs`` of bytes nor told by the statistics."""
-    return pa.schema([field for field in schema if field.name not in runs and field.name not in IDENTITY])
+def other_columns_schema(schema: pa.Schema, ragged: Collection[str]) -> pa.Schema:
+    """Return the columns that are not among the ``ragged`` ones, nor known from the statistics."""
+    return pa.schema([field for field in schema if field.name not in ragged and field.name not in IDENTITY])
 
 
-def unpack_descriptions(
+def unpack_row_lengths(
     headers: object, frames: Sequence[Frame], sources: int, schema: pa.Schema
-) -> dict[int, Description]:
-    """By source. PeerError for what are no descriptions of rows of ``schema``."""
-    found: dict[int, Description] = {}
-    left = list(frames)
+) -> dict[int, RowLengths]:
+    """Return row lengths by source. PeerError when they are not of rows of ``schema``, from that many sources."""
+    by_source: dict[int, RowLengths] = {}
+    unread = list(frames)
     for header in headers if isinstance(headers, list | tuple) else [headers]:
         match header:
-            case [int(source), str(domain), int(row_bytes), dict(columns), int(count), loan] if (
+            case [int(source), str(domain), int(row_bytes), dict(groups), int(count), shared] if (
                 0 <= source < sources
-                and 0 <= row_bytes < LONGEST
-                and -1 <= count <= len(left)
-                and _fit(columns, count, schema)
+                and 0 <= row_bytes < MAX_ROW_ELEMENTS
+                and -1 <= count <= len(unread)
+                and _fit_schema(groups, count, schema)
             ):
-                patterns = [unpack_ints(bytes(frame), LONGEST, 2**40) for frame in left[: max(count, 0)]]
-                left = left[max(count, 0) :]
-                known = None if count < 0 else patterns
-                found[source] = Description(source, domain, row_bytes, columns, known, unpack_loan(loan))
+                told, unread = unread[: max(count, 0)], unread[max(count, 0) :]
+                lengths = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40) for frame in told]
+                shared_table = unpack_shared_table(shared)
+                known = None if count < 0 else lengths
+                by_source[source] = RowLengths(source, domain, row_bytes, groups, known, shared_table)
             case _:
-                raise PeerError(f"received {str(header)[:120]!r} for a description of rows of {schema.names}")
-    if left:
-        raise PeerError(f"received {len(left)} frames that belong to no description")
-    return found
+                raise PeerError(f"received {str(header)[:120]!r} for the lengths of rows of {schema.names}")
+    if unread:
+        raise PeerError(f"received {len(unread)} frames of row lengths that no source announced")
+    return by_source
 
 
-def _fit(columns: Mapping[Any, Any], count: int, schema: pa.Schema) -> bool:
-    """Known columns of types that are runs of bytes, each with a pattern that is there."""
+def _fit_schema(groups: Mapping[Any, Any], count: int, schema: pa.Schema) -> bool:
+    """Check that the columns are known, of variable-length types, each in one of ``count`` groups (-1: any)."""
     names = set(schema.names)
-    runs = (name in names and cell_width(schema.field(name).type) is not None for name in columns)
-    numbers = columns.values()
-    return all(runs) and all(isinstance(n, int) and n >= 0 and (count < 0 or n < count) for n in numbers)
+    ragged = (name in names and element_width(schema.field(name).type) is not None for name in groups)
+    numbers = groups.values()
+    return all(ragged) and all(isinstance(n, int) and n >= 0 and (count < 0 or n < count) for n in numbers)
 
 
-def pack_descriptions(descriptions: Iterable[Description]) -> tuple[list[Any], list[Frame]]:
-    packed = [description.pack() for description in descriptions]
+def pack_row_lengths(row_lengths: Iterable[RowLengths]) -> tuple[list[Any], list[Frame]]:
+    packed = [lengths.pack() for lengths in row_lengths]
     return [header for header, _ in packed], [frame for _, frames in packed for frame in frames]

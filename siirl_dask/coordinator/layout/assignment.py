@@ -1,8 +1,8 @@
-"""The small statistics that decide where rows go, and the decision.
+"""Row statistics, and the assignment of rows to workers that follows from them.
 
-A worker publishes one line a row: id, group, tokens, mini-batch. Whoever needs the layout of a transition gathers all
-of them and computes it; the answer depends on nothing but them and on who published which, so everyone's is the same.
-Rows of a worker that is a target as well stay with it where that leaves the targets balanced.
+A source publishes a few numbers per row: id, group, tokens, mini-batch. Whoever needs the layout of a transition
+gathers those of all sources and computes the owners. The result depends on nothing else, so every worker's is the same
+and nobody has to announce it. Rows of a worker that is a target as well stay with it where the targets stay balanced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from siirl_dask.coordinator.balance import (
+from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
     Ints,
     balance,
@@ -23,51 +23,55 @@ from siirl_dask.coordinator.balance import (
     balance_minibatches,
     row_costs,
 )
-from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import DataError, PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
 
 _SOURCE = "source"
 _POSITION = "position"
-Lines = NDArray[np.void]
-"""Statistics of rows as they travel: a line each, of ``STATISTICS``."""
+RowStatistics = NDArray[np.void]
+"""Statistics of rows as they travel: [rows] records of ``STATISTICS``."""
 STATISTICS = np.dtype(
     [(name, "<i8") for name in (ROW_ID, GROUP_ID, TOKENS)] + [(name, "<i4") for name in (MINIBATCH, _SOURCE, _POSITION)]
 )
-_MOST = {TOKENS: 2**48, MINIBATCH: 2**31, _POSITION: 2**48}
+_BELOW = {TOKENS: 2**48, MINIBATCH: 2**31, _POSITION: 2**48}
 
 
-def describe_rows(table: pa.Table, source: int) -> Lines:
-    """The statistics of ``table``, which member ``source`` of an edge publishes. DataError where a column has nulls."""
-    lines = np.empty(table.num_rows, STATISTICS)
+def row_statistics(table: pa.Table, source: int) -> RowStatistics:
+    """Return the statistics of a table that source number ``source`` of an edge publishes.
+
+    DataError where a column that they are read from has nulls.
+    """
+    statistics = np.empty(table.num_rows, STATISTICS)
     known = [ROW_ID, GROUP_ID, TOKENS, *([MINIBATCH] if MINIBATCH in table.column_names else [])]
-    lines[MINIBATCH] = 0
+    statistics[MINIBATCH] = 0
     for name in known:
         if table[name].null_count:
             raise DataError(f"column {name!r} has nulls: every row must have one")
-        lines[name] = table[name].to_numpy()
-    lines[_SOURCE] = source
-    lines[_POSITION] = np.arange(table.num_rows)
-    return lines
+        statistics[name] = table[name].to_numpy()
+    statistics[_SOURCE] = source
+    statistics[_POSITION] = np.arange(table.num_rows)
+    return statistics
 
 
-def unpack_lines(frame: Frame, sources: int) -> Lines:
-    """PeerError for what are no statistics of an edge with so many sources."""
+def unpack_statistics(frame: Frame, sources: int) -> RowStatistics:
+    """Return the statistics in a frame. PeerError when it holds none of an edge with that many sources."""
     if memoryview(frame).nbytes % STATISTICS.itemsize:
         raise PeerError(f"received {memoryview(frame).nbytes} bytes for statistics")
-    lines: Lines = np.frombuffer(frame, STATISTICS)
-    for name, below in (_MOST | {_SOURCE: sources}).items():
-        values: NDArray[Any] = lines[name]
+    statistics: RowStatistics = np.frombuffer(frame, STATISTICS)
+    for name, below in (_BELOW | {_SOURCE: sources}).items():
+        values: NDArray[Any] = statistics[name]
         if len(values) and (values.min() < 0 or values.max() >= below):
             raise PeerError(f"received statistics with {name} from {values.min()} to {values.max()}")
-    return lines
+    return statistics
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
-    """Of all rows of an edge, sorted by row id; a row that several sources hold is listed once, where it is found
-    first.
+class EdgeStatistics:
+    """Statistics of all rows of an edge, [rows] each, sorted by row id.
+
+    A row that several sources hold is listed once, at the first of them: so it moves once.
     """
 
     row_ids: Ints
@@ -80,17 +84,18 @@ class Statistics:
     """Index into what that source published."""
 
     @staticmethod
-    def of(lines: Lines) -> Statistics:
-        order = np.lexsort((lines[_SOURCE], lines[ROW_ID]))
-        ids = lines[ROW_ID][order]
+    def from_rows(statistics: RowStatistics) -> EdgeStatistics:
+        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result."""
+        order = np.lexsort((statistics[_SOURCE], statistics[ROW_ID]))
+        ids = statistics[ROW_ID][order]
         order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
-        return Statistics(*(lines[name][order].astype(np.int64) for name in STATISTICS.names or ()))
+        return EdgeStatistics(*(statistics[name][order].astype(np.int64) for name in STATISTICS.names or ()))
 
 
-def assign(edge: Edge, rows: Statistics, quadratic_from: int = 0) -> Ints:
-    """For each row of the guiding statistics, the index of its owner among the edge's targets. Not for REPLICATED.
+def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0) -> Ints:
+    """Return each row's owner, as an index of the edge's targets. [rows] -> [rows]. Not for REPLICATED edges.
 
-    ``quadratic_from``: see ``row_costs``.
+    ``rows`` are those of the guiding edge; ``quadratic_from``: see ``row_costs``.
     """
     owners = len(edge.targets)
     costs, homes = row_costs(rows.tokens, quadratic_from), _homes(edge, rows)
@@ -106,15 +111,15 @@ def assign(edge: Edge, rows: Statistics, quadratic_from: int = 0) -> Ints:
     raise AssertionError(f"{edge.rows} rows have no single owner")
 
 
-def _homes(edge: Edge, rows: Statistics) -> Ints:
-    """For each row, the index among the targets of the worker that published it; NOWHERE if that is no target."""
-    place = {worker: index for index, worker in enumerate(edge.targets)}
-    of_source = np.array([place.get(worker, NOWHERE) for worker in edge.sources], dtype=np.int64)
+def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
+    """Return, for each row, its source's index among the targets; NOWHERE where the source is no target."""
+    target_index = {worker: index for index, worker in enumerate(edge.targets)}
+    of_source = np.array([target_index.get(worker, NOWHERE) for worker in edge.sources], dtype=np.int64)
     return of_source[rows.sources]
 
 
 def _stay_or_spread(costs: Ints, owners: int, homes: Ints) -> Ints:
-    """Rows of a worker that is a target as well stay there; the others go to whoever has least."""
+    """Leave rows where their source is a target, and give the others to the least loaded."""
     owner, away = homes.copy(), homes == NOWHERE
     loads = np.zeros(owners, dtype=np.int64)
     np.add.at(loads, homes[~away], costs[~away])
@@ -123,36 +128,41 @@ def _stay_or_spread(costs: Ints, owners: int, homes: Ints) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one worker pulls of an edge: positions of rows in what each source published."""
+class PullShare:
+    """The rows of an edge that one worker pulls."""
 
     row_ids: Ints
-    """Ascending."""
-    by_source: dict[int, Ints]
-    places: dict[int, Ints]
-    """Of the same rows, by source: index into ``row_ids``."""
+    """[rows] ascending."""
+    positions: dict[int, Ints]
+    """[rows of a source] their positions in what it published, by source."""
+    destinations: dict[int, Ints]
+    """[rows of a source] the index of the same rows in ``row_ids``, and so in the result."""
     identity: pa.Table
-    """The columns that the statistics tell of the rows, in order: these need not travel."""
+    """The columns that the statistics tell of the rows, in their order; these need not travel again."""
 
 
-def share_of(
-    edge: Edge, worker: str, guide: Edge, guide_rows: Statistics, edge_rows: Statistics, quadratic_from: int = 0
-) -> Share:
-    """The rows of ``edge`` that belong to ``worker``. PeerError if the guide knows rows that the edge has not."""
+def pull_share(
+    edge: Edge, worker: str, guide: Edge, guide_rows: EdgeStatistics, edge_rows: EdgeStatistics, quadratic_from: int = 0
+) -> PullShare:
+    """Return the rows of ``edge`` that are the worker's, by the statistics of ``guide``.
+
+    PeerError when the guide has rows that the edge has not.
+    """
     if edge.rows is Rows.REPLICATED:
-        mine = guide_rows.row_ids
+        row_ids = guide_rows.row_ids
     else:
-        mine = guide_rows.row_ids[assign(guide, guide_rows, quadratic_from) == edge.targets.index(worker)]
-    found = np.searchsorted(edge_rows.row_ids, mine)
-    inside = found < len(edge_rows.row_ids)
-    if not inside.all() or not np.array_equal(edge_rows.row_ids[found], mine):
-        missing = mine[~inside] if not inside.all() else mine[edge_rows.row_ids[found] != mine]
+        owner = assign_owners(guide, guide_rows, quadratic_from)
+        row_ids = guide_rows.row_ids[owner == edge.targets.index(worker)]
+    index = np.searchsorted(edge_rows.row_ids, row_ids)
+    inside = index < len(edge_rows.row_ids)
+    if not inside.all() or not np.array_equal(edge_rows.row_ids[index], row_ids):
+        missing = row_ids[~inside] if not inside.all() else row_ids[edge_rows.row_ids[index] != row_ids]
         raise PeerError(
             f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of {edge.source!r} "
             f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
         )
-    sources = edge_rows.sources[found]
-    places = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
-    positions = {source: edge_rows.positions[found[rows]] for source, rows in places.items()}
-    identity = pa.table({ROW_ID: mine, GROUP_ID: edge_rows.groups[found], TOKENS: edge_rows.tokens[found]})
-    return Share(mine, positions, places, identity)
+    sources = edge_rows.sources[index]
+    destinations = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
+    positions = {source: edge_rows.positions[index[rows]] for source, rows in destinations.items()}
+    identity = pa.table({ROW_ID: row_ids, GROUP_ID: edge_rows.groups[index], TOKENS: edge_rows.tokens[index]})
+    return PullShare(row_ids, positions, destinations, identity)

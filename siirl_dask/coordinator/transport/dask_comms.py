@@ -1,7 +1,7 @@
 """Carries requests over Dask's own comms (tcp, tls, ucxx: whatever the cluster speaks), worker to worker.
 
 A WorkerPlugin registers the handler; neither the scheduler nor the client sees a byte of it. Replies are frames of raw
-buffers, and a connection of our own never deserialises what arrives.
+buffers, and connections of this pool do not deserialise what arrives: it is checked as plain data first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from distributed.comm.core import CommClosedError
 from distributed.core import ConnectionPool
 from distributed.protocol.serialize import Serialized
 
-from siirl_dask.coordinator.messages import Handler, Reply, Request, read_request
+from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, read_request
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ def _op(run: str) -> str:
 
 
 class DaskComms:
-    """``members`` is {name: address}; ``timeout`` is that of a connection, in seconds."""
+    """Carries requests to any member of the run. Belongs to the event loop.
+
+    ``members`` is {name: address}; ``timeout`` is the seconds that a connection may take to open.
+    """
 
     def __init__(self, worker: Worker, run: str, members: Mapping[str, str], timeout: float) -> None:
         self._op = _op(run)
@@ -67,7 +70,7 @@ class DaskComms:
 
 
 def serve(worker: Worker, run: str, handler: Handler) -> None:
-    """Answer peers' requests of one run on this worker with ``handler``."""
+    """Answer the requests that peers of one run send to this worker with ``handler``."""
 
     async def siirl_request(comm: Comm, request: object = None) -> dict[str, Any]:
         comm.allow_offload = False

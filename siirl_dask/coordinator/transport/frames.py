@@ -1,6 +1,6 @@
-"""An Arrow table as a small header and the buffers themselves, and back: no pickle, and no copy on the way out.
+"""Turns an Arrow table into a small header and its own buffers, and back: no pickle, and no copy on the way out.
 
-What comes back is checked before it is used: the schema must be the expected one, and Arrow validates every offset.
+A received table is checked before it is used: the receiver names the schema, and Arrow validates every offset.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ Frame = memoryview | bytes
 
 
 def check_types(schema: pa.Schema) -> None:
-    """DataError naming the first column whose type cannot travel."""
+    """Raise DataError naming the first column whose type cannot move between workers."""
     for field in schema:
-        if not _travels(field.type):
+        if not _can_move(field.type):
             raise DataError(
                 f"column {field.name!r} has type {field.type}, which cannot move between workers: "
                 "expected numbers, booleans, strings, binary, times, or lists, maps and structs of them; cast it"
             )
 
 
-def _travels(kind: pa.DataType) -> bool:
+def _can_move(kind: pa.DataType) -> bool:
     types = pa.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _travels(kind.value_type)
+        return _can_move(kind.value_type)
     if types.is_map(kind):
-        return _travels(kind.key_type) and _travels(kind.item_type)
+        return _can_move(kind.key_type) and _can_move(kind.item_type)
     if types.is_struct(kind):
-        return all(_travels(field.type) for field in kind)
+        return all(_can_move(field.type) for field in kind)
     leaf = types.is_primitive(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
     return bool(leaf or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
 
 def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
-    """Header (plain data) and frames (views of the table's buffers) of ``table``."""
+    """Return a header of plain data, and frames that are views of the table's own buffers."""
     frames: list[Frame] = []
     nodes: list[list[int]] = []
     for column in table.columns:
@@ -48,9 +48,11 @@ def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
 
 
 def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> None:
-    """Append one node ``[length, nulls, frame or -1 ...]`` for the array and for each child, depth first."""
+    """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each child, depth first."""
     if array.offset != 0:
-        array = array.take(pa.array(range(len(array)), pa.int64()))  # compacts: a slice would ship its parent
+        array = array.take(
+            pa.array(range(len(array)), pa.int64())
+        )  # copies the slice alone: its buffers are those of its whole parent
     children = list(_children(array))
     own = array.buffers()[: array.type.num_buffers]
     node = [len(array), array.null_count]
@@ -73,7 +75,7 @@ def _children(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def from_frames(header: dict[str, Any], frames: Sequence[Frame], schema: pa.Schema) -> pa.Table:
-    """The table, over the received buffers. PeerError for anything that is not a table of ``schema``."""
+    """Return the table over the received buffers. PeerError for anything that is not a table of ``schema``."""
     try:
         nodes = iter(header["nodes"])
         arrays = [_build(field.type, nodes, frames) for field in schema]

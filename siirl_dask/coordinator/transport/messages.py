@@ -1,4 +1,4 @@
-"""How workers talk to each other about data: one request, one reply, over whatever carries bytes between two names."""
+"""The messages between workers: requests, replies, and the protocol of whatever carries them from name to name."""
 
 from __future__ import annotations
 
@@ -9,68 +9,51 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from siirl_dask.coordinator.balance import Ints
-from siirl_dask.coordinator.frames import Frame
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import PeerError
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One passage of all workers through a chain. ``sequence`` counts the turns of a run and makes keys unique.
-
-    ``step`` is the step that is trained, the first is 1; of a validation, how many were trained before it.
-    """
-
-    phase: str
-    step: int
-    sequence: int
-    settles: bool = False
-    """What is behind its step catches up in this turn."""
-
-    @property
-    def batch(self) -> int:
-        """Which batch of its dataset the turn reads, from 0."""
-        return max(self.step - 1, 0)
-
-    def __str__(self) -> str:
-        return f"{self.phase} step {self.step}"
-
-
-@dataclass(frozen=True, slots=True)
 class TransitionKey:
-    """Names what one edge published in one turn of one run. What it names never changes, so asking again is safe."""
+    """Names what the sources of one edge published in one iteration of one run.
+
+    The table under a key never changes once it is there, so a read can always be repeated: after a timeout, after a
+    pull that was cancelled, or when nobody knows whether a message arrived.
+    """
 
     run: str
     sequence: int
     edge: str
+    """``phase/edge``, or ``phase/edge/part`` where a table is published in parts."""
 
 
 class Op(StrEnum):
-    """What is asked of a peer."""
+    """Kinds of requests. All but ACK, STEAL and RETURN are reads, and may be repeated."""
 
-    UP = "up"
-    """Statistics of the rows that lie below it in an edge's tree."""
-    DOWN = "down"
+    SUBTREE_STATISTICS = "subtree_statistics"
+    """Statistics of the rows of a source and of all sources below it in the edge's tree."""
+    ALL_STATISTICS = "all_statistics"
     """Statistics of all rows of an edge."""
-    DESCRIBE = "describe"
-    """Of the rows named, how long each is in each column, and the columns that are small."""
-    FILL = "fill"
-    """The bytes of the rows named, in the reply or straight to where the asker wants them."""
-    RELEASE = "release"
-    """Nobody will ask for so many rows again."""
+    ROW_LENGTHS = "row_lengths"
+    """Elements of each of the rows named, by offset group."""
+    FETCH = "fetch"
+    """Bytes of the rows named, in the reply or written straight into the asker's memory."""
+    ACK = "ack"
+    """The number of rows that have arrived and will not be asked for again; the source may free them."""
     STEAL = "steal"
-    """Items of a node's work that the peer has not begun."""
-    BRING = "bring"
-    """Results of such."""
+    """Items of a node's work that the peer has not begun; the asker computes them."""
+    RETURN = "return"
+    """Results of stolen items, for the worker that they were stolen from."""
     STORE = "store"
-    """The port of the process groups' store."""
+    """Port of the process groups' store."""
     PING = "ping"
     """A sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``body`` is plain data: numbers, text, bytes, lists and mappings of them. Receivers check it."""
+    """A question to a peer. ``body`` is plain data (numbers, text, bytes, lists, mappings) that the receiver checks."""
 
     op: str
     key: TransitionKey
@@ -81,7 +64,7 @@ class Request:
 
 
 def read_request(run: str, packed: object) -> Request:
-    """PeerError for what is no request."""
+    """Return the request that ``Request.pack`` packed. PeerError when ``packed`` is none."""
     match packed:
         case [str(op), int(sequence), str(edge), dict(body)]:
             return Request(op, TransitionKey(run, sequence, edge), body)
@@ -90,6 +73,8 @@ def read_request(run: str, packed: object) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """An answer: a header of plain data, and frames of raw bytes."""
+
     header: dict[str, Any] = field(default_factory=dict)
     frames: Sequence[Frame] = ()
 
@@ -110,16 +95,19 @@ class Transport(Protocol):
 
 
 def pack_ints(values: Ints) -> bytes:
+    """Return the numbers as little-endian int64."""
     return np.ascontiguousarray(values, "<i8").tobytes()
 
 
-def unpack_ints(value: object, below: int, most: int) -> Ints:
-    """At most ``most`` numbers from 0 to below ``below``. PeerError for anything else."""
+def unpack_ints(value: object, below: int, max_count: int) -> Ints:
+    """Return the numbers that ``pack_ints`` packed. PeerError unless they are at most ``max_count``, each from 0 to
+    ``below - 1``.
+    """
     if not isinstance(value, bytes | bytearray | memoryview) or memoryview(value).nbytes % 8:
         raise PeerError(f"received {str(value)[:40]!r} where numbers were expected")
     numbers = np.frombuffer(value, "<i8").astype(np.int64)
-    if len(numbers) > most:
-        raise PeerError(f"received {len(numbers)} numbers where at most {most} were expected")
+    if len(numbers) > max_count:
+        raise PeerError(f"received {len(numbers)} numbers where at most {max_count} were expected")
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= below):
         raise PeerError(f"received numbers from {numbers.min()} to {numbers.max()}: expected 0 to {below - 1}")
     return numbers

@@ -1,29 +1,30 @@
 """The transport of a worker: each peer is reached by the first carrier that can, and watched while it owes an answer.
 
-A peer that is dead or stands still is told from one that is busy by a sign of life that it is asked for meanwhile.
+A dead or frozen peer is told from a busy one by pings: the event loop answers them, however long a node computes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from siirl_dask.coordinator.carrier import Carrier
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import PeerError
 
-_ROUND = 0.2  # of the peer timeout: how often peers that owe an answer are asked for a sign of life
-_SILENCE = 0.6  # of the peer timeout: how long that sign may take; the rest is for the word to go round
+_PING_EVERY = 0.2  # of the peer timeout: pause between rounds of pings
+_PING_TIMEOUT = 0.6  # of the peer timeout: time for an answer; what is left is for the news to reach everyone
+_PING_SLICES = 5
 
 
 class PeerTransport:
-    """Requests to the members of one run, by worker name.
+    """Sends requests to the members of one run, by worker name. Belongs to the event loop.
 
     Args:
         members: {name: address}, fixed for the run.
         carriers: Ways to reach them, the best first; the last reaches everyone.
-        peer_timeout: Seconds within which a peer that is dead or stands still is noticed.
-        stall_timeout: Seconds that a peer which is alive may take to answer.
+        peer_timeout: Seconds within which a dead or frozen peer is noticed.
+        stall_timeout: Seconds that a living peer may take to answer.
     """
 
     def __init__(
@@ -40,41 +41,43 @@ class PeerTransport:
         self._chosen: dict[str, Carrier] = {}
         self._peer_timeout = peer_timeout
         self._stall_timeout = stall_timeout
-        self._owed: dict[str, set[asyncio.Timeout]] = {}
-        self._silent: set[asyncio.Timeout] = set()
+        self._pending: dict[str, set[asyncio.Timeout]] = {}  # the timeouts of requests that await an answer
+        self._silent: set[asyncio.Timeout] = set()  # those that were ended because the peer answers no ping
         self._watched: dict[str, Callable[[str], None]] = {}
-        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._pings: dict[str, asyncio.Task[None]] = {}
         self._rounds: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._rounds = asyncio.create_task(self._go_round())
+        self._rounds = asyncio.create_task(self._ping_in_rounds())
 
     async def request(self, worker: str, request: Request) -> Reply:
-        waiting = asyncio.timeout(self._stall_timeout)
-        owed = self._owed.setdefault(worker, set())
-        owed.add(waiting)
+        """Send a request and return the reply. PeerError when the peer is gone, silent, too slow, or refuses."""
+        timeout = asyncio.timeout(self._stall_timeout)
+        pending = self._pending.setdefault(worker, set())
+        pending.add(timeout)
         try:
-            async with waiting:
+            async with timeout:
                 carrier = self._chosen.get(worker) or await self._choose(worker)
                 return await carrier.ask(worker, request)
         except TimeoutError as error:
-            silent = self._no_sign()
             slow = f"no answer within {self._stall_timeout:g} s (cluster.stall_timeout)"
-            raise self._failed(worker, request, silent if waiting in self._silent else slow) from error
+            raise self._failed(worker, request, self._silence() if timeout in self._silent else slow) from error
         except OSError as error:
             raise self._failed(worker, request, f"the peer is gone ({error})") from error
         except PeerError as error:
             raise self._failed(worker, request, str(error)) from error
         finally:
-            owed.discard(waiting)
-            self._silent.discard(waiting)
+            pending.discard(timeout)
+            self._silent.discard(timeout)
 
-    def watch(self, worker: str, tell: Callable[[str], None]) -> None:
-        """Ask a peer for signs of life from now on; ``tell`` is called once, with what is wrong, when it gives none."""
-        self._watched[worker] = tell
+    def watch(self, worker: str, on_silence: Callable[[str], None]) -> None:
+        """Ping a peer from now on, whether it owes an answer or not. ``on_silence`` is called once, with what is wrong,
+        when it answers none.
+        """
+        self._watched[worker] = on_silence
 
     async def close(self) -> None:
-        for task in (self._rounds, *self._asked.values()):
+        for task in (self._rounds, *self._pings.values()):
             if task is not None:
                 task.cancel()
         for carrier in self._carriers:
@@ -86,44 +89,48 @@ class PeerTransport:
                 return self._chosen.setdefault(worker, carrier)
         raise PeerError("nothing here reaches it")
 
-    def _no_sign(self) -> str:
+    def _silence(self) -> str:
         return (
             f"no sign of life within {self._peer_timeout:g} s (cluster.peer_timeout): "
             "it stands still, is cut off, or code that it runs holds the interpreter's lock for so long"
         )
 
-    def _failed(self, worker: str, request: Request, what: str) -> PeerError:
+    def _failed(self, worker: str, request: Request, reason: str) -> PeerError:
         where = f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}"
-        return PeerError(f"{where}: {what}")
+        return PeerError(f"{where}: {reason}")
 
-    async def _go_round(self) -> None:
-        """Every so often ask each peer that owes an answer, or is watched, for a sign of life."""
+    async def _ping_in_rounds(self) -> None:
+        """Every so often ping each peer that owes an answer or is watched."""
         while True:
-            await asyncio.sleep(_ROUND * self._peer_timeout)
-            self._asked = {worker: task for worker, task in self._asked.items() if not task.done()}
-            for worker in {*self._watched, *(worker for worker, owed in self._owed.items() if owed)}:
-                if worker not in self._asked:
-                    self._asked[worker] = asyncio.create_task(self._ask_for_sign(worker))
+            await asyncio.sleep(_PING_EVERY * self._peer_timeout)
+            self._pings = {worker: task for worker, task in self._pings.items() if not task.done()}
+            for worker in {*self._watched, *(worker for worker, pending in self._pending.items() if pending)}:
+                if worker not in self._pings:
+                    self._pings[worker] = asyncio.create_task(self._check_alive(worker))
 
-    async def _ask_for_sign(self, worker: str) -> None:
-        """End every wait for a peer that gives none. In slices: a while in which this process stood still is one."""
-        slices = 5
+    async def _check_alive(self, worker: str) -> None:
+        """Ping a peer, and end every wait for it when it does not answer in time.
+
+        Time is counted in slices: when this process itself was frozen or starved, however long, that is one slice, and
+        the peer's answer is read in the next.
+        """
+        pause = _PING_TIMEOUT * self._peer_timeout / _PING_SLICES
         ping = asyncio.create_task(self._ping(worker))
         try:
-            for _ in range(slices):
-                done, _ = await asyncio.wait({ping}, timeout=_SILENCE * self._peer_timeout / slices)
+            for _ in range(_PING_SLICES):
+                done, _ = await asyncio.wait({ping}, timeout=pause)
                 if done and ping.result():
                     return
                 if done:  # the connection failed, which may pass: time is what decides
-                    await asyncio.sleep(_SILENCE * self._peer_timeout / slices)
+                    await asyncio.sleep(pause)
                     ping = asyncio.create_task(self._ping(worker))
         finally:
             ping.cancel()
-        for waiting in self._owed.get(worker, ()):
-            self._silent.add(waiting)
-            waiting.reschedule(asyncio.get_running_loop().time())
-        if tell := self._watched.pop(worker, None):
-            tell(f"worker {worker!r} at {self._members[worker]}: {self._no_sign()}")
+        for timeout in self._pending.get(worker, ()):
+            self._silent.add(timeout)
+            timeout.reschedule(asyncio.get_running_loop().time())
+        if on_silence := self._watched.pop(worker, None):
+            on_silence(f"worker {worker!r} at {self._members[worker]}: {self._silence()}")
 
     async def _ping(self, worker: str) -> bool:
         try:
@@ -132,3 +139,13 @@ class PeerTransport:
         except (OSError, PeerError):
             return False
         return True
+
+
+class Carrier(Protocol):
+    """Reaches workers by name. ``ask`` raises OSError when the peer is gone, PeerError when it refuses."""
+
+    async def reaches(self, worker: str) -> bool: ...
+
+    async def ask(self, worker: str, request: Request) -> Reply: ...
+
+    async def close(self) -> None: ...

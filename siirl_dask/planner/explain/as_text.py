@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Run, Send, Stream
-from siirl_dask.planner.estimate import Estimate, estimate
-from siirl_dask.planner.flow import Stage
-from siirl_dask.planner.text import LEAST, PACKAGE, readable_bytes, short_name, steps_behind, table, who
-from siirl_dask.planner.widths import Sizes
+from siirl_dask.planner.chain import Chain, Edge, Load, Plan, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.column_flow import Stage
+from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.explain.tables import LEAST, PACKAGE, readable_bytes, short_name, steps_behind, table, who
 from siirl_dask.schema import IDENTITY
 
 
@@ -38,7 +37,7 @@ def _nodes(stages: Iterable[Stage]) -> str:
         node, contract = stage.node, stage.node.contract
         reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        kept = f", kept as {node.keep!r}" if node.keep else ""
+        kept = f", kept as {node.save_as!r}" if node.save_as else ""
         rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
@@ -74,7 +73,7 @@ def _chain(chain: Chain) -> str:
             case Recv(edge):
                 received.append(edge.source)
             case Run(node):
-                begin(f"{node.name}, {steps_behind(node.behind)}" if node.behind else node.name)
+                begin(f"{node.name}, {steps_behind(node.lag)}" if node.lag else node.name)
                 notes["from"], received = received, []
             case Stream(source, target, gives, takes):
                 if gives:
@@ -86,7 +85,7 @@ def _chain(chain: Chain) -> str:
                     notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
-            case Keep(table=table):
+            case Save(table=table):
                 notes["keeps"].append(table)
     finish()
     return " > ".join(steps) or "nothing"

@@ -11,15 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Run, Send, Stream
+from siirl_dask.planner.column_flow import DATA, Column, Stage
 from siirl_dask.planner.dag import Rows
-from siirl_dask.planner.estimate import rows_made, times_of
-from siirl_dask.planner.flow import DATA, Column, Stage
-from siirl_dask.planner.widths import Sizes, width_of
+from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_GIVEN, _TAKEN = 4, 3  # parts of a table that are there at once: see worker/streaming.py
-_BUFFERS = 2  # that are there at once on either side: see worker/broadcast.py
+_GIVEN, _TAKEN = 4, 3  # parts of a table that are there at once: see worker/weight_stream.py
+_BUFFERS = 2  # that are there at once on either side: see worker/weight_broadcast.py
 _READ = 2  # what is loaded, and that of the next step, which is read ahead
 
 
@@ -105,7 +104,7 @@ class _Weighing:
             shares[name] = self._share_out(stage, before)
             self._weigh(stage, into[name], before, shares[name])
         for edge in plan.edges:
-            waiting = 1 + plan.stages[edge.target].node.behind  # steps whose rows nobody has taken yet
+            waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows nobody has taken yet
             sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
             self.sent[edge.name] = waiting * sent
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from siirl_dask.rewards.sandbox import Limits, output, passes
+from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 Test = str | tuple[str, str]

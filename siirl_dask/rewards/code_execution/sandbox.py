@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import IO
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.rewards import sandboxed
+from siirl_dask.rewards.code_execution import sandboxed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
-from siirl_dask.rollout import vllm_process
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -29,10 +28,11 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
-from siirl_dask.rollout.tensor_parallel import JointWork
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
-from siirl_dask.rollout.vllm_groups import EngineRanks, EngineWorld
-from siirl_dask.rollout.weights import Parameters
+from siirl_dask.rollout.vllm_engine import process as vllm_process
+from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
+from siirl_dask.rollout.vllm_engine.tensor_parallel import JointWork
+from siirl_dask.rollout.weight_loading import Parameters
 
 vllm_process.prepare()
 
@@ -41,8 +41,8 @@ from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from siirl_dask.rollout.vllm_sampler import request_params  # noqa: E402
-from siirl_dask.rollout.vllm_settings import llm_arguments, what_was_given  # noqa: E402
+from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
+from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: E402
 
 _FORGETS = 2  # the sleep level at which weights are let go of
 
@@ -70,12 +70,12 @@ class VllmEngine:
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
-        self._llm = self._start(model, settings, what_was_given(rollout, device))
+        self._llm = self._start(model, settings, given_options(rollout, device))
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # in its world, forgotten or closed
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
-        self._sleep_level = 0 if self._on_cpu else rollout.sleep_level
+        self._sleep_level = 0 if self._on_cpu else rollout.vllm.sleep_level
         self._broken = self._asleep = False
         self.version = 0
 
@@ -127,8 +127,8 @@ class VllmEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache, and the weights to the host's memory or altogether, as ``rollout.sleep_level`` says. Nothing
-        on a CPU, where all memory is the host's.
+        """Free the cache, and the weights to the host's memory or altogether, as ``rollout.vllm.sleep_level`` says.
+        Nothing on a CPU, where all memory is the host's.
         """
         if self._sleep_level and not self._asleep:
             self._llm.sleep(self._depth())
@@ -163,8 +163,8 @@ class VllmEngine:
     def _wake(self) -> None:
         if self._asleep and self._depth() == _FORGETS:
             raise RunError(
-                "vLLM let go of its weights (rollout.sleep_level=2) and none were loaded since: expected a node that "
-                "loads weights after each update, or rollout.sleep_level=1"
+                "vLLM let go of its weights (rollout.vllm.sleep_level=2) and none were loaded since: expected a node "
+                "that loads weights after each update, or rollout.vllm.sleep_level=1"
             )
         if self._asleep:
             self._llm.wake_up()
@@ -196,7 +196,7 @@ class VllmEngine:
             raise ConfigError(
                 f"rollout.max_response_length={most}: with a prompt of {length} tokens more than the "
                 f"{self._longest} that vLLM has room for; lower it or data.max_prompt_length, or give more "
-                "rollout.kv_cache_memory if the model can take more"
+                "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
     def _generation(self, output: RequestOutput) -> Generation:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from siirl_dask.models.broken_imports import OPTIONAL
+
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a Dask worker is a daemon, which may have no processes of its own
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one does not take vllm_sampler's kind of processor
@@ -23,7 +25,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about NUMA nodes from each worker; read when torch is imported
 }
 """Best there before the process starts; what is set already stays, but for the first two."""
-_OFTEN_BROKEN = ("torchvision", "torchaudio", "torchcodec")  # siirl_dask hides those of them that are
 _REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 
 
@@ -37,7 +38,7 @@ def prepare() -> None:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # which vLLM calls over gloo and torch has renamed
         warnings.filterwarnings("ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
-    if any(sys.modules.get(name, sys) is None for name in _OFTEN_BROKEN):
+    if any(sys.modules.get(name, sys) is None for name in OPTIONAL):
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         if hasattr(registry, "_run_in_subprocess"):  # the child would look at the model's class without what is hidden
             registry._run_in_subprocess = lambda function: function()

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
-from torch.nn.functional import pad
 
+from siirl_dask.collectives import all_gather, all_gather_bytes, gloo_options_like
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
@@ -47,24 +47,18 @@ class EngineRanks:
         self.timeout = timedelta(0)
         if size == 1:
             return
-        if role.beside is None:
+        if role.side_group is None:
             raise ValueError(f"{role}: expected the gloo group of its {role.size} ranks")
-        options = role.beside._get_backend(torch.device("cpu")).options
+        options = gloo_options_like(role.side_group)
         self.timeout, self.interface = options._timeout, _interface(role.host)
-        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(role.size)]
-        dist.all_gather(numbers, torch.tensor([secrets.randbits(62)]), group=role.beside)
+        numbers = all_gather(role.side_group, torch.tensor([secrets.randbits(62)]))
         self.name = f"engine-{int(numbers[engine * size]):x}"  # a role may build engines one after the other
-        self._store = PrefixStore(self.name, c10d._get_process_group_store(role.beside))
-        mine = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-        mine._devices, mine._timeout = options._devices, options._timeout
-        self._group = ProcessGroupGloo(PrefixStore("requests", self._store), self.rank, size, mine)
+        self._store = PrefixStore(self.name, c10d._get_process_group_store(role.side_group))
+        self._group = ProcessGroupGloo(PrefixStore("requests", self._store), self.rank, size, options)
 
     def gather(self, message: bytes) -> list[bytes]:
         """What each rank gives, in the order of ranks; all of them must call. RuntimeError when one is gone."""
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
-        lengths = torch.cat(self._all_gather(torch.tensor([len(own)]))).tolist()
-        parts = self._all_gather(pad(own, (0, max(lengths) - len(own))))
-        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+        return [message] if self._group is None else all_gather_bytes(self._group, message)
 
     def refuse_one_card(self, device: Device) -> None:
         """ConfigError where two ranks have one accelerator, on which nccl and hccl take no two; all ranks must call."""
@@ -76,14 +70,6 @@ class EngineRanks:
                 f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the device {twice[0]}; give "
                 "each one of its own (cluster.placement.rollout, cluster.workers), or take a smaller size"
             )
-
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """[n] of each rank; the same n."""
-        if self._group is None:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([parts], [tensor]).wait()
-        return parts
 
     def join(self, backend: str) -> None:
         """Make the default group of the world that is entered, where vLLM finds it. Nothing for one rank alone, for

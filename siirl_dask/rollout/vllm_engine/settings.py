@@ -8,47 +8,35 @@ from typing import Any
 from vllm import EngineArgs
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from siirl_dask.config import ModelConfig, RolloutConfig, parse_bytes
+from siirl_dask.config import ModelConfig, RolloutConfig, VllmConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.rollout.engine import CPU_CACHE
-from siirl_dask.rollout.vllm_groups import EngineRanks
-from siirl_dask.rollout.vllm_sampler import LOGPROBS_MODE, TokenChoice
+from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
+from siirl_dask.rollout.vllm_engine.token_choice import LOGPROBS_MODE, TokenChoice
 
 _LONGEST_THAT_FITS = -1
-_FOR_VLLM = (
-    "kv_cache_memory",
-    "gpu_memory_utilization",
-    "max_rows",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enforce_eager",
-    "enable_prefix_caching",
-    "sleep_level",
-    "tensor_parallel_size",
-    "engine_kwargs",
-)
-"""Keys of ``rollout`` that say how vLLM is called."""
+_SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that decide how vLLM is called
 
 
 def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
-    """All but the model. ConfigError for ``rollout.engine_kwargs`` that it has not, or that are ours to set."""
+    """All but the model. ConfigError for ``rollout.vllm.engine_kwargs`` that it has not, or that are ours to set."""
     on_cpu = device.kind is DeviceKind.CPU
-    cache = rollout.kv_cache_memory or (CPU_CACHE if on_cpu else None)
+    cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
         "dtype": str(model.dtype),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
         "logits_processors": [TokenChoice],
         "logprobs_mode": LOGPROBS_MODE,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization / device.sharers,
-        "kv_cache_memory_bytes": parse_bytes("rollout.kv_cache_memory", cache) if cache else None,
-        "max_num_seqs": rollout.max_num_seqs or rollout.max_rows * ranks.size,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "gpu_memory_utilization": rollout.vllm.gpu_memory_utilization / device.shared_by,
+        "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else None,
+        "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,
+        "max_num_batched_tokens": rollout.vllm.max_num_batched_tokens,
+        "enforce_eager": on_cpu if rollout.vllm.enforce_eager is None else rollout.vllm.enforce_eager,
+        "enable_prefix_caching": rollout.vllm.enable_prefix_caching,
         "use_tqdm_on_load": False,
-        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+        "enable_sleep_mode": bool(rollout.vllm.sleep_level) and not on_cpu,
         "tensor_parallel_size": ranks.size,
     }
     if device.index or ranks.size > 1:
@@ -57,21 +45,28 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         seconds = int(ranks.timeout.total_seconds())
         ours |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
     valid = {field.name for field in fields(EngineArgs)}
-    for name in rollout.engine_kwargs:
+    for name in rollout.vllm.engine_kwargs:
         if name in ours or name == "model":
-            raise ConfigError(f"rollout.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
+            raise ConfigError(f"rollout.vllm.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
         if name not in valid:
-            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}")
-    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.engine_kwargs}
+            raise ConfigError(
+                f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"
+            )
+    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.vllm.engine_kwargs}
 
 
-def what_was_given(rollout: RolloutConfig, device: Device) -> str:
-    """What vLLM was told other than by default, and the cache it has on a CPU, by the names that a user knows."""
-    default = RolloutConfig()
-    given = {name: getattr(rollout, name) for name in _FOR_VLLM if getattr(rollout, name) != getattr(default, name)}
+def given_options(rollout: RolloutConfig, device: Device) -> str:
+    """The options that vLLM was called with, other than its defaults, by the names of the configuration; for errors."""
+    given = {f"rollout.{name}": getattr(rollout, name) for name in _SHARED if _differs(rollout, RolloutConfig(), name)}
+    names = [field.name for field in fields(VllmConfig) if _differs(rollout.vllm, VllmConfig(), field.name)]
+    given |= {f"rollout.vllm.{name}": getattr(rollout.vllm, name) for name in names}
     if device.kind is DeviceKind.CPU:
-        given = {"kv_cache_memory": CPU_CACHE, **given}
-    return ", ".join(f"rollout.{name}={value}" for name, value in given.items()) or "its defaults"
+        given = {"rollout.vllm.kv_cache_memory": CPU_CACHE, **given}
+    return ", ".join(f"{name}={value}" for name, value in given.items()) or "its defaults"
+
+
+def _differs(given: object, default: object, name: str) -> bool:
+    return bool(getattr(given, name) != getattr(default, name))
 
 
 def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:

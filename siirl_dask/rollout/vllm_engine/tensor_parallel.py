@@ -15,7 +15,7 @@ import msgpack
 
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout.engine import Generation, GenerationRequest, Work
-from siirl_dask.rollout.wire import pack_request, read_request
+from siirl_dask.rollout.requests import pack_request, read_request
 
 _ALL = 2**31
 Gather = Callable[[bytes], Sequence[bytes]]

@@ -18,8 +18,8 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from siirl_dask.rollout.draw import Draw, as_seed
 from siirl_dask.rollout.engine import Sampling
+from siirl_dask.rollout.token_sampling import Draw, as_seed
 
 LOGPROBS_MODE = "processed_logits"
 """What vLLM must report of the chosen token: the logit that ``apply`` leaves."""

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from siirl_dask.config import Dtype, TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import load_pretrained, no_progress_bars, refused_by_name
-from siirl_dask.training.lora import is_adapter, merged, peft_config
+from siirl_dask.models.loading import load_pretrained, no_progress_bars, refused_by_name
+from siirl_dask.training.model.lora import is_adapter, merged, peft_config
 
 _PEFT_PREFIX = "base_model.model."  # of every name in peft's file
 
@@ -42,7 +42,7 @@ def write_adapters(
     if others := sorted(name for name in adapters if not is_adapter(name)):
         raise ConfigError(f"{_what(base)}: beside adapters the checkpoint has {others}: leave out --adapter")
     targets = sorted({name.split(".")[-3] for name in adapters})  # ...q_proj.lora_A.weight
-    config = peft_config(trainer.lora_rank, trainer.lora_alpha, targets, base)
+    config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
     config.save_pretrained(folder)
     named = {_PEFT_PREFIX + name: tensor.to(getattr(torch, dtype)) for name, tensor in adapters.items()}
@@ -55,7 +55,7 @@ def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str)
     model = load_pretrained(AutoModelForCausalLM, base, torch.float32, what)
     named = {**dict(model.named_parameters()), **adapters}
     try:
-        return dict(merged(named, trainer.lora_alpha / trainer.lora_rank, torch.device("cpu")))
+        return dict(merged(named, trainer.lora.alpha / trainer.lora.rank, torch.device("cpu")))
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{what}: the checkpoint's adapters do not fit it; is that folder another model by now? {error}"

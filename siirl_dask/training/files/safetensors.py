@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.lora import first_values, is_adapter
-from siirl_dask.training.network import Network
-from siirl_dask.training.shards import local
+from siirl_dask.training.model.lora import first_values, is_adapter
+from siirl_dask.training.model.network import Network
+from siirl_dask.training.parallel.dtensor import local
 
 
 def fill(network: Network, path: str) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from siirl_dask.training.packing import Packing, Runs
-from siirl_dask.training.ulysses import to_heads, to_tokens
+from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
 """Name under which transformers finds it; without a mask function of that name, transformers makes no mask."""

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.training.shards import like, local, whole
+from siirl_dask.training.parallel.dtensor import like, local, whole
 
 _WEIGHT, _A, _B = ".weight", ".lora_A.weight", ".lora_B.weight"
 _PEFT_NAME = "default"  # of an adapter that nobody named; its file has none
 
 
 def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: TrainerConfig) -> None:
-    """Put adapters beside the linear layers in ``layers`` that ``trainer.lora_targets`` names: from here on nothing of
+    """Put adapters beside the linear layers in ``layers`` that ``trainer.lora.targets`` names: from here on nothing of
     ``model`` has a gradient but them. ConfigError for a name that no linear layer has, and without peft.
 
     They hold nothing yet: see ``first_values``.
@@ -34,7 +34,7 @@ def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: Trainer
         from peft import inject_adapter_in_model  # an extra, and a second to import
     except ImportError as error:
         raise ConfigError(
-            f"trainer.lora_rank={trainer.lora_rank} needs peft: pip install 'siirl_dask[lora]'"
+            f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'"
         ) from error
     linear = {
         name.rpartition(".")[2]
@@ -42,20 +42,20 @@ def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: Trainer
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     }
-    config = peft_config(trainer.lora_rank, trainer.lora_alpha, chosen_targets(trainer, linear))
+    config = peft_config(trainer.lora.rank, trainer.lora.alpha, chosen_targets(trainer, linear))
     with torch.random.fork_rng(devices=[]):  # peft draws numbers, which first_values replaces
         inject_adapter_in_model(config, model, _PEFT_NAME)
 
 
 def chosen_targets(trainer: TrainerConfig, linear: set[str]) -> list[str]:
     """Which of the layers named ``linear`` get adapters. ConfigError for a target that is none of them."""
-    for target in trainer.lora_targets:
+    for target in trainer.lora.targets:
         if target not in linear:
             raise ConfigError(
-                f"trainer.lora_targets={trainer.lora_targets}: the model's decoder has no linear layer {target!r} "
+                f"trainer.lora.targets={trainer.lora.targets}: the model's decoder has no linear layer {target!r} "
                 f"(there are: {sorted(linear)}){did_you_mean(target, linear)}"
             )
-    return sorted(set(trainer.lora_targets) or linear)
+    return sorted(set(trainer.lora.targets) or linear)
 
 
 def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> Any:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.attention import PACKED, leave_uncompiled
-from siirl_dask.training.logprobs import token_logprobs
-from siirl_dask.training.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
-from siirl_dask.training.own_scores import to_own
+from siirl_dask.training.model.attention import PACKED, leave_uncompiled
+from siirl_dask.training.model.logprobs import token_logprobs
+from siirl_dask.training.model.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
+from siirl_dask.training.parallel.own_rows import to_own
+from siirl_dask.training.parallel.ulysses import to_owners
 from siirl_dask.training.trainer import PackedRows
-from siirl_dask.training.ulysses import to_owners
 
 
 class Network(nn.Module):
@@ -39,8 +39,8 @@ class Network(nn.Module):
         self.device = device
         self.autocast = autocast
         self.scaling: float | None = None
-        if adapters is not None and adapters.lora_rank:
-            self.scaling = adapters.lora_alpha / adapters.lora_rank
+        if adapters is not None and adapters.lora.rank:
+            self.scaling = adapters.lora.alpha / adapters.lora.rank
             add_adapters(model, self.layers(), adapters)
             self._begin_adapters()
         self.eval()
@@ -64,7 +64,7 @@ class Network(nn.Module):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, it computes as the folder's model does. TypeError when there are none."""
         if self.scaling is None:
-            raise TypeError("there are no adapters to leave out: give the role's trainer a lora_rank")
+            raise TypeError("there are no adapters to leave out: give the role's trainer a lora.rank")
         return without_adapters(self)
 
     def reshard(self) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
-from siirl_dask.pretrained import load_pretrained
-from siirl_dask.training.network import Network, compile_layers, recompute, use_packed_attention
+from siirl_dask.models.loading import load_pretrained
+from siirl_dask.training.model.network import Network, compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.shards import like, local, whole_each
+from siirl_dask.training.parallel.dtensor import like, local, whole_each
 from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,3 +101,27 @@ def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     parts = everyone.view(ranks, -1).split(widths, dim=1)
     for columns, each, (name, tensor) in zip(parts, rows, named, strict=True):
         yield name, columns.reshape(ranks * each, *tensor.shape[1:])[: tensor.shape[0]]
+
+
+@torch.no_grad()
+def put(target: Mapping[str, Any], given: Mapping[str, Any], where: str = "state") -> None:
+    """Copy ``given`` into the tensors of ``target``. ValueError where names or shapes are not the same.
+
+    What was loaded in place is there already and costs nothing.
+    """
+    if target.keys() != given.keys():
+        lacking, other = sorted(target.keys() - given.keys()), sorted(given.keys() - target.keys())
+        raise ValueError(f"{where}: it lacks {lacking} and has {other}, which are not known here")
+    for name, mine in target.items():
+        if isinstance(mine, Tensor):
+            _put_tensor(mine, given[name], f"{where}.{name}")
+        else:
+            put(mine, given[name], f"{where}.{name}")
+
+
+def _put_tensor(target: Tensor, given: Tensor, where: str) -> None:
+    here, there = local(target), local(given)
+    if target.shape != given.shape or here.shape != there.shape:
+        raise ValueError(f"{where}: it has shape {list(given.shape)}; expected {list(target.shape)}, laid out alike")
+    if here.data_ptr() != there.data_ptr():
+        here.copy_(there)

@@ -21,16 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.pretrained import refused_by_name
-from siirl_dask.training.mesh import role_mesh, sequence_ranks, tensor_mesh
-from siirl_dask.training.network import compile_layers, recompute, use_packed_attention
+from siirl_dask.models.loading import refused_by_name
+from siirl_dask.training.files.safetensors import fill
+from siirl_dask.training.model.network import compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
-from siirl_dask.training.placement import Make, N
-from siirl_dask.training.shared_rows import idle_share, shared_batches
-from siirl_dask.training.shares import check_heads
-from siirl_dask.training.tensor_parallel import common_batches, split_layers
+from siirl_dask.training.parallel.backend import Make, N
+from siirl_dask.training.parallel.mesh import role_mesh, sequence_ranks, tensor_mesh
+from siirl_dask.training.parallel.sequence_parallel import idle_share, shared_batches
+from siirl_dask.training.parallel.tensor_parallel import common_batches, split_layers
+from siirl_dask.training.preflight import check_heads
 from siirl_dask.training.trainer import PackedRows
-from siirl_dask.training.weight_files import fill
 
 
 class ShardedModel:
@@ -42,14 +42,14 @@ class ShardedModel:
         self.device = torch.device(device)
         self._model, self._trainer, self._rank = model, trainer, rank
         check_heads(trainer, model.path)
-        self._sequence = sequence_ranks(rank, trainer.sequence_parallel, self.device)
-        if (size := trainer.tensor_parallel) > 1:
+        self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
+        if (size := trainer.fsdp.tensor_parallel) > 1:
             both = tensor_mesh(rank, size, self.device)
             assert both.mesh_dim_names is not None
             (self._mesh, self._tensor), self.shards = (both[axis] for axis in both.mesh_dim_names), rank.group
             self._common = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
-            self._mesh, self._common = role_mesh(rank, trainer.shard_size, self.device), Rank()
+            self._mesh, self._common = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
             self.shards = self._mesh.get_group(self._mesh.ndim - 1)
 
     def network(self, make: Make[N]) -> N:
@@ -61,7 +61,7 @@ class ShardedModel:
         if self._trainer.gradient_checkpointing:
             recompute(network.layers())
         self._shard(network, network.layers())
-        network.to_empty(device="cpu" if self._trainer.offload else self.device)
+        network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
         fill(network, self._model.path)
         use_packed_attention(network, self._model.path)
@@ -87,12 +87,15 @@ class ShardedModel:
         bfloat16 = self._model.dtype is Dtype.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        for unit in (*_units(layers, parse_bytes("trainer.gather_size", self._trainer.gather_size)), [network]):
+        for unit in (
+            *_units(layers, parse_bytes("trainer.fsdp.gather_size", self._trainer.fsdp.gather_size)),
+            [network],
+        ):
             fully_shard(
                 unit,
                 mesh=self._mesh,
                 mp_policy=policy if bfloat16 else MixedPrecisionPolicy(),
-                offload_policy=offload if self._trainer.offload else OffloadPolicy(),
+                offload_policy=offload if self._trainer.fsdp.offload else OffloadPolicy(),
             )
         for module in network.modules():
             if isinstance(module, FSDPModule):  # sums: a loss is divided by what all ranks have of it

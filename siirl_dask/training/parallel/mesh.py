@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from siirl_dask.collectives import LOOPBACK, gloo_options, new_subgroup
 from siirl_dask.context import Rank
-from siirl_dask.training.shares import check_divides
+from siirl_dask.training.preflight import check_divides
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -23,7 +23,7 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     Groups that have to be made for it last as long as the process's default group.
     """
     size = shard_size or rank.size
-    check_divides("trainer.shard_size", size, rank.size)
+    check_divides("trainer.fsdp.shard_size", size, rank.size)
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
@@ -48,7 +48,7 @@ def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
     """[data, tensor]: neighbours in the role, ``size`` of them, share the heads of each layer. ConfigError when it does
     not divide the role's ranks.
     """
-    check_divides("trainer.tensor_parallel", size, rank.size)
+    check_divides("trainer.fsdp.tensor_parallel", size, rank.size)
     return _two_axes(rank, size, device, ("data", "tensor"))
 
 
@@ -57,7 +57,7 @@ def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
     row, column = divmod(rank.rank, size)
     _even_out(rank.group, device)
-    groups = [_group(rank.group, ranks.tolist()) for ranks in (places[:, column], places[row])]
+    groups = [new_subgroup(ranks.tolist(), rank.group) for ranks in (places[:, column], places[row])]
     axes = tuple(_axis(name, group) for name, group in zip(names, groups, strict=True))
     return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=axes)
 
@@ -67,7 +67,7 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
 
     ConfigError when ``size`` does not divide the role's ranks.
     """
-    check_divides("trainer.sequence_parallel", size, rank.size)
+    check_divides("trainer.fsdp.sequence_parallel", size, rank.size)
     if size == 1:
         return Rank()
     lot, place = divmod(rank.rank, size)
@@ -75,7 +75,7 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
         return Rank(place, size, rank.group)
     _even_out(rank.group, device)
     ranks = dist.get_process_group_ranks(rank.group)[lot * size : (lot + 1) * size]
-    return Rank(place, size, _group(rank.group, ranks))
+    return Rank(place, size, new_subgroup(ranks, rank.group))
 
 
 def _even_out(role: Any, device: torch.device) -> None:
@@ -86,28 +86,14 @@ def _even_out(role: Any, device: torch.device) -> None:
     most = count.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=role)
     for _ in range(int(most - count)):
-        _group(role, [dist.get_rank()])
-
-
-def _group(beside: Any, ranks: list[int], backend: str | None = None) -> Any:
-    """A group that only its own ranks make, with the backend of ``beside`` if no other is given. gloo's listens where
-    ``beside`` does.
-    """
-    backend = backend or dist.get_backend(beside)
-    options = None
-    if backend == "gloo":
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-        options._devices = beside._get_backend(torch.device("cpu")).options._devices
-    return dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True)
+        new_subgroup([dist.get_rank()], role)
 
 
 def _group_of_one(backend: str) -> Any:
-    """FSDP wants a group also for a rank that is alone."""
+    """A group for a rank that is alone: FSDP wants one."""
     if dist.is_initialized():
-        return _group(dist.group.WORLD, [dist.get_rank()], backend)  # where devices are shared, the world's is gloo
-    options = None
-    if backend == "gloo":
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        # where workers share devices, the world's backend is gloo and cannot serve
+        return new_subgroup([dist.get_rank()], dist.group.WORLD, backend)
+    options = gloo_options(LOOPBACK) if backend == "gloo" else None
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, pg_options=options)
     return dist.group.WORLD

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from siirl_dask.collectives import all_gather
 from siirl_dask.context import Rank
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
+from siirl_dask.training.parallel.ulysses import Route
 from siirl_dask.training.trainer import PackedRows
-from siirl_dask.training.ulysses import Route
 
 
 def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
@@ -78,9 +77,9 @@ def share(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
 def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[PackedRows, Tensor]:
     """The rows of all ranks, one rank's after the other's, and [R] int64, the rank that each is of."""
     own = torch.cat([rows.offsets.diff(), rows.prompt_lengths, rows.tokens])
-    sizes = _all_gather(torch.tensor([len(rows), len(rows.tokens)]), ranks.group, device)
+    sizes = all_gather(ranks.group, torch.tensor([len(rows), len(rows.tokens)], device=device))
     numbers = [2 * count + tokens for count, tokens in sizes.tolist()]
-    gathered = _all_gather(pad(own, (0, max(numbers) - len(own))), ranks.group, device)
+    gathered = all_gather(ranks.group, pad(own, (0, max(numbers) - len(own))).to(device))
     found = [
         message[:number].split([count, count, tokens])
         for message, number, (count, tokens) in zip(gathered, numbers, sizes.tolist(), strict=True)
@@ -88,11 +87,3 @@ def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[Pa
     lengths, prompts, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return PackedRows(tokens, offsets, prompts), torch.arange(ranks.size).repeat_interleave(sizes[:, 0])
-
-
-def _all_gather(tensor: Tensor, group: Any, device: torch.device) -> Tensor:
-    """[...] -> [n, ...], on the CPU."""
-    tensor = tensor.to(device)
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return torch.stack(parts).cpu()

@@ -16,9 +16,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.own_scores import Own
 from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.shared_rows import gather_rows, own_part
+from siirl_dask.training.parallel.own_rows import Own
+from siirl_dask.training.parallel.sequence_parallel import gather_rows, own_part
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -29,7 +29,8 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
     layers = {name: style for name, style in plan.items() if name.startswith("layers.")}
     if not layers:
         raise ConfigError(
-            f"trainer.tensor_parallel={mesh.size()}: transformers has no plan for {type(model).__name__} of {path!r}"
+            f"trainer.fsdp.tensor_parallel={mesh.size()}: transformers has no plan for "
+            f"{type(model).__name__} of {path!r}"
         )
     apply_tensor_parallelism(decoder, mesh, layers)
 

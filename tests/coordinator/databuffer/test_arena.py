@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.arena import Arena, Attachments, CannotMap, Handle, unpack_handle
+from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap, Handle, unpack_handle
 from siirl_dask.errors import PeerError
 
 MIB = 2**20
@@ -21,7 +21,7 @@ needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=60))
-def test_blocks_that_are_held_never_share_a_byte(steps):
+def test_blocks_in_use_never_share_a_byte(steps):
     arena, held = Arena(keep=0), []
     for stamp, (size, let_go) in enumerate(steps):
         if let_go and held:
@@ -38,7 +38,7 @@ def test_blocks_that_are_held_never_share_a_byte(steps):
     assert arena.in_use == 0
 
 
-def test_memory_that_was_let_go_of_is_used_again():
+def test_memory_of_a_dropped_block_is_used_again():
     arena = Arena(keep=256 * MIB)
     first = arena.allocate(100 * MIB)
     where = first.segment.bytes.ctypes.data + first.offset
@@ -50,7 +50,7 @@ def test_memory_that_was_let_go_of_is_used_again():
     assert arena.held < 128 * MIB
 
 
-def test_no_more_than_a_limit_is_kept_for_later():
+def test_no_more_than_the_limit_is_kept_for_reuse():
     arena = Arena(keep=100 * MIB)
     blocks = [arena.allocate(80 * MIB) for _ in range(5)]
     assert arena.held >= 400 * MIB
@@ -81,11 +81,11 @@ def test_a_retired_segment_is_never_given_out_again():
 
 
 @needs_memfd
-def test_another_process_of_this_host_writes_into_a_segment():
+def test_another_process_of_this_host_can_write_into_a_segment():
     block = Arena(keep=0).allocate(1000)
     handle = block.segment.handle
     script = f"""
-        from siirl_dask.coordinator.arena import Attachments, Handle
+        from siirl_dask.coordinator.databuffer.arena import Attachments, Handle
         Attachments(writable=True).attach(Handle(*{handle.pack()!r}))[{block.offset}:{block.offset + 1000}] = 42
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
@@ -93,7 +93,7 @@ def test_another_process_of_this_host_writes_into_a_segment():
 
 
 @needs_memfd
-def test_memory_that_is_not_kept_is_free_even_while_a_peer_has_it_mapped():
+def test_discarded_memory_is_free_even_while_a_peer_has_it_mapped():
     arena, attachments = Arena(keep=0), Attachments(writable=True)
     block = arena.allocate(200 * MIB)
     attachments.attach(block.segment.handle)[:] = 1
@@ -132,7 +132,7 @@ def test_handles_that_name_something_else_are_refused(tmp_path):
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=20), st.lists, max_leaves=6))
-def test_what_is_no_handle_is_refused(value):
+def test_values_that_are_no_handle_are_refused(value):
     with pytest.raises(PeerError):
         unpack_handle(value)
 
@@ -142,7 +142,7 @@ def test_what_is_no_handle_is_refused(value):
 def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
     before, names = shared_memory(), set(Path("/dev/shm").iterdir())
     script = """
-        from siirl_dask.coordinator.arena import Arena
+        from siirl_dask.coordinator.databuffer.arena import Arena
         block = Arena(keep=2**30).allocate(300 * 2**20)
         block.bytes[:] = 1
         print(*block.segment.handle.pack()[:3], block.segment.handle.nonce.hex(), flush=True)
@@ -166,6 +166,6 @@ def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
 
 
 def shared_memory():
-    """Bytes of shared memory on this machine."""
+    """Return the bytes of shared memory on this machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))

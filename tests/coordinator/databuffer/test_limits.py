@@ -3,16 +3,16 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.budget import Budget
+from siirl_dask.coordinator.databuffer.limits import Budget
 
 
 @given(st.lists(st.integers(0, 150), max_size=30), st.sets(st.integers(0, 29)))
-def test_no_more_than_the_limit_is_under_way_and_everyone_gets_a_turn(sizes, cancelled):
+def test_the_budget_holds_and_everyone_is_admitted_in_order(sizes, cancelled):
     async def work():
         budget, active, order = Budget(100), [], []
 
         async def one(index, size):
-            async with budget.room_for(size):
+            async with budget.reserve(size):
                 active.append(size)
                 order.append(index)
                 assert sum(active) <= budget.used

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.cells import Runs, cell_width, cells_of, column_of, starts_of
+from siirl_dask.coordinator.databuffer.ragged import CopyPlan, as_ragged, build_column, element_width, starts_of
 
 KINDS = {
     pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
@@ -17,15 +17,15 @@ KINDS = {
 
 
 @given(st.data(), st.sampled_from(list(KINDS)))
-def test_rows_picked_from_a_slice_come_back_as_arrow_would_take_them(data, kind):
+def test_rows_copied_from_a_slice_equal_what_arrow_takes(data, kind):
     array = pa.array(data.draw(st.lists(KINDS[kind], max_size=12)), kind)
     array = array.slice(data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12)))
     picked = np.array(data.draw(st.lists(st.integers(0, len(array) - 1), max_size=20)) if len(array) else [], np.int64)
-    cells = cells_of(array)
-    lengths = cells.lengths[picked]
-    out = np.zeros(int(lengths.sum()) * cells.width, np.uint8)
-    Runs(starts_of(cells.lengths)[picked], starts_of(lengths), lengths).move(cells.values, out, cells.width)
-    back = column_of(kind, cells.lengths[picked], pa.py_buffer(out))
+    ragged = as_ragged(array)
+    lengths = ragged.lengths[picked]
+    out = np.zeros(int(lengths.sum()) * ragged.width, np.uint8)
+    CopyPlan(starts_of(ragged.lengths)[picked], starts_of(lengths), lengths).copy(ragged.values, out, ragged.width)
+    back = build_column(kind, ragged.lengths[picked], pa.py_buffer(out))
     back.validate(full=True)
     assert back.combine_chunks().equals(array.take(pa.array(picked)))
 
@@ -33,26 +33,26 @@ def test_rows_picked_from_a_slice_come_back_as_arrow_would_take_them(data, kind)
 @given(
     st.lists(st.integers(0, 9), max_size=20), st.integers(1, 30), st.sampled_from([pa.list_(pa.int32()), pa.binary()])
 )
-def test_a_column_that_32_bit_offsets_cannot_span_comes_in_chunks(sizes, most, kind):
+def test_a_column_beyond_32_bit_offsets_comes_in_chunks(sizes, most, kind):
     lengths = np.array(sizes, np.int64)
     values = np.arange(int(lengths.sum()), dtype=np.int32 if pa.types.is_list(kind) else np.uint8)
     if max(sizes, default=0) > most:
         with pytest.raises(pa.ArrowInvalid, match="holds at most"):
-            column_of(kind, lengths, pa.py_buffer(values), most)
+            build_column(kind, lengths, pa.py_buffer(values), most)
         return
-    column = column_of(kind, lengths, pa.py_buffer(values), most)
+    column = build_column(kind, lengths, pa.py_buffer(values), most)
     column.validate(full=True)
     rows = np.split(values, np.cumsum(lengths)[:-1]) if sizes else []
     assert [list(row) for row in column.to_pylist()] == [row.tolist() for row in rows]
     assert all(sum(map(len, chunk.to_pylist())) <= most for chunk in column.chunks)
-    large = column_of(pa.large_list(pa.int32()), lengths, pa.py_buffer(values.astype(np.int32)), most)
+    large = build_column(pa.large_list(pa.int32()), lengths, pa.py_buffer(values.astype(np.int32)), most)
     assert large.num_chunks == 1
 
 
 @pytest.mark.parametrize("longest", [3, 400, 5000])
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_long_and_short_runs_land_where_they_belong(longest, width, shift):
+def test_long_and_short_rows_are_copied_to_their_places(longest, width, shift):
     rng = np.random.default_rng(longest)
     sizes = rng.integers(0, longest, 300)
     total = int(sizes.sum()) * width
@@ -61,20 +61,20 @@ def test_long_and_short_runs_land_where_they_belong(longest, width, shift):
     places = np.empty(300, np.int64)
     places[order] = starts_of(sizes[order])
     target = np.zeros(total, np.uint8)
-    Runs(starts_of(sizes), places, sizes).move(source, target, width)
+    CopyPlan(starts_of(sizes), places, sizes).copy(source, target, width)
     rows = np.split(source, starts_of(sizes)[1:] * width)
     assert target.tobytes() == b"".join(rows[i].tobytes() for i in order)
 
 
 @given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5), st.sampled_from([1, 3]))
-def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs, width):
-    starts, places, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+def test_rows_outside_of_memory_are_refused_before_any_is_copied(rows, width):
+    starts, places, sizes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     source, target = np.ones(50 * width, np.uint8), np.zeros(41 * width - 1, np.uint8)
-    if all(min(s, p, n) >= 0 and s + n <= 50 and p + n <= 40 for s, p, n in runs):
-        Runs(starts, places, sizes).move(source, target, width)
+    if all(min(s, p, n) >= 0 and s + n <= 50 and p + n <= 40 for s, p, n in rows):
+        CopyPlan(starts, places, sizes).copy(source, target, width)
     else:
         with pytest.raises(IndexError):
-            Runs(starts, places, sizes).move(source, target, width)
+            CopyPlan(starts, places, sizes).copy(source, target, width)
         assert not target.any()
 
 
@@ -91,11 +91,11 @@ def test_runs_outside_of_memory_are_refused_before_anything_is_copied(runs, widt
         pa.array([None]),
     ],
 )
-def test_columns_that_are_no_runs_of_bytes_are_left_to_arrow(array):
-    assert cells_of(array) is None
+def test_columns_of_other_types_or_with_nulls_are_not_ragged(array):
+    assert as_ragged(array) is None
 
 
-def test_the_width_is_that_of_an_element():
-    assert [cell_width(kind) for kind in (pa.list_(pa.int32()), pa.string(), pa.int64(), pa.list_(pa.bool_()))] == [
+def test_the_width_is_the_bytes_of_one_element():
+    assert [element_width(kind) for kind in (pa.list_(pa.int32()), pa.string(), pa.int64(), pa.list_(pa.bool_()))] == [
         4, 1, None, None,
     ]  # fmt: skip

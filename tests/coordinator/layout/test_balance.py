@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.balance import (
+from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
     balance,
     balance_groups,
@@ -31,12 +31,12 @@ def loads_of(costs, owner, count):
 
 
 def bound(costs, count):
-    """What the fullest may have: as much as without looking at homes, or 1.02 of the mean."""
+    """Return the most that the fullest may have: as much as without homes, or 1.02 of the mean."""
     return max(loads_of(costs, balance(costs, count), count).max(), 1.02 * np.sum(costs) / count)
 
 
 @given(sizes, owners)
-def test_no_owner_carries_more_than_the_mean_and_one_longest_row(sizes, owners):
+def test_no_load_exceeds_the_mean_and_one_longest_row(sizes, owners):
     owner = balance(sizes, owners)
     loads = loads_of(sizes, owner, owners)
     assert len(owner) == len(sizes)
@@ -44,7 +44,7 @@ def test_no_owner_carries_more_than_the_mean_and_one_longest_row(sizes, owners):
 
 
 @given(sizes, st.lists(st.integers(0, 20_000), min_size=1, max_size=12))
-def test_what_owners_carry_already_counts(sizes, carried):
+def test_loads_that_owners_have_already_count(sizes, carried):
     loads = loads_of(sizes, balance(sizes, len(carried), carried), len(carried)) + carried
     mean = loads.sum() / len(carried)
     assert loads.max() <= max(max(carried), mean + max(sizes, default=0))
@@ -56,7 +56,7 @@ def test_counts_differ_by_at_most_one_when_all_rows_cost_the_same(sizes, owners)
     assert counts.max() - counts.min() <= 1
 
 
-def test_rows_of_no_size_are_spread_and_not_piled_on_the_first_owner():
+def test_rows_of_no_size_are_spread_over_all_owners():
     assert sorted(balance([0] * 8, 4).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -70,7 +70,7 @@ def test_swaps_find_the_perfect_halves_that_longest_first_misses():
     assert loads_of([3, 3, 2, 2, 2], balance([3, 3, 2, 2, 2], 2), 2).tolist() == [6, 6]
 
 
-def test_the_longest_row_is_left_alone_when_even_the_shortest_would_be_too_much_on_top():
+def test_the_longest_row_is_alone_when_even_the_shortest_is_too_much_on_top():
     costs = [102, 50, 38, 31, 27, 17, 17, 12, 8, 7, 6]  # longest first: 102 has least in the end, and 6 goes there
     owner = balance(costs, 3)
     assert (owner == owner[0]).sum() == 1
@@ -92,7 +92,7 @@ def test_staying_at_home_never_costs_balance(case):
 
 
 @given(placed())
-def test_what_has_been_balanced_does_not_move_again(case):
+def test_balanced_rows_do_not_move_again(case):
     costs, count, homes = case
     once = balance_in_place(costs, count, homes)
     assert balance_in_place(costs, count, once).tolist() == once.tolist()
@@ -100,7 +100,7 @@ def test_what_has_been_balanced_does_not_move_again(case):
 
 @given(placed(), st.randoms(use_true_random=False))
 def test_a_layout_that_is_balanced_enough_stays_as_it_is(case, random):
-    """However it came about: here as longest first gives it, with owners named at random."""
+    """Also one that came about otherwise: here as longest first gives it, with owners named at random."""
     costs, count, _ = case
     names = np.array(random.sample(range(count), count))
     homes = names[balance(costs, count)]
@@ -130,42 +130,42 @@ def test_each_minibatch_is_balanced_on_its_own_and_stays_once_it_is(rows, owners
     homes = np.where(homes < owners, homes, NOWHERE)
     owner = balance_minibatches(costs, minibatches, owners, homes)
     for minibatch in set(minibatches.tolist()):
-        mine = minibatches == minibatch
-        assert loads_of(costs[mine], owner[mine], owners).max() <= bound(costs[mine], owners)
+        rows_of = minibatches == minibatch
+        assert loads_of(costs[rows_of], owner[rows_of], owners).max() <= bound(costs[rows_of], owners)
     assert balance_minibatches(costs, minibatches, owners, owner).tolist() == owner.tolist()
 
 
-def test_rows_leave_only_an_owner_that_has_too_much():
+def test_rows_leave_only_an_overloaded_owner():
     costs, homes = np.array([40, 30, 20, 10, 30, 50]), np.array([0, 0, 0, 0, 1, 2])
     assert balance_in_place(costs, 3, homes).tolist() == [0, 1, 0, 2, 1, 2]
 
 
-def test_a_row_longer_than_the_mean_stays_and_the_short_ones_beside_it_leave():
+def test_a_row_longer_than_the_mean_stays_and_short_ones_leave():
     costs, homes = np.array([100, 1, 1, 1]), np.array([1, 1, 1, 1])
     assert balance_in_place(costs, 2, homes).tolist() == [1, 0, 0, 0]
 
 
-def test_most_stays_even_where_an_owner_has_only_a_handful_of_rows():
+def test_most_rows_stay_even_with_a_handful_of_rows_an_owner():
     """Swaps with rows that could stay rescue the others; to cut all parts anew would keep a quarter at home."""
     rng = np.random.default_rng(0)
     costs, homes = rng.lognormal(8, 0.3, 512).astype(np.int64), rng.integers(0, 128, 512)
     assert costs[balance_in_place(costs, 128, homes) == homes].sum() > 0.5 * costs.sum()
 
 
-def test_two_percent_too_much_is_not_worth_a_move():
+def test_a_load_of_two_percent_above_the_mean_moves_nothing():
     for on_the_first, moved in ((102, 0), (103, 3)):
         homes = np.repeat([0, 1], [on_the_first, 200 - on_the_first])
         assert (balance_in_place(np.ones(200, np.int64), 2, homes) != homes).sum() == moved
 
 
-def test_parts_that_must_be_cut_anew_go_to_those_who_have_most_of_them():
+def test_rows_balanced_anew_go_to_owners_that_have_most_of_them():
     """Leaving rows where they are cannot reach the balance of longest first, so its parts are given out instead."""
     costs, homes = np.array([31, 78, 78, 16, 17, 6]), np.array([1, 2, NOWHERE, NOWHERE, 0, 1])
     assert balance(costs, 3).tolist() == [2, 0, 1, 2, 2, 2]
     assert balance_in_place(costs, 3, homes).tolist() == [1, 2, 0, 1, 1, 1]
 
 
-def test_long_rows_cost_their_square_from_where_attention_counts():
+def test_the_cost_of_long_rows_is_quadratic():
     tokens = np.array([0, 1, 100, 1000, 128_000])
     assert row_costs(tokens).tolist() == [1, 1, 100, 1000, 128_000]
     assert row_costs(tokens, 1000).tolist() == [1, 1, 110, 2000, 128_000 + 16_384_000]
@@ -174,7 +174,7 @@ def test_long_rows_cost_their_square_from_where_attention_counts():
 @pytest.mark.parametrize("lie", ["nowhere", "anywhere", "together", "half of them"])
 @pytest.mark.parametrize("by", ["rows", "groups of 16", "square"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_65536_long_tailed_rows_over_1024_workers_come_within_two_percent(lie, by, seed):
+def test_65536_long_tailed_rows_over_1024_workers_balance_to_two_percent(lie, by, seed):
     rows, count = 65_536, 1024
     rng = np.random.default_rng(seed)
     tokens = np.minimum(rng.lognormal(8, 1, rows), 131_072).astype(np.int64)
@@ -198,7 +198,7 @@ def test_65536_long_tailed_rows_over_1024_workers_come_within_two_percent(lie, b
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(200, 3000), st.sampled_from([0.5, 1.0, 1.5]), st.integers(0, 9))
-def test_eight_rows_an_owner_come_within_two_percent_or_what_the_longest_forces(rows, sigma, seed):
+def test_eight_rows_an_owner_balance_to_two_percent_or_the_longest_row(rows, sigma, seed):
     rng = np.random.default_rng(seed)
     costs, count = rng.lognormal(8, sigma, rows).astype(np.int64) + 1, rows // 8
     owner = balance_in_place(costs, count, rng.integers(0, count, rows))

@@ -12,28 +12,23 @@ from distributed import Scheduler, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.arena import shared_memory_domain
-from siirl_dask.coordinator.dask_comms import DaskComms, serve
-from siirl_dask.coordinator.local_links import LocalLinks
-from siirl_dask.coordinator.messages import Op, Reply, Request
+from siirl_dask.coordinator.host import shared_memory_domain
+from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.coordinator.transport.unix_sockets import UnixSockets, socket_name
 from siirl_dask.testing.carriers import KEY, RUN, CarrierTests
 
-needs_links = pytest.mark.skipif(not shared_memory_domain(), reason="abstract sockets need Linux")
+needs_sockets = pytest.mark.skipif(not shared_memory_domain(), reason="abstract sockets need Linux")
 MEMBERS = {"a": "tcp://a", "b": "tcp://b"}
-
-
-leaves = st.integers(-1, 2**40) | st.text(max_size=3)
-said = st.tuples(st.integers(-9, 2**31), st.lists(leaves | st.lists(leaves), max_size=4).map(msgpack.packb)).map(
-    lambda pair: struct.pack("<I", max(0, pair[0] if pair[0] > 9 else len(pair[1]) + pair[0])) + pair[1]
-)
+NAME_OF_B = socket_name(RUN, "b", MEMBERS["b"])
 
 
 @asynccontextmanager
-async def linked(handler):
+async def connected(handler):
     async def nobody(request):
         raise AssertionError("nobody asks a")
 
-    here, there = LocalLinks(RUN, "a", MEMBERS, nobody), LocalLinks(RUN, "b", MEMBERS, handler)
+    here, there = UnixSockets(RUN, "a", MEMBERS, nobody), UnixSockets(RUN, "b", MEMBERS, handler)
     await here.start()
     await there.start()
     try:
@@ -43,9 +38,9 @@ async def linked(handler):
         await there.close()
 
 
-@needs_links
-class TestLocalLinks(CarrierTests):
-    joined = staticmethod(linked)
+@needs_sockets
+class TestUnixSockets(CarrierTests):
+    joined = staticmethod(connected)
 
 
 class TestDaskComms(CarrierTests):
@@ -71,29 +66,27 @@ class TestDaskComms(CarrierTests):
                 await comms.close()
 
 
-@needs_links
-def test_a_worker_that_is_not_on_this_host_is_not_reached_over_a_link():
+@needs_sockets
+def test_a_worker_of_another_host_is_not_reached_over_a_socket():
     async def work():
-        links = LocalLinks(RUN, "a", MEMBERS, None)
-        return await links.reaches("b")
+        return await UnixSockets(RUN, "a", MEMBERS, None).reaches("b")
 
     assert not asyncio.run(work())
 
 
-@needs_links
-def test_a_worker_that_came_back_under_another_address_is_another():
+@needs_sockets
+def test_a_worker_that_came_back_at_another_address_is_not_reached():
     async def handler(request):
         return Reply()
 
     async def work():
-        async with linked(handler):
-            links = LocalLinks(RUN, "a", {**MEMBERS, "b": "tcp://elsewhere"}, None)
-            return await links.reaches("b")
+        async with connected(handler):
+            return await UnixSockets(RUN, "a", {**MEMBERS, "b": "tcp://elsewhere"}, None).reaches("b")
 
     assert not asyncio.run(work())
 
 
-@needs_links
+@needs_sockets
 @settings(max_examples=50)
 @given(
     st.binary(max_size=64)
@@ -104,24 +97,24 @@ def test_a_worker_that_came_back_under_another_address_is_another():
     .map(msgpack.packb)
     .map(lambda packed: struct.pack("<I", len(packed)) + packed)
 )
-def test_a_socket_that_says_anything_is_closed_or_ignored_and_the_next_is_served(sent):
+def test_malformed_messages_are_refused_and_the_next_peer_is_served(sent):
     async def handler(request):
         return Reply({"fine": 1})
 
     async def work():
-        async with linked(handler) as (here, _):
-            reader, writer = await asyncio.open_unix_connection(here._name("b"))
+        async with connected(handler) as (here, _):
+            reader, writer = await asyncio.open_unix_connection(NAME_OF_B)
             writer.write(sent)
             writer.write_eof()
             await asyncio.wait_for(reader.read(), 10)
             writer.close()
             assert await here.reaches("b")
-            return (await here.ask("b", Request(Op.UP, KEY))).header
+            return (await here.ask("b", Request(Op.SUBTREE_STATISTICS, KEY))).header
 
     assert asyncio.run(work()) == {"fine": 1}
 
 
-@needs_links
+@needs_sockets
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_is_not_answered():
     async def handler(request):
@@ -138,8 +131,8 @@ def test_a_process_of_another_user_is_not_answered():
     """
 
     async def work():
-        async with linked(handler) as (here, _):
-            command = [sys.executable, "-c", textwrap.dedent(script), here._name("b").encode().hex()]
+        async with connected(handler):
+            command = [sys.executable, "-c", textwrap.dedent(script), NAME_OF_B.encode().hex()]
             return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
 
     done = asyncio.run(work())

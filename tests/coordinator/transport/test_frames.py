@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.frames import check_types, from_frames, to_frames
+from siirl_dask.coordinator.transport.frames import check_types, from_frames, to_frames
 from siirl_dask.errors import DataError, PeerError
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
@@ -34,11 +34,11 @@ rows = st.fixed_dictionaries(
         "messages": maybe(st.lists(st.fixed_dictionaries({"role": maybe(text), "content": text}), max_size=2)),
         "blob": maybe(st.binary(max_size=5)),
         "pair": maybe(st.lists(floats, min_size=2, max_size=2)),
-        "parts": maybe(st.dictionaries(text, maybe(floats), max_size=2).map(lambda found: [*found.items()])),
+        "parts": maybe(st.dictionaries(text, maybe(floats), max_size=2).map(lambda parts: [*parts.items()])),
         "nothing": st.none(),
     }
 )
-tables = st.lists(rows, max_size=6).map(lambda found: pa.Table.from_pylist(found, schema=SCHEMA))
+tables = st.lists(rows, max_size=6).map(lambda items: pa.Table.from_pylist(items, schema=SCHEMA))
 
 
 def received(frames):
@@ -68,7 +68,7 @@ def test_buffers_of_a_whole_table_are_not_copied():
 
 @settings(max_examples=300)
 @given(tables, st.data())
-def test_damaged_frames_are_refused_or_harmless_and_never_crash(table, data):
+def test_damaged_frames_are_refused_or_give_a_valid_table(table, data):
     header, frames = to_frames(table)
     frames = received(frames)
     nodes = [list(node) for node in header["nodes"]]
@@ -100,12 +100,12 @@ def test_damaged_frames_are_refused_or_harmless_and_never_crash(table, data):
 
 
 @pytest.mark.parametrize("header", [{}, {"rows": 1}, {"nodes": 7, "rows": 1}, {"rows": 0, "nodes": [[0]]}, None, "x"])
-def test_a_header_that_is_none_is_refused(header):
+def test_a_malformed_header_is_refused(header):
     with pytest.raises(PeerError):
         from_frames(header, [], SCHEMA)
 
 
-def test_a_type_that_cannot_travel_is_named_before_anything_starts():
+def test_a_type_that_cannot_move_is_named():
     schema = pa.schema({"ok": MESSAGES, "label": pa.dictionary(pa.int32(), pa.string())})
     with pytest.raises(DataError, match=r"'label'.*dictionary.*cast"):
         check_types(schema)

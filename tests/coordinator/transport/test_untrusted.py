@@ -1,4 +1,4 @@
-"""Peers that send anything: they are refused, and nothing they send is used before it is checked."""
+"""Peers may send anything: what is malformed is refused, and nothing is used before it is checked."""
 
 import asyncio
 from functools import partial
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.limits import Limits
-from siirl_dask.coordinator.messages import Op, Reply, Request, TransitionKey, Turn, pack_ints
-from siirl_dask.coordinator.statistics import STATISTICS
+from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.layout.assignment import STATISTICS
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import Rows
-from tests.coordinator.test_databuffer import SCHEMA, TURN, buffers_of, edge, make_rows, scatter, settle
+from siirl_dask.planner import Iteration, Rows
+from tests.coordinator.rows import ITERATION, SCHEMA, buffers_of, edge, make_rows, scatter, wait_for_acks
 
 EDGE = edge(("0",), ("1",), Rows.BALANCED)
 TWO = edge(("0", "2"), ("1",), Rows.BALANCED)
@@ -22,34 +22,34 @@ SAME = edge(("0", "2"), ("1", "3"), Rows.REPLICATED)
 leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=4) | st.binary(max_size=16)
 anything = st.recursive(leaves, lambda item: st.lists(item) | st.dictionaries(st.text(max_size=4), item), max_leaves=8)
 rows = st.lists(st.integers(-3, 12), max_size=4).map(lambda values: pack_ints(np.array(values, np.int64)))
-targets = st.fixed_dictionaries({"handles": anything, "columns": anything, "patterns": st.lists(rows, max_size=3)})
+targets = st.fixed_dictionaries({"handles": anything, "columns": anything, "starts": st.lists(rows, max_size=3)})
 bodies = st.fixed_dictionaries(
     {},
     optional={
         "rows": rows | anything,
         "columns": st.lists(st.sampled_from([*SCHEMA.names, "other"]), max_size=3) | anything,
-        "plain": st.booleans() | anything,
+        "others": st.booleans() | anything,
         "target": st.none() | targets | anything,
-        "taken": st.lists(st.tuples(st.integers(), st.text(max_size=3), st.integers()).map(list)) | anything,
+        "acks": st.lists(st.tuples(st.integers(), st.text(max_size=3), st.integers()).map(list)) | anything,
     },
 )
 
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from([*Op, "other"]), bodies), min_size=1, max_size=5))
-def test_whatever_is_asked_is_answered_or_refused_and_the_next_one_is_served(requests):
+def test_any_request_is_answered_or_refused_and_the_next_is_served(requests):
     table = make_rows(10)
 
     async def ask():
         buffers, _ = buffers_of([EDGE], "messages")
-        key = buffers["0"].key(EDGE, TURN)
-        await buffers["0"].publish(EDGE, TURN, table)
+        key = buffers["0"].key(EDGE, ITERATION)
+        await buffers["0"].publish(EDGE, ITERATION, table)
         for op, body in requests:
             try:
                 assert isinstance(await buffers["0"].handle(Request(op, key, body)), Reply)
             except PeerError:
                 continue
-        return await buffers["1"].pull(EDGE, EDGE, TURN)
+        return await buffers["1"].pull(EDGE, EDGE, ITERATION)
 
     assert asyncio.run(ask()).equals(table)
 
@@ -62,7 +62,7 @@ NASTY = [
 
 
 def damage(reply, seed):
-    """Another reply: something in its header or its frames is not what was sent."""
+    """Return a reply in which something of the header or of the frames is not what was sent."""
     rng = Random(seed)
     header, frames = dict(reply.header), [bytearray(frame) for frame in reply.frames]
     kind = rng.choice(["header", "key", "key", "cut", "flip", "flip", "drop", "more", "grow"])
@@ -87,10 +87,10 @@ def damage(reply, seed):
 @settings(max_examples=200)
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([Op.UP, Op.DESCRIBE, Op.FILL, Op.DOWN]),
-    st.sampled_from([("messages", TWO), ("shared memory", TWO), ("lent", SAME)]),
+    st.sampled_from([Op.SUBTREE_STATISTICS, Op.ROW_LENGTHS, Op.FETCH, Op.ALL_STATISTICS]),
+    st.sampled_from([("messages", TWO), ("shared memory", TWO), ("shared tables", SAME)]),
 )
-def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(seed, op, case):
+def test_a_damaged_answer_is_refused_or_gives_a_valid_table(seed, op, case):
     table, (way, e) = make_rows(10), case
 
     async def pull():
@@ -102,8 +102,8 @@ def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(se
 
         for source, part in scatter(table, e.sources).items():
             transport.handlers[source] = partial(lie, transport.handlers[source])
-            await buffers[source].publish(e, TURN, part)
-        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(e, e, TURN), 20), return_exceptions=True)
+            await buffers[source].publish(e, ITERATION, part)
+        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(e, e, ITERATION), 20), return_exceptions=True)
         return got, buffers["1"]
 
     got, buffer = asyncio.run(pull())
@@ -117,8 +117,8 @@ def test_a_damaged_answer_is_refused_or_gives_a_valid_table_and_leaks_nothing(se
     assert buffer.arena.in_use == 0
 
 
-def pull_what_is_told_by(change, way, limits=None, count=10):
-    """Pull from a source whose every reply is what ``change(request, frames)`` makes of its frames."""
+def pull_from_liar(change, way, limits=None, count=10):
+    """Pull from a source whose every reply has the frames that ``change(request, frames)`` returns."""
 
     async def pull():
         buffers, transport = buffers_of([EDGE], way, **({"limits": limits} if limits else {}))
@@ -129,51 +129,51 @@ def pull_what_is_told_by(change, way, limits=None, count=10):
             return Reply(reply.header, change(request, [bytes(frame) for frame in reply.frames]))
 
         transport.handlers["0"] = changed
-        await buffers["0"].publish(EDGE, TURN, make_rows(count))
-        return await buffers["1"].pull(EDGE, EDGE, TURN)
+        await buffers["0"].publish(EDGE, ITERATION, make_rows(count))
+        return await buffers["1"].pull(EDGE, EDGE, ITERATION)
 
     return asyncio.run(pull())
 
 
 @pytest.mark.parametrize("length", [2**40, 2**47, 2**48 - 1])
-def test_more_rows_than_memory_are_refused_before_any_is_laid_out(length):
+def test_rows_larger_than_memory_are_refused_before_allocation(length):
     def boast(request, frames):
-        return [pack_ints(np.full(10, length))] * len(frames) if request.op == Op.DESCRIBE else frames
+        return [pack_ints(np.full(10, length))] * len(frames) if request.op == Op.ROW_LENGTHS else frames
 
     with pytest.raises(PeerError, match="machine's memory"):
-        pull_what_is_told_by(boast, "messages")
+        pull_from_liar(boast, "messages")
 
 
 @pytest.mark.parametrize("way", ["messages", "shared memory"])
-def test_rows_that_were_described_longer_than_they_are_are_refused(way):
+def test_rows_said_to_be_longer_than_they_are_are_refused(way):
     def boast(request, frames):
-        longer = request.op == Op.DESCRIBE
+        longer = request.op == Op.ROW_LENGTHS
         return [pack_ints(np.frombuffer(frame, "<i8") + 1) if longer else frame for frame in frames]
 
-    with pytest.raises(PeerError, match=r"that it described|described otherwise"):
-        pull_what_is_told_by(boast, way)
+    with pytest.raises(PeerError, match=r"by the row lengths it told|told otherwise"):
+        pull_from_liar(boast, way)
 
 
-def test_asking_for_more_than_a_message_may_carry_is_refused():
+def test_asking_for_more_than_a_message_holds_is_refused():
     async def ask():
-        buffers, _ = buffers_of([EDGE], "messages", limits=Limits(chunk=100))
-        await buffers["0"].publish(EDGE, TURN, make_rows(200))
+        buffers, _ = buffers_of([EDGE], "messages", limits=Limits(message=100))
+        await buffers["0"].publish(EDGE, ITERATION, make_rows(200))
         body = {"rows": pack_ints(np.arange(200)), "columns": ["ids"]}
-        await buffers["0"].handle(Request(Op.FILL, buffers["0"].key(EDGE, TURN), body))
+        await buffers["0"].handle(Request(Op.FETCH, buffers["0"].key(EDGE, ITERATION), body))
 
     with pytest.raises(PeerError, match="expected at most 100"):
         asyncio.run(ask())
 
 
 @pytest.mark.parametrize("way", ["messages", "shared memory"])
-def test_a_write_that_comes_after_its_pull_was_given_up_spoils_nothing(way):
-    """The pull is cancelled, the next turn is pulled, and only then does a slow source do what it was told first."""
+def test_a_late_write_after_a_cancelled_pull_spoils_nothing(way):
+    """A pull is cancelled, the next iteration is pulled, and only then does a slow source answer the first request."""
     stale, table = make_rows(50, seed=1), make_rows(50, seed=2)
-    before, later = Turn("train", 0, 0), Turn("train", 2, 2)
-    now = Turn("train", 1, 1)
+    before, later = Iteration("train", 0, 0), Iteration("train", 2, 2)
+    now = Iteration("train", 1, 1)
 
     async def work():
-        buffers, transport = buffers_of([EDGE], way, limits=Limits(chunk=200, described=0))  # memory is kept
+        buffers, transport = buffers_of([EDGE], way, limits=Limits(message=200, inline_lengths=0))  # memory is kept
         await buffers["0"].publish(EDGE, before, stale)
         assert (await buffers["1"].pull(EDGE, EDGE, before)).equals(stale)
         handle, held, go = transport.handlers["0"], asyncio.Event(), asyncio.Event()
@@ -184,7 +184,7 @@ def test_a_write_that_comes_after_its_pull_was_given_up_spoils_nothing(way):
             return await handle(request)
 
         async def slow(request):
-            if request.op != Op.FILL or held.is_set():
+            if request.op != Op.FETCH or held.is_set():
                 return await handle(request)
             held.set()
             late.append(asyncio.create_task(hold(request)))
@@ -201,18 +201,18 @@ def test_a_write_that_comes_after_its_pull_was_given_up_spoils_nothing(way):
         go.set()
         assert (await late[0]).header["rows"] > 0  # it did write, or send
         assert got.equals(table)
-        await settle(buffers)
+        await wait_for_acks(buffers)
         return buffers["1"]
 
     assert asyncio.run(work()).arena.in_use == 0
 
 
-def test_a_key_of_another_attempt_is_refused():
+def test_a_key_of_another_run_is_refused():
     async def ask():
         buffers, _ = buffers_of([EDGE], "messages")
-        await buffers["0"].publish(EDGE, TURN, make_rows(5))
-        key = TransitionKey("run-before", TURN.sequence, f"train/{EDGE.name}")
-        await buffers["0"].handle(Request(Op.FILL, key, {"rows": pack_ints(np.arange(5)), "columns": ["ids"]}))
+        await buffers["0"].publish(EDGE, ITERATION, make_rows(5))
+        key = TransitionKey("run-before", ITERATION.sequence, f"train/{EDGE.name}")
+        await buffers["0"].handle(Request(Op.FETCH, key, {"rows": pack_ints(np.arange(5)), "columns": ["ids"]}))
 
     with pytest.raises(PeerError, match="refused"):
         asyncio.run(ask())
@@ -220,19 +220,19 @@ def test_a_key_of_another_attempt_is_refused():
 
 def test_statistics_that_point_outside_of_the_edge_are_refused():
     def point_elsewhere(request, frames):
-        if request.op != Op.DOWN:
+        if request.op != Op.ALL_STATISTICS:
             return frames
-        lines = np.frombuffer(frames[0], STATISTICS).copy()
-        lines["source"] = 7
-        return [lines.tobytes(), *frames[1:]]
+        statistics = np.frombuffer(frames[0], STATISTICS).copy()
+        statistics["source"] = 7
+        return [statistics.tobytes(), *frames[1:]]
 
     with pytest.raises(PeerError, match="source from 7 to 7"):
-        pull_what_is_told_by(point_elsewhere, "messages")
+        pull_from_liar(point_elsewhere, "messages")
 
 
-def test_text_that_is_no_text_is_refused():
+def test_text_that_is_not_utf8_is_refused():
     def spoil(request, frames):
         return [frame.replace("é".encode(), b"\xff\xff") for frame in frames]
 
     with pytest.raises(PeerError, match=r"is no table|UTF"):
-        pull_what_is_told_by(spoil, "large messages", count=30)
+        pull_from_liar(spoil, "large messages", count=30)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from siirl_dask.planner import Sizes, compile_chains, draw, estimate
-from siirl_dask.planner.layers import Bend, lay_out
+from siirl_dask.planner.explain.as_svg import Bend, lay_out
 from tests.planner.random_dags import QUICKLY, plans
 
 SIZES = Sizes(prompts=32, prompt_tokens=100, response_tokens=50)

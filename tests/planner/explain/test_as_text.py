@@ -60,7 +60,7 @@ def test_bytes_are_counted_from_types_lengths_and_given_widths(grpo, source):
     ],
 )
 def test_expansion_is_found_in_options(fn, rows):
-    dag = DAG([Role("a", build), Role("b", build)], [Node("g", fn, "a"), Node("x", plain, "b", ("g",))])
+    dag = DAG([Role("a", build), Role("b", build)], [Node("g", fn, role="a"), Node("x", plain, role="b", after="g")])
     plan = compile_chains(dag, ["w0", "w1"], pa.schema({}), {"a": [0], "b": [1]})
     found = estimate(plan, SIZES)["g", "x"]
     assert found.rows == rows
@@ -71,10 +71,10 @@ def test_expansion_is_found_in_options(fn, rows):
 def test_text_in_full():
     roles = [Role("gen", build), Role("learn", build)]
     nodes = [
-        Node("make", partial(generate, sampling=Sampling(n=2)), "gen"),
-        Node("near", plain, "gen", ("make",)),
-        Node("far", plain, "learn", ("make",), Rows.GROUPED, reads=("prompt_ids", "prompt")),
-        Node("join", plain, "gen", ("near", "far"), keep="rollouts", reads=("prompt_ids",)),
+        Node("make", partial(generate, sampling=Sampling(n=2)), role="gen"),
+        Node("near", plain, role="gen", after="make"),
+        Node("far", plain, role="learn", after="make", rows=Rows.GROUPED, reads=("prompt_ids", "prompt")),
+        Node("join", plain, role="gen", after=("near", "far"), save_as="rollouts", reads=("prompt_ids",)),
     ]
     plan = compile_chains(DAG(roles, nodes), ["w0", "w1", "w2"], pa.schema({"prompt": pa.string()}), {"gen": [0, 1]})
     here = __name__

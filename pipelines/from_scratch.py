@@ -1,0 +1,66 @@
+"""GRPO as a DAG that is spelled node by node: what the recipe siirl_dask.grpo does for you.
+
+    python pipelines/from_scratch.py configs/quickstart.yaml run.name=from_scratch
+
+A node is a function of a table, run on the workers of its role. The planner reads from the functions' ``@columns`` what
+each edge must carry: rewards and log-probs are computed side by side on different workers, and joined by the advantage.
+"""
+
+from functools import partial
+
+from siirl_dask import DAG, Config, Node, Role, Rows, main
+from siirl_dask.algorithms import grpo, policy_loss, ppo_clip
+from siirl_dask.nodes import (
+    draw_minibatches,
+    encode_prompts,
+    estimate_advantage,
+    generate,
+    load_weights,
+    policy_logprobs,
+    publish_weights,
+    score,
+    update_policy,
+)
+from siirl_dask.planner import resolve
+from siirl_dask.recipes.common import check_reads
+from siirl_dask.rewards import build_scorer
+from siirl_dask.rollout import build_engine
+from siirl_dask.training import build_trainer
+
+
+def training(config: Config) -> DAG:
+    check_reads(config, "minibatches")
+    model, rollout, minibatches = config.model, config.rollout, config.algorithm.minibatches
+    roles = (
+        Role("rollout", partial(build_engine, model=model, rollout=rollout)),
+        Role("reward", partial(build_scorer, rewards=config.rewards, reward=resolve(config.rewards.function))),
+        Role("policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)),
+    )
+    loss = partial(policy_loss, surrogate=partial(ppo_clip, clip_low=0.2, clip_high=0.28))
+    encode = {"max_prompt_length": config.data.max_prompt_length}
+    draw = {"minibatches": minibatches, "batch_size": config.data.batch_size}
+    update = {"minibatches": minibatches, "loss": loss}
+    nodes = (
+        Node("prompts", encode_prompts, role="rollout", options=encode),
+        Node("rollout", generate, role="rollout", after="prompts", options={"rollout": rollout}),
+        Node("reward", score, role="reward", after="rollout"),
+        Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
+        Node(
+            "advantage",
+            estimate_advantage,
+            role="policy",
+            after=("reward", "old_logprobs"),
+            rows=Rows.GROUPED,
+            save_as="rollouts",
+            options={"advantage": grpo},
+        ),
+        Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
+        Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
+        Node("weights", publish_weights, role="policy", after="update"),
+        Node("load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED),
+    )
+    return DAG(roles, nodes)
+
+
+if __name__ == "__main__":
+    main(training)

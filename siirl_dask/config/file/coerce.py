@@ -1,0 +1,86 @@
+"""Plain values as the typed Config, interpolations resolved, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from siirl_dask.coerce import Coercer
+from siirl_dask.config import Config
+from siirl_dask.config.file.layers import GROUPS, first_line, key_hint
+from siirl_dask.errors import ConfigError
+
+_coerce = Coercer(ConfigError)
+
+
+def defaults(kind: type[Any]) -> dict[str, Any]:
+    """As written on the class: unlike an instance's, they still hold their interpolations."""
+    made = {f.name: f.default_factory() for f in fields(kind) if f.default_factory is not MISSING}
+    return plain({f.name: made.get(f.name, f.default) for f in fields(kind)})  # type: ignore[no-any-return]
+
+
+def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str) -> Config:
+    """``tree`` is what ``raw`` became."""
+    if missing := [f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"]:
+        raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
+    groups = {}
+    for group, kind in GROUPS.items():
+        hints, values = get_type_hints(kind), resolved(tree, group, path)
+        where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
+        typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
+        groups[group] = _checked(kind, typed, path)
+    config: Config = _checked(Config, groups, path)
+    return config
+
+
+def _checked(kind: type[Any], values: Mapping[str, Any], path: str) -> Any:
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def resolved(tree: DictConfig, key: str, path: str) -> Any:
+    """The part of the tree under ``key`` as plain data, None when there is none."""
+    part = tree.get(key)
+    try:
+        return OmegaConf.to_container(part, resolve=True, throw_on_missing=True) if OmegaConf.is_config(part) else part
+    except (OmegaConfBaseException, RecursionError) as error:
+        given = getattr(error, "full_key", None) or key
+        hint = ""
+        if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"'(.*)'", str(error))):
+            hint = key_hint(wanted[1])
+        text = "its interpolation never ends" if isinstance(error, RecursionError) else first_line(error)
+        raise ConfigError(f"{path}: {given}: {text}{hint}") from error
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, enums and tuples as what YAML has."""
+    match value:
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return plain(asdict(value))
+        case StrEnum():
+            return value.value
+        case Mapping():
+            return {key: plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+    return value
+
+
+def escaped(value: Any) -> Any:
+    """Plain data with ``${`` written so that OmegaConf takes it literally."""
+    match value:
+        case str():
+            return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+        case Mapping():
+            return {key: escaped(item) for key, item in value.items()}
+        case list():
+            return [escaped(item) for item in value]
+    return value

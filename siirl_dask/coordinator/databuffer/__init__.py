@@ -1,0 +1,1 @@
+"""The distributed Databuffer: it publishes a worker's rows and pulls the rows that the next layout gives it."""

@@ -1,0 +1,1 @@
+"""The layout decides which worker owns which row: balanced by tokens, and computed alike by every worker."""

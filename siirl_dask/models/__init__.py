@@ -1,0 +1,1 @@
+"""Model folders: loading them, and reading their sizes without loading."""

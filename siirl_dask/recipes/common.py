@@ -1,0 +1,168 @@
+"""Pieces that recipes share: roles, the update with its loss, validation. Together they read every ``algorithm.*`` key.
+
+Nothing that a configuration says is dropped: a key that an argument of the recipe replaces must be left at its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from siirl_dask.algorithms import policy_loss
+from siirl_dask.config import AlgorithmConfig, Config
+from siirl_dask.errors import ConfigError
+from siirl_dask.nodes import (
+    ColumnPath,
+    base_logprobs,
+    draw_minibatches,
+    encode_prompts,
+    generate_answers,
+    load_weights,
+    measure_answers,
+    publish_weights,
+    reference_logprobs,
+    score,
+    update_policy,
+)
+from siirl_dask.planner import DAG, Node, Role, Rows, resolve
+from siirl_dask.rewards import build_scorer
+from siirl_dask.rollout import build_engine
+from siirl_dask.training import build_reference, build_trainer
+
+Function = Callable[..., Any]
+
+
+def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
+    """The engine, the scorer and the policy. ``reward``: a reward function in place of ``rewards.function``."""
+    reward = resolve(config.rewards.function) if reward is None else reward
+    model, rollout = config.model, config.rollout
+    return (
+        Role("rollout", partial(build_engine, model=model, rollout=rollout)),
+        Role("reward", partial(build_scorer, rewards=config.rewards, reward=reward)),
+        Role("policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)),
+    )
+
+
+def prompt_options(config: Config) -> dict[str, Any]:
+    """Options of ``encode_prompts``."""
+    return {"max_prompt_length": config.data.max_prompt_length, "rollout": config.rollout}
+
+
+def advantage_of(config: Config, advantage: Function | None) -> Function:
+    """``advantage``, or the one that ``algorithm.advantage`` names. ConfigError where both are given."""
+    return _chosen(config.algorithm, "advantage", advantage)
+
+
+def loss_of(config: Config, loss: Function | None) -> Function:
+    """The policy's loss: ``loss``, or ``algorithm.loss``, with its KL, entropy and correction terms.
+
+    ConfigError where both ``loss`` and ``algorithm.loss`` are given.
+    """
+    algorithm = config.algorithm
+    correction = None
+    if algorithm.correction is not None:
+        correction = partial(resolve(algorithm.correction), **algorithm.correction_options)
+    return partial(
+        policy_loss,
+        surrogate=_chosen(algorithm, "loss", loss),
+        kl=resolve(algorithm.kl),
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_bias_correction=algorithm.kl_bias_correction,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        correction=correction,
+    )
+
+
+def learning(config: Config, loss: Function | None = None, columns: Sequence[str] = ()) -> tuple[Node, ...]:
+    """From advantages to engines with new weights. ``columns`` reach the loss as ``LossInputs.columns``."""
+    algorithm = config.algorithm
+    draw = {
+        "minibatches": algorithm.minibatches,
+        "batch_size": config.data.batch_size,
+        "n": config.rollout.n,
+        "split_groups": algorithm.split_groups,
+    }
+    update: dict[str, Any] = {
+        "loss": loss_of(config, loss),
+        "aggregate": partial(resolve(algorithm.aggregation), **algorithm.aggregation_options),
+        "minibatches": algorithm.minibatches,
+        "epochs": algorithm.epochs,
+        "critic_warmup_steps": algorithm.critic_warmup_steps,
+        "max_staleness": config.rollout.max_staleness,
+    }
+    if columns:
+        update["columns"] = tuple(columns)
+    lag = config.rollout.steps_ahead or 0
+    return (
+        Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
+        Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
+        Node("weights", publish_weights, role="policy", after="update"),
+        Node("load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED, lag=lag),
+    )
+
+
+def with_reference(dag: DAG, config: Config) -> DAG:
+    """``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs; as it is where that is 0.
+
+    With adapters the policy without them is the reference; otherwise it is a role of its own.
+    """
+    if not config.algorithm.kl_coefficient:
+        return dag
+    reference = Node("reference_logprobs", base_logprobs, role="policy", after="rollout", rows=Rows.BALANCED)
+    if config.trainer.lora.rank:
+        dag = dag.add(reference)
+    else:
+        build = partial(build_reference, model=config.model, trainer=config.trainer, rollout=config.rollout)
+        reference = replace(reference, fn=reference_logprobs, role="reference")
+        dag = dag.add(reference, roles=(Role("reference", build),))
+    return dag.replace("advantage", after=(*dag.node("advantage").after, reference.name))
+
+
+def validation(config: Config, dag: DAG) -> DAG:
+    """The validation that goes with a training DAG: its roles ``rollout`` and ``reward`` answer and score.
+
+    PlanError when the training DAG does not have these roles.
+    """
+    settings = config.validation
+    extract = resolve(settings.answer_extractor) if settings.answer_extractor else None
+    measure = {
+        "n": settings.n,
+        "k": tuple(settings.k),
+        "source": ColumnPath(settings.source_column),
+        "extract": extract,
+    }
+    placement = Rows(str(config.rollout.prompt_placement))
+    sample = {"rollout": config.rollout, "validation": settings}
+    nodes = (
+        Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
+        Node("rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample),
+        Node("reward", score, role="reward", after="rollout", save_as="validation"),
+        Node("measure", measure_answers, role="reward", after="reward", rows=Rows.GROUPED, options=measure),
+    )
+    return DAG(dag.roles, nodes)
+
+
+def check_reads(config: Config, *keys: str) -> None:
+    """ConfigError for an ``algorithm.*`` key that is given and is none of ``keys``: for a DAG that does not read it."""
+    default = AlgorithmConfig()
+    for name in (field.name for field in fields(AlgorithmConfig)):
+        value = getattr(config.algorithm, name)
+        if name not in keys and value != getattr(default, name):
+            raise ConfigError(f"algorithm.{name}={value!r}: this DAG does not read it; leave it out")
+
+
+def _chosen(algorithm: AlgorithmConfig, key: str, given: Function | None) -> Function:
+    """``given``, or the function that ``algorithm.<key>`` names. ConfigError where the configuration names one too."""
+    name: str = getattr(algorithm, key)
+    options: Mapping[str, Any] = getattr(algorithm, f"{key}_options")
+    if given is None:
+        return partial(resolve(name), **options)
+    if name != getattr(AlgorithmConfig(), key) or options:
+        configured = f"algorithm.{key}={name}" + (f" with {key}_options={dict(options)}" if options else "")
+        raise ConfigError(
+            f"{configured}, and the recipe was given {key}={getattr(given, '__name__', given)}: expected one of them; "
+            "bind options to the function with functools.partial"
+        )
+    return given

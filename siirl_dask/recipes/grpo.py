@@ -1,0 +1,56 @@
+"""GRPO (arXiv:2402.03300): the advantage compares the samples of one prompt, so there is no critic.
+
+    python -m siirl_dask.recipes.grpo configs/quickstart.yaml trainer.lr=5e-5
+
+Rewards and log-probs are computed side by side, on different workers, and joined by the advantage. Without
+``algorithm.kl_coefficient`` there is no reference policy, as in DAPO (arXiv:2503.14476): one model fewer in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from siirl_dask.config import Config
+from siirl_dask.nodes import encode_prompts, estimate_advantage, generate, policy_logprobs, score
+from siirl_dask.planner import DAG, Node, Rows
+from siirl_dask.recipes.common import Function, advantage_of, learning, prompt_options, roles, with_reference
+
+
+def grpo(
+    config: Config,
+    *,
+    reward: Function | None = None,
+    advantage: Function | None = None,
+    loss: Function | None = None,
+    columns: Sequence[str] = (),
+) -> DAG:
+    """The DAG of GRPO and of what differs from it by functions alone (Dr.GRPO, GSPO, CISPO, RLOO, ...).
+
+    Each of ``reward``, ``advantage`` and ``loss`` replaces the function that the configuration names. ``columns`` are
+    further columns that the loss sees. ConfigError for an ``algorithm.*`` key that an argument would make void.
+    """
+    estimate = {"advantage": advantage_of(config, advantage)}
+    placement = Rows(str(config.rollout.prompt_placement))
+    nodes = (
+        Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
+        Node("rollout", generate, role="rollout", after="prompts", rows=placement, options={"rollout": config.rollout}),
+        Node("reward", score, role="reward", after="rollout"),
+        Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
+        Node(
+            "advantage",
+            estimate_advantage,
+            role="policy",
+            after=("reward", "old_logprobs"),
+            rows=Rows.GROUPED,
+            save_as="rollouts",
+            options=estimate,
+        ),
+        *learning(config, loss, columns),
+    )
+    return with_reference(DAG(roles(config, reward), nodes), config)
+
+
+if __name__ == "__main__":
+    from siirl_dask import main
+
+    main(grpo)

@@ -1,0 +1,1 @@
+"""Rewards that run a response's program against test cases, in a sandbox."""

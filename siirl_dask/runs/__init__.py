@@ -1,0 +1,1 @@
+"""What a run leaves behind under its URL: config, DAG, checkpoints, tables of rows."""

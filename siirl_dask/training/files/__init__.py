@@ -1,0 +1,1 @@
+"""Model and optimizer state in files: checkpoints, safetensors, Hugging Face folders."""

@@ -1,0 +1,1 @@
+"""The network that learns: packed attention, log-probs in chunks, adapters."""

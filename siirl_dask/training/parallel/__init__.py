@@ -1,0 +1,1 @@
+"""How a model lies on several workers: replicas, shards (FSDP2), sequence and tensor parallelism."""

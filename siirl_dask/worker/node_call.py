@@ -1,0 +1,123 @@
+"""Calls a node's function: makes its context, joins its inputs, holds its output against its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from traceback import format_exc
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from siirl_dask.context import Context, Metric, Rank
+from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.errors import NodeError, SiirlError
+from siirl_dask.planner import Input, Iteration, Load, Node
+from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.worker.runtime import WorkerRuntime
+
+
+@dataclass(slots=True)
+class NodeCalls:
+    """The node calls of one passage through a chain, and the tables and metrics that they share."""
+
+    runtime: WorkerRuntime
+    iteration: Iteration
+    loader: Dataloader
+    tables: dict[str, pa.Table] = field(default_factory=dict)
+    """Tables that are there now, by the name of a node or of an edge."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    loaded: Load | None = None
+    """The link that read this worker's prompts; a node that draws more prompts goes on from it."""
+
+    def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
+        """The ``columns`` of what the node's function makes of its inputs. NodeError when it breaks its contract."""
+        with self.named(node):
+            table = self.joined(inputs)
+            return checked(node, columns, table, node.fn(self.context_of(node), table))
+
+    def joined(self, inputs: Sequence[Input]) -> pa.Table:
+        return _join([self.tables[item.table].select(item.columns) for item in inputs])
+
+    def context(self, role: str) -> Context:
+        runtime = self.runtime
+        context = Context(
+            step=self.iteration.step,
+            drain=self.iteration.drain,
+            run_seed=runtime.run_seed,
+            rank=runtime.ranks.get(role, Rank()),
+            device=runtime.device,
+            resource=runtime.resources.get(role),
+            resources=runtime.resources,
+            metrics=self.metrics,
+        )
+        if role in runtime.peers:
+            context.peers = runtime.peers[role]
+        return context
+
+    def context_of(self, node: Node) -> Context:
+        context, load = self.context(node.role), self.loaded
+        context.state = self.runtime.node_state.setdefault(f"{self.iteration.phase}/{node.name}", {})
+        if self.runtime.share_work is not None and context.rank.size > 1:
+            context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
+        if node.contract.draws and load is not None:
+            context.draw_prompts = partial(
+                self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
+            )
+        return context
+
+    @contextmanager
+    def named(self, node: Node) -> Iterator[None]:
+        """Errors inside say which node, iteration and worker they are from; one that is none of ours is a NodeError."""
+        where = f"node {node.name!r}, {self.iteration}, worker {self.runtime.device.worker!r}"
+        try:
+            yield
+        except SiirlError as error:
+            error.add_note(f"in {where}")
+            raise
+        except Exception as error:
+            failure = NodeError(f"{where}: {type(error).__name__}: {error}")
+            failure.add_note(format_exc())  # a traceback does not cross processes
+            raise failure from error
+
+
+def _join(tables: list[pa.Table]) -> pa.Table:
+    """The columns of all tables, row by row, sorted by row id. NodeError when they do not hold the same rows."""
+    tables = [_sorted(table) for table in tables]
+    first = tables[0]
+    columns = {name: first[name] for name in first.column_names}
+    for other in tables[1:]:
+        if not other[ROW_ID].equals(first[ROW_ID]):
+            raise NodeError(
+                f"its parents hold different rows: {first.num_rows} and {other.num_rows}, not the same row ids; "
+                "a node that removes rows must come before the branches part"
+            )
+        columns |= {name: other[name] for name in other.column_names if name not in IDENTITY}
+    return pa.table(columns)
+
+
+def _sorted(table: pa.Table) -> pa.Table:
+    ids = table[ROW_ID].combine_chunks().to_numpy()
+    return table if (ids[1:] >= ids[:-1]).all() else table.take(pc.sort_indices(table[ROW_ID]))
+
+
+def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
+    """``columns`` of a node's output. NodeError where the output, made of ``table``, is not as the contract says."""
+    if not isinstance(output, pa.Table):
+        raise NodeError(f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table")
+    contract = node.contract
+    declared = {name: TYPES[name] for name in IDENTITY} | {field.name: field.type for field in contract.writes}
+    known = set(declared) | (set(table.column_names) if contract.passes else set())
+    if undeclared := [name for name in output.column_names if name not in known]:
+        raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
+    if missing := [name for name in columns if name not in output.column_names]:
+        raise NodeError(f"node {node.name!r} did not give {missing} (it gave {output.column_names})")
+    for name, kind in declared.items():
+        if name in output.column_names and output[name].type != kind:
+            raise NodeError(f"node {node.name!r} gave {name!r} as {output[name].type}: its contract says {kind}")
+    same = contract.new_rows or output[ROW_ID].equals(table[ROW_ID])
+    if not same and sorted(output[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
+        raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
+    return output.select(columns)

@@ -1,0 +1,82 @@
+"""Recipes make the DAGs that the shipped configs spell, heed every key, and take functions of one's own."""
+
+from functools import partial
+
+import pytest
+
+from siirl_dask import dapo, grpo, ppo
+from siirl_dask.algorithms import ppo_clip, rloo
+from siirl_dask.config.file import load, load_config_file, shipped
+from siirl_dask.driver.phases import dags, validation_of
+from siirl_dask.errors import ConfigError
+from siirl_dask.nodes import base_logprobs
+from siirl_dask.planner.contract import bare
+from siirl_dask.rewards import exact_match
+from tests.recipes.keys import check_no_key_is_ignored, same_dag
+
+SPELLED = {
+    "quickstart": grpo,
+    "grpo_kl": grpo,
+    "quickstart_dr_grpo": grpo,
+    "quickstart_gspo": grpo,
+    "quickstart_ppo": ppo,
+}
+RECIPES = {"grpo": (grpo, "quickstart"), "ppo": (ppo, "quickstart_ppo"), "dapo": (dapo, "quickstart_dapo")}
+
+
+@pytest.mark.parametrize("config", SPELLED)
+def test_a_recipe_makes_the_dag_that_the_yaml_spells(config):
+    assert same_dag(SPELLED[config])(load_config_file(shipped(config)))
+
+
+def test_the_recipe_of_dapo_makes_its_dag_but_for_the_price_of_long_responses():
+    file = load_config_file(shipped("quickstart_dapo"))
+    halved = dapo(file.config).replace("reward", options={"factor": 0.5})
+    assert same_dag(lambda config: halved)(file)
+
+
+@pytest.mark.parametrize("config", SPELLED)
+def test_the_validation_of_a_recipe_is_the_one_that_the_yaml_spells(config):
+    file = load_config_file(shipped(config))
+    _, spelled = dags(file)
+    made = validation_of(file.config, SPELLED[config](file.config), None)
+    assert made is not None
+    assert made.nodes == spelled.nodes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_key_of_the_algorithm_is_ignored(name):
+    recipe, config = RECIPES[name]
+    check_no_key_is_ignored(recipe, load(shipped(config)))
+
+
+def test_functions_of_ones_own_take_the_place_of_those_that_the_config_names():
+    config = load(shipped("quickstart"))
+    dag = grpo(config, reward=exact_match, advantage=rloo, loss=partial(ppo_clip, clip_low=0.1), columns=["extra"])
+    assert dag.role("reward").build.keywords["reward"] is exact_match
+    assert dag.node("advantage").options["advantage"] is rloo
+    assert dag.node("update").options["loss"].keywords["surrogate"].keywords == {"clip_low": 0.1}
+    assert dag.node("update").options["columns"] == ("extra",)
+
+
+@pytest.mark.parametrize(
+    ("override", "given"),
+    [
+        ("algorithm.loss=siirl_dask.algorithms:cispo", {"loss": ppo_clip}),
+        ("algorithm.loss_options.clip_high=0.3", {"loss": ppo_clip}),
+        ("algorithm.advantage=siirl_dask.algorithms:opo", {"advantage": rloo}),
+    ],
+)
+def test_a_key_that_an_argument_makes_void_is_refused(override, given):
+    config = load(shipped("quickstart"), [override])
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}=.* was given {name}=.*: expected one of them"):
+        grpo(config, **given)
+
+
+def test_with_adapters_the_policy_without_them_is_the_reference():
+    config = load(shipped("quickstart"), ["algorithm.kl_coefficient=0.1", "trainer.lora.rank=4"])
+    dag = grpo(config)
+    assert [role.name for role in dag.roles] == ["rollout", "reward", "policy"]
+    assert bare(dag.node("reference_logprobs").fn) is base_logprobs
+    assert "reference_logprobs" in dag.node("advantage").after

@@ -1,0 +1,67 @@
+"""Which earlier iteration a node that is behind its step looks at, and what nobody may have forgotten by then."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.planner import Chain, Iteration, Lagged
+from siirl_dask.worker.lag import LagWindow
+
+
+def history(steps):
+    return LagWindow({"train": [Chain("trains", ()), Chain("generates", (Lagged(steps, ()),))], "validation": []})
+
+
+def iterations_of(with_drains):
+    """A train iteration for each item, validated after where the item is True."""
+    iterations = []
+    for step, drain in enumerate(with_drains, 1):
+        iterations.append(Iteration("train", step, len(iterations), drain))
+        if drain:
+            iterations.append(Iteration("validation", step, len(iterations)))
+    return iterations
+
+
+def looked_at(steps, with_drains):
+    """Steps that a worker looks at in each train iteration."""
+    worker, seen = history(steps), []
+    for iteration in iterations_of(with_drains):
+        worker.begin(iteration, iteration.sequence)
+        if iteration.phase == "train":
+            earlier = worker.lagged(iteration, steps)
+            seen.append(earlier and earlier.step)
+    return seen
+
+
+def test_a_node_looks_as_many_steps_back_as_it_is_behind_and_at_its_own_step_where_that_settles():
+    assert looked_at(1, [False] * 4) == [None, 1, 2, 3]
+    assert looked_at(2, [False, False, False, True, False, False, False]) == [None, None, 1, 4, None, None, 5]
+
+
+@given(
+    steps=st.integers(1, 4),
+    with_drains=st.lists(st.booleans(), min_size=1, max_size=20),
+    lags=st.lists(st.integers(0, 6), min_size=60, max_size=60),
+)
+def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, lags):
+    """Whatever one worker has completed while another is anywhere after: the driver tells both what all have."""
+    iterations = iterations_of(with_drains)
+    for at, iteration in enumerate(iterations):
+        if iteration.phase != "train":
+            continue
+        looking = history(steps)
+        for past in iterations[: at + 1]:
+            looking.begin(past, max(0, past.sequence - lags[past.sequence]))
+        earlier = looking.lagged(iteration, steps)
+        holding = history(steps)
+        for other in iterations:  # as long as one worker is in `iteration`, no other is told that it is completed
+            kept_from = holding.begin(
+                other, min(iteration.sequence, max(0, other.sequence - lags[-1 - other.sequence]))
+            )
+            assert earlier is None or kept_from <= earlier.sequence
+
+
+def test_without_a_node_that_is_behind_all_that_is_completed_is_forgotten():
+    worker = history(0)
+    assert worker.begin(Iteration("train", 9, 8), 7) == 7
