@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from distributed import LocalCluster
 from rich.console import Console
 
-from siirl_dask.cli import dags
 from siirl_dask.config import Backend
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from siirl_dask.observe import read_metrics
-from siirl_dask.run import run
 
 _WARM = 3  # steps of a run that are not counted
 _PLACES = {
@@ -68,7 +68,7 @@ def measure(folder: str, overrides: Sequence[str], steps: int) -> list[dict[str,
         "checkpoint.every=0",
         "observe.progress=false",
     ]
-    file = load(shipped("quickstart.yaml"), values)
+    file = load_config_file(shipped("quickstart.yaml"), values)
     dag, _ = dags(file)
     run(file.config, dag)
     records = read_metrics(file.config.run.url)[_WARM:]

@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them")
     parser.add_argument("--n", type=int, default=7, help="timed rounds, after one that warms up")
     parser.add_argument("--out", type=Path, default=_HERE.parent / "docs" / "benchmarks", help="folder for the page")
+    parser.add_argument("--results", type=Path, default=_HERE / "results", help="folder for the raw records")
     return parser
 
 
@@ -61,8 +62,8 @@ def main() -> None:
         parser.error(str(error))
     records = [record for work in cases for record in run_case(work, given.n)]
     print_comparison(records)
-    write_document(given.out, records, _command(given))
-    print(f"{given.out}/dataplane.md, .png, .json")
+    write_document(given.out, given.results, records, _command(given))
+    print(f"{given.out}/dataplane.md, .png; {given.results}/dataplane.json")
     if any("error" in record or not record["verified"] for record in records if record["peer"] == OURS):
         sys.exit(f"{OURS} failed")
 

@@ -20,10 +20,11 @@ from typing import Any
 from against_trl.page import Measured, measured_now, summary, write_page
 from against_trl.runs import curves, losses, speed
 from against_trl.setting import Setting
-from siirl_dask.testing.sorting import task_in, write_sorting_task
+from siirl_dask.tasks.sorting import task_in, write_sorting_task
 
 PARTS = ("losses", "curves", "speed")
 _OUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "trl.md"
+_RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="torch threads, and cores when timed; default 1")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; default all")
     parser.add_argument("--task", type=Path, help="folder of the sorting task, which is kept; default: a fresh one")
-    parser.add_argument("--out", type=Path, default=_OUT, help="the page; .png and .json are put beside it")
+    parser.add_argument("--out", type=Path, default=_OUT, help="the page; .png is put beside it")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for the raw records")
     return parser
 
 
@@ -43,7 +45,7 @@ def main() -> None:
     given = make_parser().parse_args()
     if find_spec("trl") is None:
         sys.exit('there is no TRL here: pip install "trl>=1.16,<1.17"')
-    record = given.out.with_suffix(".json")
+    record = given.results / "trl.json"
     parts: dict[str, Measured] = json.loads(record.read_text()) if record.exists() else {}
     with TemporaryDirectory() as fresh:
         folder = (given.task or Path(fresh)).absolute()
@@ -53,10 +55,10 @@ def main() -> None:
         for part in given.parts:
             print(f"measuring {part}", flush=True)
             parts[part] = measured_now(_command(given, part), _measure(part, given, str(folder)))
-            write_page(given.out, parts)
+            write_page(given.out, record, parts)
     for line in summary(parts):
         print(line)
-    print(f"{given.out}, .png, .json")
+    print(f"{given.out}, .png; {record}")
     cases = parts["losses"]["found"]["cases"] if "losses" in parts else []
     if wrong := [case["case"] for case in cases if not case["equal"] and not case["differs"]]:
         sys.exit(f"not equal: {', '.join(wrong)}")

@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Client, Future, LocalCluster, Scheduler, SchedulerPlugin, wait
 
 from method import PATIENCE
-from siirl_dask.worker.traffic import TrafficMeter, carried
+from siirl_dask.worker.supervisor import TrafficMeter, carried
 
 
 class Traffic(SchedulerPlugin):

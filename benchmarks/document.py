@@ -28,6 +28,7 @@ _PACKAGES = (
     "verl",
 )
 _DETAILS = ("method", "median ms", "min", "max", "GB/s", "CPU s/GB", "memory x", "driver bytes", "right")
+_BY_HAND = "## Where the time goes"  # the page from here on is written by hand, and stays when it is made anew
 _HOW_TO_READ = """\
 Every destination holds its rows and has touched every page of them; in every round all bytes were compared with what a
 single process gives. Times are medians over the rounds, in milliseconds, by the driver's clock; in brackets, how many
@@ -42,10 +43,14 @@ says whether all bytes were, and in the rows' order.
 """
 
 
-def write_document(folder: Path, records: Sequence[Record], command: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dataplane.json").write_text(json.dumps(list(records), indent=1) + "\n")
-    (folder / "dataplane.md").write_text(_page(records, command))
+def write_document(folder: Path, results: Path, records: Sequence[Record], command: str) -> None:
+    """Write the page and its plot to ``folder``, the raw records to ``results``."""
+    for place in (folder, results):
+        place.mkdir(parents=True, exist_ok=True)
+    (results / "dataplane.json").write_text(json.dumps(list(records), indent=1) + "\n")
+    page = folder / "dataplane.md"
+    by_hand = page.read_text().partition(_BY_HAND) if page.exists() else ("", "", "")
+    page.write_text("\n".join(filter(None, (_page(records, command), "".join(by_hand[1:])))))
     _plot(folder / "dataplane.png", records)
 
 

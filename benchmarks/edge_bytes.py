@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load, shipped
-from siirl_dask.phases import plan_phases, worker_names
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.planner import Edge
 
 
@@ -23,7 +22,7 @@ def edge_bytes(lengths: Sequence[int], prompt: int) -> dict[str, int]:
         url = f"{folder}/rows.parquet"
         pq.write_table(pa.table({"prompt": ["2 1"], "answer": ["1 2"]}), url)
         urls = [f"{key}={url}" for key in ("data.url", "validation.url", "validation.test_url")]
-        file = load(shipped("quickstart"), ["cluster.workers=4", *urls])
+        file = load_config_file(shipped("quickstart"), ["cluster.workers=4", *urls])
         plan, _ = plan_phases(file.config, *dags(file), worker_names(file.config))["train"]
     moving = [edge for edge in plan.edges if edge.moves and edge.source != "weights"]
     return {f"{edge.source} to {edge.target}": _bytes_of(edge, lengths, prompt) for edge in moving}

@@ -24,9 +24,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from siirl_dask.coordinator.exchange import FAN_OUT, Exchange, Gathered
-from siirl_dask.coordinator.messages import Handler, Op, Reply, Request, TransitionKey
-from siirl_dask.coordinator.statistics import Statistics, assign, describe_rows
+from siirl_dask.coordinator.databuffer.allgather import FAN_OUT, GatheredStatistics, StatisticsTree
+from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners, row_statistics
+from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS, make_schema
 
@@ -89,37 +89,37 @@ def measure(workers: int, rows_each: int) -> Measured:
     lengths = np.minimum(rng.lognormal(8, 1, workers * rows_each), 131072).astype(np.int64) + 1
     ids = np.arange(workers * rows_each)
     whole = pa.table({ROW_ID: ids, GROUP_ID: ids // 16, TOKENS: lengths})
-    parts = [describe_rows(whole.slice(i * rows_each, rows_each), i) for i in range(workers)]
+    parts = [row_statistics(whole.slice(i * rows_each, rows_each), i) for i in range(workers)]
     transport = CountingTransport()
 
-    async def gather() -> tuple[float, Gathered]:
-        exchanges = [_exchange(transport, edge, name, part) for name, part in zip(names, parts, strict=True)]
+    async def gather() -> tuple[float, GatheredStatistics]:
+        trees = [_join_tree(transport, edge, name, part) for name, part in zip(names, parts, strict=True)]
         began = time.process_time()
-        done = await asyncio.gather(*(exchange.gather(edge, key) for exchange in exchanges))
+        done = await asyncio.gather(*(tree.gather(edge, key) for tree in trees))
         return time.process_time() - began, done[-1]
 
     gc.collect()
     serial, gathered = asyncio.run(gather())
     began = time.perf_counter()
-    owners = assign(edge, Statistics.of(gathered.statistics))
+    owners = assign_owners(edge, EdgeStatistics.from_rows(gathered.statistics))
     decide = time.perf_counter() - began
     assert len(gathered.statistics) == len(owners) == len(ids)
     most = max(transport.served.values(), default=0)
     return Measured(workers, len(ids), transport.messages, gathered.statistics.nbytes, most, serial, decide)
 
 
-def _exchange(transport: CountingTransport, edge: Edge, name: str, part: pa.Table) -> Exchange:
-    async def own(key: TransitionKey) -> Gathered:
-        return Gathered(part)
+def _join_tree(transport: CountingTransport, edge: Edge, name: str, part: pa.Table) -> StatisticsTree:
+    async def own(key: TransitionKey) -> GatheredStatistics:
+        return GatheredStatistics(part)
 
-    exchange = Exchange(name, transport, own)
+    tree = StatisticsTree(name, transport, own)
 
     async def answer(request: Request) -> Reply:
-        assert request.op in (Op.UP, Op.DOWN)
-        return await exchange.answer(edge, request)
+        assert request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS)
+        return await tree.answer(edge, request)
 
     transport.handlers[name] = answer
-    return exchange
+    return tree
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from siirl_dask.testing.tiny import tiny_model
+from siirl_dask.models.broken_imports import hide
+from siirl_dask.tasks.tiny_model import tiny_model
 
 MEDIAN, SIGMA, LONGEST = 32, 1.0, 256
 """Of lengths: log-normal, cut off."""
@@ -19,7 +20,8 @@ def long_tailed(rows: int, seed: int = 0) -> list[int]:
 
 def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
     """A model of ``sizes`` (see ``tiny_model``) whose responses end at their limit, and how many parameters it has."""
-    from transformers import (  # once siirl_dask has prepared for it
+    hide()
+    from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
         GenerationConfig,

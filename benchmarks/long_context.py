@@ -32,10 +32,11 @@ from rich.console import Console
 
 from edge_bytes import edge_bytes
 from siirl_dask.algorithms import ppo_clip
-from siirl_dask.config import ModelConfig, TrainerConfig
-from siirl_dask.context import Rank
+from siirl_dask.config import FsdpConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.models.broken_imports import hide
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.training import PackedRows, TrainBatch, Trainer
+from siirl_dask.training import PackedRows, TrainBatch, Trainer, build_trainer
 
 _VOCABULARY, _HIDDEN, _PROMPT = 32_000, 64, 32
 _SHORT_ROWS, _MEDIAN, _SIGMA, _SHORTEST, _LONGEST_SHORT = 15, 200, 0.6, 64, 1024
@@ -87,7 +88,8 @@ def make_rows(longest: int) -> PackedRows:
 
 
 def _make_model(folder: str, longest: int) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # once siirl_dask has prepared for it
+    hide()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=_VOCABULARY,
@@ -145,10 +147,8 @@ def _in_this_process(way: str, length: int, model: str) -> Taken:
 
 def _shared(model: str, length: int, rank: Rank) -> dict[str, float]:
     """Two ranks share all tokens; the first has the long row, the second the others."""
-    from siirl_dask.training.fsdp_trainer import FsdpTrainer
-
-    config = TrainerConfig(**_SETTINGS, backend="fsdp", sequence_parallel=rank.size)
-    trainer = FsdpTrainer(ModelConfig(path=model), config, temperature=1.0, rank=rank)
+    config = TrainerConfig(**_SETTINGS, backend="fsdp", fsdp=FsdpConfig(sequence_parallel=rank.size))
+    trainer = build_trainer(Device(""), rank, model=ModelConfig(path=model), trainer=config, rollout=RolloutConfig())
     rows = make_rows(length)
     mine = _some(rows, 0, 1) if rank.rank == 0 else _some(rows, 1, len(rows))
     return asdict(_taken(lambda rows: _update(trainer, rows), mine))
@@ -221,8 +221,8 @@ the one that rose more. Most of it are chunks of logits, 128 MiB each, whatever 
 * *padded*: plain transformers, rows padded to the longest, one at a time, all logits at once, two threads. Left out
   where the logits alone, their log-softmax and the gradients of both, would take more than {_LIMIT / 1e9:.0f} GB.
 * *packed*: `trainer.backend=torch` on one process, two threads.
-* *shared*: `trainer.backend=fsdp trainer.sequence_parallel=2` on two processes, one thread each. One of them has the
-  long row, the other the short ones.
+* *shared*: `trainer.backend=fsdp trainer.fsdp.sequence_parallel=2` on two processes, one thread each. One of
+  them has the long row, the other the short ones.
 
 All with gradient checkpointing; losses of the three are equal within 1e-4. *CPU s* are of all processes together; on a
 machine that does other work as well, they say more than *s*, which are of the clock.

@@ -29,13 +29,13 @@ from siirl_storage import open_table
 
 from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
 from siirl_dask.config import Config
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context
+from siirl_dask.driver.run import run
 from siirl_dask.nodes import encode_prompts, generate
 from siirl_dask.observe import read_metrics
 from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.rollout import build_engine
-from siirl_dask.run import run
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
 _WRONG = 0.5  # sigma of the factor by which expectations are wrong: a third of them by more than 1.6
@@ -109,13 +109,13 @@ def measure(folder: str, model: str, data: str, engine: str, *, expecting: bool,
         f"rollout.max_rows={_BATCH}",
         f"rollout.max_response_length={LONGEST}",
         f"rollout.work_stealing={taking}",
-        f"rollout.expected_length={'expected' if expecting else 'null'}",
+        f"rollout.expected_length_column={'expected' if expecting else 'null'}",
         "checkpoint.every=0",
         "validation.url=null",
         "validation.test_url=null",
         "observe.progress=false",
     ]
-    config = load(shipped("quickstart.yaml"), overrides).config
+    config = load(shipped("quickstart.yaml"), overrides)
     run(config, generation(config))
     records = read_metrics(url)[1:]  # the first step warms up
     busy = [record["metrics"]["rollout/busy_seconds"] or 0.0 for record in records]
@@ -130,9 +130,9 @@ def generation(config: Config) -> DAG:
     rollout = config.rollout
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=rollout)
     nodes = (
-        Node("prompts", encode, "rollout"),
-        Node("lengths", end_there, "rollout", ("prompts",), Rows(rollout.rows)),
-        Node("rollout", partial(generate, rollout=rollout), "rollout", ("lengths",), keep="rollouts"),
+        Node("prompts", encode, role="rollout"),
+        Node("lengths", end_there, role="rollout", after="prompts", rows=Rows(rollout.prompt_placement)),
+        Node("rollout", partial(generate, rollout=rollout), role="rollout", after="lengths", save_as="rollouts"),
     )
     return DAG((Role("rollout", partial(build_engine, model=config.model, rollout=rollout)),), nodes)
 

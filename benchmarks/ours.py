@@ -21,11 +21,10 @@ from distributed import Worker, WorkerPlugin, get_worker
 
 from dask_cluster import DaskCluster, wait_for
 from method import PATIENCE, Method
-from siirl_dask.config import Way
-from siirl_dask.coordinator.messages import Turn
-from siirl_dask.planner import Edge, Rows
+from siirl_dask.config import TransportMode
+from siirl_dask.planner import Edge, Iteration, Rows
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS
-from siirl_dask.worker.dataplane import DataPlane, DataSettings
+from siirl_dask.worker.data_plane import DataPlane, DataSettings
 from work import COLUMNS, Held, Work, inspect, make_rows, offsets_of, touch
 from work import Rows as WorkRows
 
@@ -76,7 +75,7 @@ class Plane(WorkerPlugin):
         self._received: pa.Table | None = None
         if self._worker_name in self._edge.sources:
             self._table = _make_table(self._work, self._edge.sources.index(self._worker_name))
-        edges, settings = {f"{_PHASE}/{self._edge.name}": self._edge}, DataSettings(way=Way(self._transport))
+        edges, settings = {f"{_PHASE}/{self._edge.name}": self._edge}, DataSettings(way=TransportMode(self._transport))
         self._plane = DataPlane(worker, self._run, self._members, edges, settings)
         await self._plane.start()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1")
@@ -95,11 +94,11 @@ class Plane(WorkerPlugin):
 
     async def transfer(self, sequence: int) -> None:
         """What a chain does at the edge: Send, then Recv; and touch what came."""
-        databuffer, edge, turn = self._plane.databuffer, self._edge, Turn(_PHASE, sequence, sequence)
+        databuffer, edge, iteration = self._plane.databuffer, self._edge, Iteration(_PHASE, sequence, sequence)
         if self._worker_name in edge.sources:
-            await databuffer.publish(edge, turn, self._table)
+            await databuffer.publish(edge, iteration, self._table)
         if self._worker_name in edge.targets:
-            self._received = await databuffer.pull(edge, edge, turn)
+            self._received = await databuffer.pull(edge, edge, iteration)
             touch(chunk.flatten().to_numpy() for name in COLUMNS for chunk in self._received[name].chunks)
 
     def check(self) -> Held:

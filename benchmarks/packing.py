@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from siirl_dask.algorithms import LossInputs, ppo_clip
 from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
+from siirl_dask.models.broken_imports import hide
 from siirl_dask.training import PackedRows, TrainBatch, Trainer, build_trainer
 
 _FAMILIES = ("qwen2", "qwen3", "llama")
@@ -86,7 +87,8 @@ def make_rows(rows: int, longest: int) -> PackedRows:
 
 def _make_model(folder: str, family: str, given: argparse.Namespace) -> int:
     """Random weights, with heads of 64 and half as many of keys; how many numbers they are."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # once siirl_dask has prepared for it
+    hide()
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         family,

@@ -28,13 +28,13 @@ from safetensors.torch import load_file
 
 from generation import endless_model
 from siirl_dask.config import Config, ModelConfig, RolloutConfig
-from siirl_dask.configfile import load, shipped
+from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context, Device, Rank
+from siirl_dask.driver.run import run
 from siirl_dask.nodes import load_weights, publish_weights
 from siirl_dask.observe import read_metrics
 from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.rollout import RolloutEngine, build_engine
-from siirl_dask.run import run
 from siirl_dask.schema import PARAMETER, PARAMETER_DATA, PARAMETER_DTYPE, PARAMETER_SHAPE
 from siirl_dask.training import build_trainer
 
@@ -45,7 +45,7 @@ _EVERY = 0.002  # seconds
 @dataclass(frozen=True)
 class Case:
     bucket: str
-    """``whole``, or of ``rollout.weights_bucket``."""
+    """``whole``, or of ``rollout.weight_bucket``."""
     trainer: int
     engine: int
     """Peak of the extra memory on each one's worker, bytes."""
@@ -140,13 +140,13 @@ def measure(folder: str, model: str, data: str, bucket: str, given: argparse.Nam
         f"cluster.workers={1 + given.engines}",
         f"cluster.placement={{policy: [0], rollout: {engines}}}",
         f"rollout.engine={given.engine}",
-        *([] if bucket == "whole" else [f"rollout.weights_bucket={bucket}"]),
+        *([] if bucket == "whole" else [f"rollout.weight_bucket={bucket}"]),
         "checkpoint.every=0",
         "validation.url=null",
         "validation.test_url=null",
         "observe.progress=false",
     ]
-    config = load(shipped("quickstart.yaml"), overrides).config
+    config = load(shipped("quickstart.yaml"), overrides)
     run(config, hand_over(config, whole=bucket == "whole"))
     trainer, *others = (json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, *engines))
     seconds = [record["seconds"] for record in read_metrics(str(url))[1:]]  # the first step warms up
@@ -164,9 +164,9 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
     return DAG(
         roles,
         (
-            Node("begin", begin, "rollout"),  # so that a step's weights wait until those before are loaded
-            Node("weights", publish_weights, "policy", ("begin",)),
-            Node("load_weights", reader, "rollout", ("weights",), Rows.REPLICATED),
+            Node("begin", begin, role="rollout"),  # so that a step's weights wait until those before are loaded
+            Node("weights", publish_weights, role="policy", after="begin"),
+            Node("load_weights", reader, role="rollout", after="weights", rows=Rows.REPLICATED),
         ),
     )
 

@@ -9,8 +9,6 @@ from functools import partial
 from siirl_dask.algorithms import (
     Aggregation,
     LossFn,
-    LossInputs,
-    TokenLoss,
     cispo,
     gspo,
     k3,
@@ -42,17 +40,6 @@ class Case:
     """That what was generated is cut into; the first is learned from."""
     differs: str = ""
     """Why the definitions are not the same, where they are not."""
-
-
-def kl_times_ratio(inputs: LossInputs, *, surrogate: LossFn, coefficient: float) -> TokenLoss:
-    """``surrogate + coefficient r k3(logp, reference)``, ``r = exp(logp - old)`` with gradient: the KL's estimate
-    corrected for tokens that an older policy drew (arXiv:2512.02556), as TRL has it unless it is told otherwise. [K].
-    """
-    result = surrogate(inputs)
-    assert inputs.reference_logprobs is not None
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-    divergence = k3(inputs.logprobs, inputs.reference_logprobs)
-    return TokenLoss(loss=result.loss + coefficient * ratio * divergence, metrics=result.metrics)
 
 
 def cases() -> list[Case]:
@@ -129,9 +116,9 @@ def _with_a_reference() -> list[Case]:
         Case(
             "grpo, beta 0.04, use_bias_correction_kl",
             {"loss_type": "grpo", **corrected},
-            partial(kl_times_ratio, surrogate=clip, coefficient=_BETA),
+            partial(policy_loss, surrogate=clip, kl=k3, kl_coefficient=_BETA, kl_bias_correction=True),
             sequence_mean_token_mean,
-            "a loss function of five lines: there is no option for it",
+            "kl k3, kl_coefficient 0.04, kl_bias_correction",
         ),
     ]
 

@@ -46,10 +46,11 @@ def measured_now(command: str, found: dict[str, Any]) -> Measured:
     )
 
 
-def write_page(out: Path, parts: Mapping[str, Measured]) -> None:
-    """``out`` and, beside it, ``.png`` and ``.json``. Parts that were never measured are left out."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(parts, indent=1) + "\n")
+def write_page(out: Path, record: Path, parts: Mapping[str, Measured]) -> None:
+    """Write the page ``out`` with its ``.png``, and the raw ``record``. Parts that were never measured are left out."""
+    for place in (out.parent, record.parent):
+        place.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(parts, indent=1) + "\n")
     blocks = [INTRODUCTION, "\n".join(f"* {line}" for line in summary(parts))]
     if "losses" in parts:
         found = parts["losses"]["found"]

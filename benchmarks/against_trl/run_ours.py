@@ -13,10 +13,10 @@ from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from siirl_dask.cli import dags
-from siirl_dask.configfile import load
+from siirl_dask.config.file import load_config_file
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
 from siirl_dask.observe import Record, read_metrics
-from siirl_dask.run import run
 
 from .setting import Curves, Setting, answer_to
 
@@ -25,7 +25,7 @@ _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
 def run_ours(setting: Setting, url: str) -> Curves:
     """Everything that the run writes is left below ``url``."""
-    file = load(_CONFIG, _overrides(setting, url))
+    file = load_config_file(_CONFIG, _overrides(setting, url))
     run(file.config, *dags(file), fresh=True)
     records = read_metrics(url)
     train = [record for record in records if record["phase"] == "train"]

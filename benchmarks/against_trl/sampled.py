@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from siirl_dask.testing.sorting import sorted_digits
+from siirl_dask.tasks.sorting import sorted_digits
 
 from .cases import MAX_RESPONSE
 from .rows import Rows

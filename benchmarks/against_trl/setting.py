@@ -10,7 +10,7 @@ from typing import Any
 
 from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.schema import ANSWER, PROMPT
-from siirl_dask.testing.sorting import Task, task_in
+from siirl_dask.tasks.sorting import Task, task_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
