@@ -194,7 +194,7 @@ def test_folders_that_are_no_model_are_named(tmp_path):
         ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
         (
             {"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}},
-            r"vLLM cannot run it with .*rollout\.kv_cache_memory=1MiB",
+            r"vLLM cannot run it with .*rollout\.vllm\.kv_cache_memory=1MiB",
         ),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_worker_is_planned_to_hold_its_share(digits_task):
 
 
 def test_shards_that_do_not_fill_the_role_are_refused():
-    with pytest.raises(ConfigError, match=r"trainer\.shard_size=2: expected a divisor of the role's 3 workers"):
+    with pytest.raises(ConfigError, match=r"trainer\.fsdp\.shard_size=2: expected a divisor of the role's 3 workers"):
         role_mesh(Rank(0, 3), 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="process group of its 3 ranks"):
         role_mesh(Rank(0, 3), None, torch.device("cpu"))

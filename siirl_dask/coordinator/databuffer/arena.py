@@ -252,6 +252,8 @@ def _seals() -> int:
 def unpack_handle(value: object) -> Handle:
     """Return the handle that ``Handle.pack`` packed. PeerError when ``value`` is none."""
     match value:
-        case [int(pid), int(fd), int(size), bytes(nonce)] if pid > 0 and fd >= 0 and size > _HEADER:
+        case [int(pid), int(fd), int(size), bytes(nonce)] if (
+            pid > 0 and fd >= 0 and size > _HEADER and len(nonce) == _NONCE
+        ):
             return Handle(pid, fd, size, nonce)
     raise PeerError(f"received {str(value)[:80]!r} for a handle of shared memory")

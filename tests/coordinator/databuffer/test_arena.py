@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap, Handle, unpack_handle
@@ -131,7 +131,10 @@ def test_handles_that_name_something_else_are_refused(tmp_path):
         os.close(fd)
 
 
-@given(st.recursive(st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=20), st.lists, max_leaves=6))
+@example([1, 0, 8192, b""])
+@example([1, 0, 8192, b"0" * 17])
+@example([1, 0, 0, b"0" * 16])
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=15), st.lists, max_leaves=6))
 def test_values_that_are_no_handle_are_refused(value):
     with pytest.raises(PeerError):
         unpack_handle(value)
