@@ -133,7 +133,7 @@ def serve(file: int) -> None:
     connection.send_bytes(json.dumps(answer).encode())
     with suppress(EOFError, OSError):
         while function is not None:
-            connection.send_bytes(_as_json(call(function, pickle.loads(connection.recv_bytes()))))
+            connection.send_bytes(_as_json(call_reward(function, pickle.loads(connection.recv_bytes()))))
 
 
 def _as_json(outcome: Outcome) -> bytes:
@@ -153,14 +153,14 @@ Outcome = tuple[Any, str | None]
 """What a function returned, or what went wrong."""
 
 
-def call(function: Callable[..., Any], row: Mapping[str, Any]) -> Outcome:
+def call_reward(function: Callable[..., Any], row: Mapping[str, Any]) -> Outcome:
     """Call it with the row's columns by name; to its end, if it is async."""
     try:
         given = function(**row)
         return (asyncio.run(given) if inspect.iscoroutine(given) else given), None
     except Exception as error:  # whatever a user's function raises is told with its row
-        return None, raised(error)
+        return None, describe_exception(error)
 
 
-def raised(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error}"

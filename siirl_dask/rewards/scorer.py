@@ -14,7 +14,7 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import RoleCost, builds
-from siirl_dask.rewards.process_pool import Outcome, Pool, call, raised
+from siirl_dask.rewards.process_pool import Outcome, Pool, call_reward, describe_exception
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra``: columns the node adds.
@@ -67,7 +67,7 @@ class Scorer:
             return [_checked(outcome) for outcome in self._pool.call(rows, self._config.timeout)]
         if self._is_async:
             return [_checked(outcome) for outcome in asyncio.run(self._gather(rows))]
-        return [_checked(call(self._reward, row)) for row in rows]
+        return [_checked(call_reward(self._reward, row)) for row in rows]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -83,7 +83,9 @@ class Scorer:
                     async with limit:
                         return await self._reward(**row), None
                 except Exception as error:  # whatever a user's function raises is told with its row
-                    return None, f"took more than {self._config.timeout} s" if limit.expired() else raised(error)
+                    return None, f"took more than {self._config.timeout} s" if limit.expired() else describe_exception(
+                        error
+                    )
 
         return list(await asyncio.gather(*map(one, rows)))
 
