@@ -24,11 +24,11 @@ def test_every_reward_is_named():
 def test_every_option_has_the_default_that_is_shown():
     shown = re.findall(r"^\| `(\w+)` \| `\{([^}]*)\}` \|", TEXT, re.MULTILINE)
     assert len(shown) > 4
-    for name, options in shown:
+    for name, text in shown:
         parameters = inspect.signature(getattr(rewards, name)).parameters.values()
-        given = yaml.safe_load("{" + options + "}")
-        assert list(given) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY], name
-        for option, value in given.items():
+        options = yaml.safe_load("{" + text + "}")
+        assert list(options) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY], name
+        for option, value in options.items():
             default = inspect.signature(getattr(rewards, name)).parameters[option].default
             assert value in ("...", default), f"{name} {option}: {default}, not {value}"
 

@@ -179,10 +179,10 @@ def two_parts(prompt, response, answer, *, bonus):
 
 def test_a_weighted_sum_contains_each_of_its_rewards():
     rewards = {"gsm8k": gsm8k, "format": matches_format, "own": two_parts}
-    given = weighted_sum(
+    result = weighted_sum(
         "p", "#### 4", "4", rewards=rewards, weights={"gsm8k": 1.0, "format": 0.5, "own": 0.25}, bonus=7.0
     )
-    assert given == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
+    assert result == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
 
 
 @pytest.mark.parametrize("weights", [{}, {"other": 1.0}, {"gsm8k": 1.0, "other": 1.0}])
