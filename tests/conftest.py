@@ -2,6 +2,7 @@
 it.
 """
 
+import atexit
 import gc
 import json
 import subprocess
@@ -20,6 +21,7 @@ from siirl_dask.models.broken_imports import hide
 
 hide()  # before any test module imports transformers
 gc.disable()  # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
+atexit.register(gc.unfreeze)  # nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
