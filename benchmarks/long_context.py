@@ -1,4 +1,4 @@
-"""What a row of 8k to 64k tokens among short ones takes to learn from: memory, seconds, and bytes between workers.
+"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes between workers.
 
     python benchmarks/long_context.py [--lengths 8192 16384 32768 65536] [--out docs/benchmarks/long_context.md]
 
@@ -52,7 +52,7 @@ class Taken:
     loss: float
     seconds: float
     cpu_seconds: float
-    """Of its processes together: on a busy machine they say more."""
+    """CPU seconds of all its processes: on a busy machine they say more than wall-clock seconds."""
     bytes: int
     """The most above what was held before, of the process that took more."""
 

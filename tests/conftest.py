@@ -126,7 +126,7 @@ def s3():
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def store_url(request, tmp_path):
-    """Where nothing is yet, on each kind of store."""
+    """An empty URL on each kind of store."""
     match request.param:
         case "local":
             return str(tmp_path / "store")
@@ -146,7 +146,7 @@ def shared_cluster():
 
 @pytest.fixture
 def cluster_address(shared_cluster):
-    """Of a cluster shared by every test that can live with workers that have run before, and leaves them alive."""
+    """Address of the shared cluster, for tests that can live with used workers and leave them alive."""
     before = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
     yield shared_cluster.scheduler_address
     after = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
