@@ -131,10 +131,11 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
         if memory.total > limit:
             parts = memory.parts
             largest = max(list(_LOWER), key=lambda name: parts[name]) if memory.process < limit else "process"
+            advice = _LOWER.get(largest, "a process takes that much")
             raise PlanError(
                 f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
                 f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
-                f"{config.cluster.memory_limit!r}: {memory.text()}; {_LOWER.get(largest, 'a process takes that much')}, or raise cluster.memory_limit"
+                f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise cluster.memory_limit"
             )
 
 
