@@ -134,7 +134,8 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
             raise PlanError(
                 f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
                 f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
-                f"{config.cluster.memory_limit!r}: {memory.text()}; {_LOWER.get(largest, 'a process takes that much')}, or raise cluster.memory_limit"
+                f"{config.cluster.memory_limit!r}: {memory.text()}; "
+                f"{_LOWER.get(largest, 'a process takes that much')}, or raise cluster.memory_limit"
             )
 
 
