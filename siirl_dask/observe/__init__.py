@@ -3,6 +3,7 @@
 Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
 """
 
+from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
@@ -28,6 +29,7 @@ __all__ = [
     "EvalResult",
     "Message",
     "MetricsLog",
+    "PipeConsole",
     "Progress",
     "Record",
     "Report",

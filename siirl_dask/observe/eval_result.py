@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask import __version__
+from siirl_dask.observe.console import PipeConsole
 
 FILE = "metrics.json"
 _ALL = "all"
@@ -67,7 +67,7 @@ def write_eval_result(url: str, result: EvalResult) -> None:
 
 def print_eval_result(result: EvalResult, url: str) -> None:
     """Print the numbers, and where they and all the samples lie."""
-    console, table = Console(), eval_result_table(result)
+    console, table = PipeConsole(), eval_result_table(result)
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)

@@ -10,6 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
 
@@ -43,7 +44,7 @@ class Progress:
 
     def __init__(self, total_steps: int, console: Console | None = None, enabled: bool = True) -> None:
         self._total = total_steps
-        self._console = console or Console()
+        self._console = console or PipeConsole()
         self._enabled = enabled
         self._pace = Pace(0, time.monotonic())
         self._printed_at = 0.0

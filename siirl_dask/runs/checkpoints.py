@@ -155,7 +155,7 @@ def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int]]:
     """Name and step of every checkpoint's folder, whole or not."""
     try:
         listed = fs.ls(root, detail=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for path in listed:
         name = str(path).rstrip("/").rpartition("/")[2]

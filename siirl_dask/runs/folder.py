@@ -100,19 +100,25 @@ def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
     write_atomic(fs, f"{path}/{DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
 
 
-def check_writable(url: str, *, write: bool = True) -> None:
-    """ConfigError unless a run can write below ``url``. Without ``write`` only a local folder can be judged."""
-    fs, path = open_fs(url)
+def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> None:
+    """Raise ConfigError, naming ``option``, unless files can be written below ``url``.
+
+    Without ``write`` nothing is tried, so only a local folder can be judged.
+    """
+    try:
+        fs, path = open_fs(url)
+    except StorageError as error:
+        raise ConfigError(f"{option}={url!r}: {error}") from error
     if isinstance(fs, LocalFileSystem):
         folder = Path(path)
         parent = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.url={url!r}: {str(parent)!r} is no folder that this user can write to")
+            raise ConfigError(f"{option}={url!r}: {str(parent)!r} is no folder that this user can write to")
     if write:
-        _probe(fs, path, url)
+        _probe(fs, path, f"{option}={url!r}")
 
 
-def _probe(fs: AbstractFileSystem, path: str, url: str) -> None:
+def _probe(fs: AbstractFileSystem, path: str, setting: str) -> None:
     """Write a file and remove it again, and the folder with it where there was none."""
     existed, file = fs.exists(path), f"{path}/.writable-{uuid4().hex}"
     try:
@@ -121,7 +127,7 @@ def _probe(fs: AbstractFileSystem, path: str, url: str) -> None:
         if not existed and fs.exists(path):  # object stores have no folders
             fs.rmdir(path)
     except Exception as error:  # each store has errors of its own: no bucket, no credentials, no connection
-        raise ConfigError(f"run.url={url!r} cannot be written: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
@@ -216,5 +222,5 @@ def _shown(value: Any) -> str:
 def _listed(fs: AbstractFileSystem, folder: str) -> list[str]:
     try:
         return [str(path).rstrip("/") for path in fs.ls(folder, detail=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

@@ -57,8 +57,14 @@ class Run:
         ``siirl_dask.planner.dag_from_spec(**run.dag)`` makes the DAG of it, which imports its functions.
         """
         text = _read(self.url, DAG_FILE)
-        spec: dict[str, Any] = {"roles": {}, "nodes": []} if text is None else json.loads(text)
-        return spec
+        if text is None:
+            return {"roles": {}, "nodes": []}  # the start of the run was killed before it wrote one
+        try:
+            spec = json.loads(text)
+            return {"roles": dict(spec["roles"]), "nodes": list(spec["nodes"])}
+        except (KeyError, TypeError, ValueError) as error:
+            where = join(self.url, DAG_FILE)
+            raise ConfigError(f"{where} is not a run's DAG: {type(error).__name__}: {error}") from error
 
     @property
     def steps(self) -> list[int]:

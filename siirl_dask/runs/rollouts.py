@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from siirl_storage import join, open_fs
+from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.errors import DataError
 
@@ -39,7 +39,10 @@ def render(url: str, sql: str | None = None) -> str:
 def _answer(url: str, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
     import duckdb  # for those who query: whoever reads a config need not load it
 
-    fs, path = open_fs(join(url, "rollouts"))
+    try:
+        fs, path = open_fs(join(url, "rollouts"))
+    except StorageError as error:
+        raise DataError(str(error)) from error
     if not fs.glob(f"{path}/step=*/*.parquet"):
         raise DataError(f"{url!r} holds no rollouts: expected the folder of a run that has finished a step")
     local = "file" in fs.protocol if isinstance(fs.protocol, tuple) else fs.protocol == "file"
