@@ -1,4 +1,4 @@
-"""Every sample a run has generated, as one table for SQL: DuckDB reads the Parquet parts where they lie."""
+"""SQL over every sample that a run generated, as one table: DuckDB reads the Parquet parts in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OVERVIEW = (
 
 
 def query(url: str, sql: str) -> pa.Table:
-    """The answer to ``sql`` over the table ``rollouts`` of the run at ``url``: one row a sample, with its ``step``.
+    """Return the answer to ``sql`` over the table ``rollouts`` of the run at ``url``: a row per sample, with ``step``.
 
     DataError if there is no such table or the SQL is wrong.
     """
@@ -30,14 +30,14 @@ def query(url: str, sql: str) -> pa.Table:
 
 
 def render(url: str, sql: str | None = None) -> str:
-    """As ``query``, drawn as text; without SQL the number of samples and the mean reward of each step."""
+    """Return the answer as text; without SQL the number of samples and the mean reward of each step."""
     with _answer(url, sql or _OVERVIEW) as relation:
         return str(relation)
 
 
 @contextmanager
 def _answer(url: str, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
-    import duckdb  # for those who query: whoever reads a config need not load it
+    import duckdb  # here, so that reading a config does not load it
 
     try:
         fs, path = open_fs(join(url, "rollouts"))

@@ -96,7 +96,7 @@ def test_a_config_of_another_version_is_refused_with_its_file_and_key(folder):
 
 def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
     replace(folder / "checkpoints" / "step=000002" / "state.json", '"version": 1', '"version": 2')
-    with pytest.raises(CheckpointError, match=r"version 2, expected 1: it was written by another siirl_dask"):
+    with pytest.raises(CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"):
         read_state(str(folder), 2)
 
 
