@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind of itself: metrics, TensorBoard, progress, a summary, a report and a plot.
+"""Shows and records a run: metrics, TensorBoard, progress, a summary, a report and a plot.
 
-Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
+Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
 from siirl_dask.observe.console import PipeConsole

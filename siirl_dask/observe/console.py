@@ -6,8 +6,8 @@ from rich.console import Console
 
 
 class PipeConsole(Console):
-    """A rich console whose closed reader, such as ``head``, is a BrokenPipeError; rich would exit with status 1."""
+    """A rich console that raises BrokenPipeError when its reader, such as ``head``, has closed; rich itself exits."""
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True  # what is printed while the error travels goes nowhere
+        self.quiet = True  # later prints, while the error propagates, must not raise again
         raise BrokenPipeError("whoever read the output has closed it")
