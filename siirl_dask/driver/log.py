@@ -134,7 +134,7 @@ class RunLog:
                 self.accuracy = replace(self.accuracy, last=accuracy, **first)
 
     def _remember(self, record: Record) -> None:
-        """For the checkpoint of this step. ConfigError when its phase never had the metric that is to choose the best."""
+        """Keep the numbers for this step's checkpoint. ConfigError when the phase never had the metric of keep_best."""
         phase = record["phase"]
         named = {f"{phase}/{name}": value for name, value in record["metrics"].items()}
         best = self.config.checkpoint.keep_best or ""
