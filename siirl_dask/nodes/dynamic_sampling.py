@@ -50,7 +50,7 @@ def _changes(*, rollout: RolloutConfig, scorer: str, columns: Sequence[str], **o
     expand="rollout.n",
     depends_on_options=_changes,
 )
-def sample_mixed_groups(
+def sample_until_mixed(
     ctx: Context,
     table: pa.Table,
     *,
