@@ -102,22 +102,22 @@ def _dispatch(chosen: argparse.Namespace) -> None:
 
 
 def _evaluate(chosen: argparse.Namespace) -> None:
-    from siirl_dask.commands.evaluate import Evaluation, evaluate
-    from siirl_dask.observe import show_standing
+    from siirl_dask.commands.evaluate import EvalRequest, evaluate
+    from siirl_dask.observe import print_eval_result
 
     given = {key: getattr(chosen, key) for key, _, _ in _EVAL_OPTIONS.values()}
     lists = ("validation.k",)
     options = [
         f"{key}=[{text}]" if key in lists else f"{key}={text}" for key, text in given.items() if text is not None
     ]
-    asked = Evaluation(
+    request = EvalRequest(
         model=chosen.model,
         data=chosen.data,
         step=chosen.step,
         out=chosen.out,
         overrides=[*options, *chosen.overrides],
     )
-    show_standing(*evaluate(asked))
+    print_eval_result(*evaluate(request))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def export(
     """
     recorded = open_run(run)
     config, chosen = recorded.config, recorded.checkpoint_step(step)
-    refuse_used(to, "DEST")
+    check_unused(to, "DEST")
     with TemporaryDirectory() as folder:
         write_folder(Path(folder), run, config, chosen, role=role, ema=ema, dtype=dtype, adapter=adapter)
         _put(Path(folder), to)
@@ -92,7 +92,7 @@ def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
     return bool(ranks)
 
 
-def refuse_used(url: str, option: str) -> None:
+def check_unused(url: str, option: str) -> None:
     """ConfigError unless there is nothing at ``url``, which ``option`` gives, or an empty folder."""
     try:
         fs, path = open_fs(url)

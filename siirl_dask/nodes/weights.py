@@ -151,13 +151,13 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
 def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
     """The same of the adapters alone, in float32, for ``load_adapters``."""
     from siirl_dask.training.model.lora import is_adapter
-    from siirl_dask.training.parallel.backend import whole_weights  # imports transformers
+    from siirl_dask.training.parallel.backend import full_weights  # imports transformers
 
     trainer: Trainer = ctx.resource
     adapters = trainer.state()["model"]
     if not all(map(is_adapter, adapters)):
         raise TypeError("this policy has no adapters: give its trainer a lora.rank, or run publish_weights")
-    return _published(ctx, whole_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
+    return _published(ctx, full_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
 
 
 def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:

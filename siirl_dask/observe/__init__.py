@@ -3,7 +3,7 @@
 Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
 """
 
-from siirl_dask.observe.eval_result import Standing, render_standing, show_standing, write_standing
+from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
     Message,
@@ -25,26 +25,26 @@ __all__ = [
     "MEASURED",
     "Accuracy",
     "BytesPerStep",
+    "EvalResult",
     "Message",
     "MetricsLog",
     "Progress",
     "Record",
     "Report",
     "Sample",
-    "Standing",
     "Status",
     "Summary",
     "TensorBoardLog",
+    "eval_result_table",
     "merge",
     "pack",
     "plot_run",
+    "print_eval_result",
     "read_metrics",
     "read_summary",
     "render_report",
-    "render_standing",
-    "show_standing",
     "unpack",
     "values",
-    "write_standing",
+    "write_eval_result",
     "write_summary",
 ]

@@ -23,7 +23,7 @@ _ORDER = ("mean", "pass", "best", "maj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class EvalResult:
     """What came of an evaluation. Nothing in it depends on how many workers there were."""
 
     model: str
@@ -59,24 +59,24 @@ class Standing:
         return json.dumps({**asdict(self), "prompts": prompts}, indent=2, allow_nan=False) + "\n"
 
 
-def write_standing(url: str, standing: Standing) -> None:
+def write_eval_result(url: str, result: EvalResult) -> None:
     """Write ``<url>/metrics.json``, atomically."""
     fs, path = open_fs(join(url, FILE))
-    write_atomic(fs, path, standing.to_json().encode())
+    write_atomic(fs, path, result.to_json().encode())
 
 
-def show_standing(standing: Standing, url: str) -> None:
+def print_eval_result(result: EvalResult, url: str) -> None:
     """Print the numbers, and where they and all the samples lie."""
-    console, table = Console(), render_standing(standing)
+    console, table = Console(), eval_result_table(result)
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)
     console.print(Text(f"every sample and {FILE}: {url}"), soft_wrap=True)
 
 
-def render_standing(standing: Standing) -> Table:
+def eval_result_table(result: EvalResult) -> Table:
     """A row for each source and one for all prompts; a column for each number."""
-    found = {name: matched.groups() for name in standing.metrics if (matched := _NAME.fullmatch(name))}
+    found = {name: matched.groups() for name in result.metrics if (matched := _NAME.fullmatch(name))}
     kinds = sorted({(kind, int(k)) for kind, k, _ in found.values()}, key=lambda one: (_ORDER.index(one[0]), one[1]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("source")
@@ -85,8 +85,8 @@ def render_standing(standing: Standing) -> Table:
     sources = sorted({source for *_, source in found.values() if source})
     for source in (*sources, None):
         end = f"/{source}" if source else ""
-        values = (standing.metrics.get(f"{kind}@{k}{end}") for kind, k in kinds)
-        prompts = standing.prompts.get(source, 0) if source else sum(standing.prompts.values())
+        values = (result.metrics.get(f"{kind}@{k}{end}") for kind, k in kinds)
+        prompts = result.prompts.get(source, 0) if source else sum(result.prompts.values())
         shown = ("-" if value is None else f"{value:.4f}" for value in values)
         table.add_row(Text(source or _ALL), f"{prompts:,}", *shown, style="" if source else "bold")
     return table

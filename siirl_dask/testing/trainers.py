@@ -41,7 +41,7 @@ from siirl_dask.testing.rows import (
     signs,
 )
 from siirl_dask.training import PackedRows, TrainBatch, Trainer
-from siirl_dask.training.parallel.dtensor import whole
+from siirl_dask.training.parallel.dtensor import full_tensor
 
 _TEMPERATURE = 0.7
 _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
@@ -212,7 +212,7 @@ class TrainerTests:
         load_state(fresh, tmp_path / "state")
         assert_same_tensors(copied_weights(fresh), copied_weights(stopped))
         assert _steps(steady, 2, 4) == _steps(fresh, 2, 4)
-        assert_same_tensors(_whole(fresh), _whole(steady))
+        assert_same_tensors(_full_state(fresh), _full_state(steady))
 
     def test_state_is_there_before_the_first_update_by_the_names_of_the_weights(self, folder: Path) -> None:
         state = self.build(folder).state()
@@ -286,5 +286,5 @@ def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
     return [trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO) for at in range(first, last)]
 
 
-def _whole(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in flat(trainer.state()).items()}
+def _full_state(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: full_tensor(tensor) for name, tensor in flat(trainer.state()).items()}

@@ -21,7 +21,7 @@ from siirl_dask.training.trainer import (
 )
 
 if TYPE_CHECKING:
-    from siirl_dask.training.parallel.backend import Placement
+    from siirl_dask.training.parallel.backend import ModelBackend
 
 __all__ = [
     "Batch",
@@ -51,10 +51,10 @@ def build_trainer(
 
     Its log-probabilities are of the distribution that was sampled: at the rollout's temperature.
     """
-    placement = _placement(device, rank, model, trainer)
+    backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Policy  # imports transformers
 
-    return Policy(placement, model, trainer, rank, temperature=rollout.temperature)
+    return Policy(backend, model, trainer, rank, temperature=rollout.temperature)
 
 
 @builds(preflight=check_reference)
@@ -62,30 +62,30 @@ def build_reference(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
     """The policy as it was at the start: it scores and never learns, so it has no gradients and no optimiser."""
-    placement = _placement(device, rank, model, trainer)
+    backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Reference
 
-    return Reference(placement, model, temperature=rollout.temperature)
+    return Reference(backend, model, temperature=rollout.temperature)
 
 
 @builds(preflight=check_critic)
 def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
     """A critic that begins as the model of ``model.path``, one of ``rank.size`` that learn together."""
-    placement = _placement(device, rank, model, trainer)
+    backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.critic import ValueCritic
 
-    return ValueCritic(placement, trainer, rank)
+    return ValueCritic(backend, trainer, rank)
 
 
-def _placement(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Placement:
+def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:
     hide()
     if trainer.backend == Backend.fsdp:
-        from siirl_dask.training.parallel.fsdp import ShardedModel
+        from siirl_dask.training.parallel.fsdp import FsdpBackend
 
-        return ShardedModel(model, trainer, device=device.torch_name, rank=rank)
-    from siirl_dask.training.parallel.backend import WholeModel
+        return FsdpBackend(model, trainer, device=device.torch_name, rank=rank)
+    from siirl_dask.training.parallel.backend import ReplicatedBackend
 
-    return WholeModel(model, trainer, device=device.torch_name)
+    return ReplicatedBackend(model, trainer, device=device.torch_name)
 
 
 @builds(preflight=check_reward_model)

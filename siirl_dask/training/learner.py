@@ -21,7 +21,7 @@ from siirl_dask.training.trainer import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TokenSelection:
     """Which tokens of a micro-batch are learned from."""
 
     offsets: Tensor
@@ -31,26 +31,26 @@ class Kept:
     part: slice
     """Where the micro-batch's tokens lie among those of the batch."""
 
-    def of_part(self, values: Tensor) -> Tensor:
+    def from_micro_batch(self, values: Tensor) -> Tensor:
         """[K of the micro-batch] to those that are kept."""
         return values if self.mask is None else values[self.mask]
 
-    def of_batch(self, values: Tensor) -> Tensor:
+    def from_batch(self, values: Tensor) -> Tensor:
         """[K of the whole batch] to those of the micro-batch that are kept, on its device."""
-        return self.of_part(values[self.part].to(self.offsets.device))
+        return self.from_micro_batch(values[self.part].to(self.offsets.device))
 
-    def bound(self, result: TokenLoss, scores: Tensor) -> TokenLoss:
+    def attach(self, result: TokenLoss, scores: Tensor) -> TokenLoss:
         """The same loss, tied to the model's ``scores`` whatever the loss function made of them: where ranks share a
         model, each must go back through it as often as the others.
         """
         return TokenLoss(loss=result.loss + scores[:0].sum(), metrics=result.metrics)
 
 
-def kept(batch: Batch, part: MicroBatch, device: torch.device) -> Kept:
+def select_tokens(batch: Batch, part: MicroBatch, device: torch.device) -> TokenSelection:
     if batch.mask is None:
-        return Kept(part.offsets.to(device), None, part.tokens)
+        return TokenSelection(part.offsets.to(device), None, part.tokens)
     mask = batch.mask[part.tokens]
-    return Kept(_kept_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
+    return TokenSelection(_kept_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
 
 
 def _kept_before(mask: Tensor) -> Tensor:
@@ -74,14 +74,14 @@ class Learner:
         rank: Rank,
         *,
         device: torch.device,
-        shards: Any | None = None,
+        shard_group: Any | None = None,
     ) -> None:
-        """``shards``: the process group that a parameter is sharded over, of a model that sums its own gradients over
-        ``rank.group``; None where every rank holds the whole model.
+        """``shard_group`` is the process group that each parameter is sharded over, for a model that sums its own
+        gradients over ``rank.group``; None where every rank holds the whole model.
         """
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group, self._shards = rank.group, shards
+        self._group, self._shard_group = rank.group, shard_group
         self._config = config
         self._device = device
         self._optimizer = Optimizer(parameters, config)
@@ -160,11 +160,11 @@ class Learner:
 
     def _norm(self) -> float:
         """Of the gradients, once they are summed over all ranks."""
-        if self._shards is None:
+        if self._shard_group is None:
             self._gradients.reduce(self._group)
-        ranks = 1 if self._shards is None else dist.get_world_size(self._shards)
+        ranks = 1 if self._shard_group is None else dist.get_world_size(self._shard_group)
         squares = self._gradients.squares(ranks).to(self._device)
-        return float(all_reduce(squares, self._shards).sqrt())
+        return float(all_reduce(squares, self._shard_group).sqrt())
 
     def _may_step(self, which: str, loss: float, norm: float) -> bool:
         """Whether the numbers are finite. TrainingError, on every rank alike, when too many in a row were not."""

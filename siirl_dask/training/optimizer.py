@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from siirl_dask.config import Schedule, TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.parallel.dtensor import like, local, pieces, put
+from siirl_dask.training.parallel.dtensor import copy_state, like_dtensor, local, shard_count
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,21 +61,21 @@ class Optimizer:
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """The moving average of each parameter, laid out as the parameter is; none without ``ema_decay``."""
         for name, average in self._ema.items():
-            yield name, like(self._parameters[name], average)
+            yield name, like_dtensor(self._parameters[name], average)
 
     def state(self) -> dict[str, Any]:
         """``{name: {"step", "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept: the live tensors."""
         state: dict[str, Any] = {}
         for name, part in self._parts.items():
             kept = self._adam.state[part]
-            moments = {moment: like(self._parameters[name], kept[moment]) for moment in _MOMENTS}
+            moments = {moment: like_dtensor(self._parameters[name], kept[moment]) for moment in _MOMENTS}
             state[name] = {"step": kept["step"], **moments}
         for name, average in self.ema():
             state[name]["ema"] = average
         return state
 
     def load_state(self, state: Mapping[str, Any], steps: int) -> None:
-        put(self.state(), state)
+        copy_state(self.state(), state)
         self.steps = steps
 
 
@@ -115,12 +115,12 @@ class FlatGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         held = [(parameter, local(parameter)) for parameter in parameters]
-        self._pieces = [pieces(parameter) for parameter, _ in held]
+        self._shard_counts = [shard_count(parameter) for parameter, _ in held]
         self.flat = torch.zeros(sum(part.numel() for _, part in held), device=held[0][1].device)
         views = self.flat.split([part.numel() for _, part in held])
         self.parts = [view.view_as(part) for (_, part), view in zip(held, views, strict=True)]
         for (parameter, _), part in zip(held, self.parts, strict=True):
-            parameter.grad = like(parameter, part)
+            parameter.grad = like_dtensor(parameter, part)
 
     def zero(self) -> None:
         self.flat.zero_()
@@ -134,7 +134,7 @@ class FlatGradients:
         loses the fifth digit over a million elements.
         """
         squares = _squares(self.flat.split(_BUCKET))
-        for part, count in zip(self.parts, self._pieces, strict=True):
+        for part, count in zip(self.parts, self._shard_counts, strict=True):
             if count < ranks:  # tensor parallel ranks have embeddings and norms alike
                 squares -= (1 - count / ranks) * _squares([part])
         return squares

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from siirl_dask.context import Rank
-from siirl_dask.training.parallel.own_rows import Own
+from siirl_dask.training.parallel.own_rows import TensorParallelRows
 from siirl_dask.training.parallel.ulysses import Route
 from siirl_dask.training.trainer import PackedRows
 
@@ -55,7 +55,7 @@ class MicroBatch:
     """Where the K tokens lie among the response tokens of the whole batch."""
     route: Route | None = None
     """How scores come to the ranks whose rows they are of; None where every rank computes its own."""
-    own: Own | None = None
+    own_rows: TensorParallelRows | None = None
     """Where ranks go through the same micro-batch, which scores are of this rank's rows."""
 
 

@@ -21,25 +21,24 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, save_state, signs
 from siirl_dask.training import TrainBatch, build_critic, build_reference, build_trainer
-from siirl_dask.training.fsdp_trainer import FsdpTrainer
-from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.parallel.dtensor import full_tensor, local
 from siirl_dask.training.parallel.mesh import role_mesh
-from siirl_dask.training.torch_trainer import TorchTrainer
 from tests.conftest import digits_overrides
 from tests.settings import trainer_config
+from tests.training.roles import policy
 
 CASES = {
     "2 ranks": (2, "tied", {}),
     "4 ranks, untied": (4, "untied", {}),
     "checkpointed": (2, "tied", {"gradient_checkpointing": True}),
-    "2 lots of 2": (4, "tied", {"shard_size": 2}),
+    "2 replicas of 2 shards": (4, "tied", {"shard_size": 2}),
     "offloaded": (2, "untied", {"offload": True}),
     "gathered as one": (2, "untied", {"gather_size": "64MiB"}),
     "both layers together": (4, "tied", {"gather_size": "64KiB", "gradient_checkpointing": True}),
     "bfloat16": (2, "tied", {"dtype": Dtype.bfloat16}),
 }
 EXACT = [name for name in CASES if name != "bfloat16"]
-MOVES = (("2 ranks", "2 lots of 2"), ("2 lots of 2", "2 ranks"))
+MOVES = (("2 ranks", "2 replicas of 2 shards"), ("2 replicas of 2 shards", "2 ranks"))
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "gather_size": "0B"}
 
 
@@ -56,7 +55,7 @@ def folders(tmp_path_factory):
 def alone(folders):
     found = {}
     for name, folder in folders.items():
-        trainer = TorchTrainer(ModelConfig(path=str(folder)), config(), temperature=0.7, rank=Rank())
+        trainer = policy(folder, config(), temperature=0.7)
         found[name] = learn(trainer, Rank()) | {"next": advance(trainer, Rank(), 3)}
     return found
 
@@ -78,9 +77,10 @@ def in_each_rank(folders, root, world):
     for name, (size, model, settings) in CASES.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
-            path = ModelConfig(path=str(folders[model]), dtype=settings.get("dtype", Dtype.float32))
-            options = {key: value for key, value in settings.items() if key != "dtype"}
-            trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
+            options = dict(settings)
+            dtype = options.pop("dtype", Dtype.float32)
+            sharded = config(backend="fsdp", **options)
+            trainer = policy(folders[model], sharded, temperature=0.7, rank=rank, dtype=dtype)
             found[name] = learn(trainer, rank)
             trained[name] = trainer, rank
     found["resumed"] = resumed(trained, root)
@@ -110,7 +110,7 @@ def learn(trainer, rank):
         seen["metrics"].append(advance(trainer, rank, at))
         if at == 0:
             named = trainer._network.by_name()
-            seen["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in named.items()}
+            seen["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in named.items()}
     seen["weights"] = copied(trainer)
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
@@ -146,7 +146,7 @@ def test_sharded_it_learns_what_a_single_process_does(name, seen, alone):
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments_and_no_more(seen, alone):
-    for name, parts in {"2 ranks": 2, "4 ranks, untied": 4, "2 lots of 2": 2}.items():
+    for name, parts in {"2 ranks": 2, "4 ranks, untied": 4, "2 replicas of 2 shards": 2}.items():
         size, model, _ = CASES[name]
         for rank in range(size):
             assert seen[rank][name]["held"] < 1.1 * alone[model]["held"] / parts
@@ -211,7 +211,7 @@ def test_weights_that_a_folder_lacks_are_named(tmp_path):
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"its \*\.safetensors lack \['lm_head\.weight'\]"):
-        FsdpTrainer(ModelConfig(path=str(folder)), config(backend="fsdp"), temperature=1.0, rank=Rank())
+        policy(folder, config(backend="fsdp"))
 
 
 def test_weights_are_gathered_by_the_groups_of_their_own_run_after_another_on_the_same_ranks(folders, tmp_path):

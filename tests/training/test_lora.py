@@ -44,7 +44,7 @@ from siirl_dask.testing.rows import (
 )
 from siirl_dask.training import TrainBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
-from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.parallel.dtensor import full_tensor, local
 from siirl_dask.training.preflight import count_adapters
 from tests.conftest import digits_overrides
 from tests.settings import trainer_config
@@ -80,7 +80,7 @@ def advance(trainer, at=0, rank=None, loss=PPO):
 
 
 def gradients(trainer):
-    return {name: whole(parameter.grad).clone() for name, parameter in trainer._network.trainable().items()}
+    return {name: full_tensor(parameter.grad).clone() for name, parameter in trainer._network.trainable().items()}
 
 
 def copied(trainer):
@@ -238,7 +238,7 @@ def test_a_critic_learns_by_adapters_and_its_head(folder):
     assert list(states[0]) == list(states[1])
     assert [name for name in states[0] if "lora_" not in name] == ["value_head.weight", "value_head.bias"]
     for name, tensor in states[0].items():
-        assert torch.equal(whole(states[1][name]), tensor)
+        assert torch.equal(full_tensor(states[1][name]), tensor)
     names = {name for name, _ in critics[0].weights()}
     assert names == {name for name, _ in build(folder, build_critic, lora_rank=0).weights()}
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import ppo_clip
-from siirl_dask.config import Config, ModelConfig, TrainerConfig
+from siirl_dask.config import Config, TrainerConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import ConfigError, TrainingError
@@ -18,9 +18,9 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, signs
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.optimizer import Optimizer, learning_rate
-from siirl_dask.training.torch_trainer import TorchTrainer
 from tests.nodes.test_learning_nodes import rows as table_of
 from tests.settings import trainer_config
+from tests.training.roles import policy
 
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
@@ -31,8 +31,7 @@ def folder(tmp_path_factory):
 
 
 def build(folder, **settings):
-    config = trainer_config(**{"lr": 1e-3} | settings)
-    return TorchTrainer(ModelConfig(path=str(folder)), config, temperature=1.0, rank=Rank())
+    return policy(folder, trainer_config(**{"lr": 1e-3} | settings))
 
 
 def batch(trainer, factor=1.0):

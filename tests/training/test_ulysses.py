@@ -32,15 +32,13 @@ from siirl_dask.testing.rows import (
     split_rows,
 )
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
-from siirl_dask.training.fsdp_trainer import FsdpCritic, FsdpTrainer
 from siirl_dask.training.model.attention import packed_attention
 from siirl_dask.training.packing import Packing, micro_batches
-from siirl_dask.training.parallel.dtensor import local, whole
+from siirl_dask.training.parallel.dtensor import full_tensor, local
 from siirl_dask.training.parallel.mesh import sequence_ranks
-from siirl_dask.training.parallel.sequence_parallel import share
-from siirl_dask.training.torch_critic import TorchCritic
-from siirl_dask.training.torch_trainer import TorchTrainer
+from siirl_dask.training.parallel.sequence_parallel import shard_tokens
 from tests.settings import trainer_config
+from tests.training.roles import critic, policy
 
 MODELS = {
     "qwen3 tied": {"family": "qwen3", "heads": 4, "kv_heads": 1},
@@ -53,8 +51,8 @@ CASES = {
     "2 share, recomputed": (2, "qwen2 untied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
     "2 times 2 share": (4, "qwen2 untied", {"sequence_parallel": 2}),
     "2 times 2 share, recomputed": (4, "qwen3 tied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
-    "2 times 2 share, lots of 2": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
-    "4 share, recomputed, lots of 2": (
+    "2 times 2 share, 2 replicas": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
+    "4 share, recomputed, 2 replicas": (
         4,
         "llama tied",
         {"sequence_parallel": 4, "shard_size": 2, "gradient_checkpointing": True},
@@ -103,11 +101,10 @@ def seen(folders, tmp_path_factory):
 def alone(folders):
     found = {}
     for name, folder in folders.items():
-        model = ModelConfig(path=str(folder))
-        trainer = TorchTrainer(model, config(), temperature=0.7, rank=Rank())
+        trainer = policy(folder, config(), temperature=0.7)
         found[name] = learn(trainer, Rank(), policy_batch, LOSS) | {"next": again(trainer, Rank())}
-    critic = TorchCritic(ModelConfig(path=str(folders["llama tied"])), config(), rank=Rank())
-    return found | {"critic": learn(critic, Rank(), value_batch, partial(value_clip, clip=1e6))}
+    foresees = critic(folders["llama tied"], config())
+    return found | {"critic": learn(foresees, Rank(), value_batch, partial(value_clip, clip=1e6))}
 
 
 def config(**options):
@@ -121,24 +118,24 @@ def in_each_rank(folders, state, world):
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
             options = dict(options)
-            path = ModelConfig(path=str(folders[model]), dtype=options.pop("dtype", Dtype.float32))
-            trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
+            dtype = options.pop("dtype", Dtype.float32)
+            sharded = config(backend="fsdp", **options)
+            trainer = policy(folders[model], sharded, temperature=0.7, rank=rank, dtype=dtype)
             found[name] = learn(trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3)
             if name == MOVED_FROM:
                 save_state(trainer, state, rank)
                 dist.barrier()  # else one of two ranks could load before four have saved
     for name, options in MOVED_TO.items():
         if world.rank < 2:
-            rank, path = Rank(world.rank, 2, pair), ModelConfig(path=str(folders["llama tied"]))
-            trainer = FsdpTrainer(path, config(backend="fsdp", **options), temperature=0.7, rank=rank)
+            rank, sharded = Rank(world.rank, 2, pair), config(backend="fsdp", **options)
+            trainer = policy(folders["llama tied"], sharded, temperature=0.7, rank=rank)
             load_state(trainer, state, rank)
             found[f"moved to {name}"] = again(trainer, rank)
     for name, (size, options) in CRITICS.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
-            path = ModelConfig(path=str(folders["llama tied"]))
-            critic = FsdpCritic(path, config(backend="fsdp", **options), rank=rank)
-            found[f"critic, {name}"] = learn(critic, rank, value_batch, partial(value_clip, clip=1e6))
+            foresees = critic(folders["llama tied"], config(backend="fsdp", **options), rank)
+            found[f"critic, {name}"] = learn(foresees, rank, value_batch, partial(value_clip, clip=1e6))
     return found
 
 
@@ -151,7 +148,7 @@ def learn(learner, rank, batch, loss, updates=3):
         seen["scores"].append(scores)
         if at == 0:
             named = learner._network.by_name()
-            seen["gradients"] = {name: whole(parameter.grad).clone() for name, parameter in named.items()}
+            seen["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in named.items()}
     seen["weights"] = {name: tensor.clone() for name, tensor in learner.weights()}
     seen["held"] = sum(local(tensor).numel() for tensor in flat(learner.state()).values())
     return seen
@@ -248,7 +245,7 @@ def test_every_token_is_computed_once_and_scored_for_the_rank_of_its_row(lengths
     )
     (batch,) = micro_batches(random_rows(lengths), budget=1000)
     owners = owner.repeat_interleave(batch.offsets.diff())
-    parts = [share(batch, owners, Rank(rank, size)) for rank in range(size)]
+    parts = [shard_tokens(batch, owners, Rank(rank, size)) for rank in range(size)]
     together = torch.cat([part.input_ids for part in parts], dim=1)
     assert {part.input_ids.shape for part in parts} == {parts[0].input_ids.shape}
     assert torch.equal(together[:, : batch.input_ids.shape[1]], batch.input_ids)
@@ -286,8 +283,7 @@ def growth(folder, windowed, world):
     (windowed / "config.json").write_text(json.dumps(settings | window))
     found = []
     for path in (folder, windowed):
-        model = ModelConfig(path=str(path))
-        trainer = TorchTrainer(model, config(gradient_checkpointing=True), temperature=1.0, rank=Rank())
+        trainer = policy(path, config(gradient_checkpointing=True))
         for lengths in ([(3, 4)], [(192, 8000)]):
             rows = random_rows(lengths)
             none = torch.zeros(response_tokens(rows))

@@ -17,7 +17,7 @@ from siirl_dask.training.model.network import Network
 from siirl_dask.training.parallel.dtensor import local
 
 
-def fill(network: Network, path: str) -> None:
+def load_safetensors(network: Network, path: str) -> None:
     """Put the folder's weights into the network's parameters; into adapters, which it has none for, what they begin as,
     and 0 into what else it has none for by design.
 
@@ -26,12 +26,12 @@ def fill(network: Network, path: str) -> None:
     what = f"model.path={path!r}"
     files, names = _files(path), _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
-    if missing := sorted(name for name in missing if name not in network.zeros and not is_adapter(name)):
+    if missing := sorted(name for name in missing if name not in network.zero_initialised and not is_adapter(name)):
         raise ConfigError(
             f"{what}: its *.safetensors lack {missing}; trainer.backend=torch may know them by other names"
         )
     for name, parameter in network.by_name().items():
-        if name in network.zeros:
+        if name in network.zero_initialised:
             local(parameter).zero_()
         elif is_adapter(name):
             _copy(parameter, first_values(name, parameter.shape))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.training.parallel.dtensor import like, local, whole
+from siirl_dask.training.parallel.dtensor import full_tensor, like_dtensor, local
 
 _WEIGHT, _A, _B = ".weight", ".lora_A.weight", ".lora_B.weight"
 _PEFT_NAME = "default"  # of an adapter that nobody named; its file has none
@@ -111,9 +111,9 @@ def merged(named: Mapping[str, Tensor], scaling: float, device: torch.device) ->
         before = name.removesuffix(_WEIGHT)
         if before + _A in named:
             a, b = named[before + _A], named[before + _B]
-            gathered = whole(like(a, local(a).to(device)))
+            gathered = full_tensor(like_dtensor(a, local(a).to(device)))
             held = local(weight).to(device, torch.float32)  # B is cut along its rows as W is
-            yield name, like(weight, torch.addmm(held, local(b).to(device), gathered, alpha=scaling))
+            yield name, like_dtensor(weight, torch.addmm(held, local(b).to(device), gathered, alpha=scaling))
         elif not is_adapter(name):
             yield name, weight
 

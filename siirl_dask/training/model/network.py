@@ -18,7 +18,7 @@ from siirl_dask.training.model.attention import PACKED, leave_uncompiled
 from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
-from siirl_dask.training.parallel.own_rows import to_own
+from siirl_dask.training.parallel.own_rows import select_own_rows
 from siirl_dask.training.parallel.ulysses import to_owners
 from siirl_dask.training.trainer import PackedRows
 
@@ -28,7 +28,7 @@ class Network(nn.Module):
     that is trained is the one that sampled. ``adapters`` says which there are, if any (LoRA).
     """
 
-    zeros: tuple[str, ...] = ()
+    zero_initialised: tuple[str, ...] = ()
     """Parameters that no file has: they begin at 0."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Network(nn.Module):
         named = self.by_name()
         if self.scaling is None:
             return named
-        return {name: each for name, each in named.items() if is_adapter(name) or name in self.zeros}
+        return {name: each for name, each in named.items() if is_adapter(name) or name in self.zero_initialised}
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Every parameter that the model has without adapters, with what they add; ``others`` stand in for some."""
@@ -95,7 +95,7 @@ class Network(nn.Module):
         return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
-    def packed_error(self) -> tuple[float, float]:
+    def enable_packed_attention(self) -> tuple[float, float]:
         """From here on rows are packed. On two short ones: how far that is off a plain pass, and how far it may be."""
         lengths = torch.tensor([2, 3])
         tokens = torch.arange(5) % self.model.config.get_text_config().vocab_size
@@ -142,15 +142,15 @@ class PolicyNetwork(Network):
         )
         if batch.route is not None:
             logprobs, entropy = to_owners([logprobs, entropy], batch.route)
-        if batch.own is not None:
-            logprobs, entropy = to_own([logprobs, entropy], batch.own)
+        if batch.own_rows is not None:
+            logprobs, entropy = select_own_rows([logprobs, entropy], batch.own_rows)
         return logprobs, entropy
 
 
 class ValueNetwork(Network):
     """The decoder of a causal model and one number a token in place of its logits, 0 at the beginning."""
 
-    zeros = ("value_head.weight", "value_head.bias")
+    zero_initialised = ("value_head.weight", "value_head.bias")
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class ValueNetwork(Network):
         values = values.squeeze(-1)
         if batch.route is not None:
             (values,) = to_owners([values], batch.route)
-        if batch.own is not None:
-            (values,) = to_own([values], batch.own)
+        if batch.own_rows is not None:
+            (values,) = select_own_rows([values], batch.own_rows)
         return values.clone()  # FSDP hooks on to what it returns, which must be no view
 
 
@@ -200,7 +200,7 @@ def use_packed_attention(network: Network, path: str) -> None:
     """
     name = type(network.model).__name__
     try:
-        off, allowed = network.packed_error()
+        off, allowed = network.enable_packed_attention()
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {error}") from error
     if not off <= allowed:

@@ -13,7 +13,7 @@ from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.models.loading import load_pretrained
 from siirl_dask.training.model.network import Network, compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.parallel.dtensor import like, local, whole_each
+from siirl_dask.training.parallel.dtensor import full_tensors, like_dtensor, local
 from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)
@@ -21,31 +21,31 @@ Make = Callable[..., N]
 """Called with a causal model, ``device`` and ``autocast``."""
 
 
-class Placement(Protocol):
+class ModelBackend(Protocol):
     """A backend: everything in which trainers differ."""
 
     device: torch.device
     """Where it computes."""
-    shards: Any
+    shard_group: Any
     """The process group that a parameter is sharded over, None where every rank holds the whole model."""
 
     def network(self, make: Make[N]) -> N:
         """The network with the weights of the model's folder. ConfigError when they cannot be loaded."""
         ...
 
-    def parts(self, rows: PackedRows) -> list[MicroBatch]:
+    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
         """Every row in one of them, and as many as all ranks must go through alike."""
         ...
 
 
-class WholeModel:
+class ReplicatedBackend:
     """Plain torch: the whole model on every rank.
 
     Parameters are float32 whatever ``model.dtype`` is: with bfloat16 only the arithmetic is (autocast), because an
     update of 1e-6 is lost on a bfloat16 number.
     """
 
-    shards = None
+    shard_group = None
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str) -> None:
         self.device = torch.device(device)
@@ -63,11 +63,11 @@ class WholeModel:
             recompute(network.layers())
         return network
 
-    def parts(self, rows: PackedRows) -> list[MicroBatch]:
+    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
         return micro_batches(rows, self._trainer.max_tokens_per_micro_batch)
 
 
-def whole_weights(
+def full_weights(
     named: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """One parameter after the other: of those in shards no more are whole at a time than one message brings, if the
@@ -77,6 +77,6 @@ def whole_weights(
     def moved(parameter: Tensor) -> Tensor:
         held = local(parameter)
         there = held.to(device, dtype)
-        return parameter if there is held else like(parameter, there)
+        return parameter if there is held else like_dtensor(parameter, there)
 
-    return whole_each((name, moved(parameter)) for name, parameter in named)
+    return full_tensors((name, moved(parameter)) for name, parameter in named)

@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def pieces(tensor: Tensor) -> int:
+def shard_count(tensor: Tensor) -> int:
     """How many ranks hold different parts of it."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -30,7 +30,7 @@ def pieces(tensor: Tensor) -> int:
     return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def like(parameter: Tensor, part: Tensor) -> Tensor:
+def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
     """``part`` of this rank as a tensor that is laid out over the ranks as ``parameter`` is; it shares its memory."""
     if isinstance(parameter, DTensor):
         return DTensor.from_local(
@@ -44,7 +44,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
     return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of it, without gradient. Of a DTensor it is a copy, and every rank must ask for it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -54,7 +54,7 @@ def whole(tensor: Tensor) -> Tensor:
     return held.full_tensor()
 
 
-def whole_each(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The same of each, in order: as many are whole at a time as one message brings. Every rank must go through all."""
     waiting: list[tuple[str, Tensor]] = []
     size = 0
@@ -86,7 +86,7 @@ def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     """Of several, all are alike. The last ranks may have less of a tensor than the others."""
     first = named[0][1]
     if len(named) == 1 or not isinstance(first, DTensor):
-        yield from ((name, whole(tensor)) for name, tensor in named)
+        yield from ((name, full_tensor(tensor)) for name, tensor in named)
         return
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
     ranks = dist.get_world_size(group)
@@ -104,7 +104,7 @@ def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 @torch.no_grad()
-def put(target: Mapping[str, Any], given: Mapping[str, Any], where: str = "state") -> None:
+def copy_state(target: Mapping[str, Any], given: Mapping[str, Any], where: str = "state") -> None:
     """Copy ``given`` into the tensors of ``target``. ValueError where names or shapes are not the same.
 
     What was loaded in place is there already and costs nothing.
@@ -114,12 +114,12 @@ def put(target: Mapping[str, Any], given: Mapping[str, Any], where: str = "state
         raise ValueError(f"{where}: it lacks {lacking} and has {other}, which are not known here")
     for name, mine in target.items():
         if isinstance(mine, Tensor):
-            _put_tensor(mine, given[name], f"{where}.{name}")
+            _copy_tensor(mine, given[name], f"{where}.{name}")
         else:
-            put(mine, given[name], f"{where}.{name}")
+            copy_state(mine, given[name], f"{where}.{name}")
 
 
-def _put_tensor(target: Tensor, given: Tensor, where: str) -> None:
+def _copy_tensor(target: Tensor, given: Tensor, where: str) -> None:
     here, there = local(target), local(given)
     if target.shape != given.shape or here.shape != there.shape:
         raise ValueError(f"{where}: it has shape {list(given.shape)}; expected {list(target.shape)}, laid out alike")

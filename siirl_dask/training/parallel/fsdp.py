@@ -22,19 +22,19 @@ from siirl_dask.config import Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import refused_by_name
-from siirl_dask.training.files.safetensors import fill
+from siirl_dask.training.files.safetensors import load_safetensors
 from siirl_dask.training.model.network import compile_layers, recompute, use_packed_attention
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.parallel.backend import Make, N
 from siirl_dask.training.parallel.mesh import role_mesh, sequence_ranks, tensor_mesh
-from siirl_dask.training.parallel.sequence_parallel import idle_share, shared_batches
+from siirl_dask.training.parallel.sequence_parallel import idle_tokens, shared_batches
 from siirl_dask.training.parallel.tensor_parallel import common_batches, split_layers
 from siirl_dask.training.preflight import check_heads
 from siirl_dask.training.trainer import PackedRows
 
 
-class ShardedModel:
-    """A Placement. Parameters, their gradients and moments are float32; with ``model.dtype`` bfloat16 a layer is
+class FsdpBackend:
+    """A ModelBackend. Parameters, their gradients and moments are float32; with ``model.dtype`` bfloat16 a layer is
     gathered and computed in it, and gradients are summed in float32.
     """
 
@@ -46,11 +46,11 @@ class ShardedModel:
         if (size := trainer.fsdp.tensor_parallel) > 1:
             both = tensor_mesh(rank, size, self.device)
             assert both.mesh_dim_names is not None
-            (self._mesh, self._tensor), self.shards = (both[axis] for axis in both.mesh_dim_names), rank.group
+            (self._mesh, self._tensor), self.shard_group = (both[axis] for axis in both.mesh_dim_names), rank.group
             self._common = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
             self._mesh, self._common = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
-            self.shards = self._mesh.get_group(self._mesh.ndim - 1)
+            self.shard_group = self._mesh.get_group(self._mesh.ndim - 1)
 
     def network(self, make: Make[N]) -> N:
         network = make(_without_memory(self._model.path), device=self.device, autocast=False)
@@ -63,16 +63,16 @@ class ShardedModel:
         self._shard(network, network.layers())
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
-        fill(network, self._model.path)
+        load_safetensors(network, self._model.path)
         use_packed_attention(network, self._model.path)
         network.reshard()
         return network
 
-    def parts(self, rows: PackedRows) -> list[MicroBatch]:
+    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
         """A pass through the model is one of all ranks: those with fewer micro-batches go through idle ones."""
         budget, sequence = self._trainer.max_tokens_per_micro_batch, self._sequence
         if sequence.size > 1:
-            parts, idle = shared_batches(rows, sequence, budget, self.device), idle_share(rows, sequence)
+            parts, idle = shared_batches(rows, sequence, budget, self.device), idle_tokens(rows, sequence)
         elif self._common.size > 1:
             parts, idle = common_batches(rows, self._common, budget, self.device), idle_batch(rows)
         else:
@@ -101,7 +101,7 @@ class ShardedModel:
             if isinstance(module, FSDPModule):  # sums: a loss is divided by what all ranks have of it
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(network, "packed_error")
+        register_fsdp_forward_method(network, "enable_packed_attention")
 
 
 def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:

@@ -1,4 +1,4 @@
-"""The ranks of a role as a mesh: one row of them, or lots that hold the same and within each the shards of a model."""
+"""The ranks of a role as a mesh: one row of them, or replicas and within each the shards of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
-    """[shards], or [lots, shards]. ConfigError when ``shard_size`` does not divide the role's ranks.
+    """[shard], or [replicate, shard]. ConfigError when ``shard_size`` does not divide the role's ranks.
 
     Groups that have to be made for it last as long as the process's default group.
     """
@@ -30,11 +30,11 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
         return _one_axis(_group_of_one(_BACKENDS[device.type]), device)
     if size == rank.size:
         return _one_axis(rank.group, device)
-    return _two_axes(rank, size, device, ("lots", "shards"))
+    return _two_axes(rank, size, device, ("replicate", "shard"))
 
 
 def _one_axis(group: Any, device: torch.device) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(_axis("shards", group),))
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(_axis("shard", group),))
 
 
 def _axis(name: str, group: Any) -> str:
@@ -70,11 +70,11 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
     check_divides("trainer.fsdp.sequence_parallel", size, rank.size)
     if size == 1:
         return Rank()
-    lot, place = divmod(rank.rank, size)
+    row, place = divmod(rank.rank, size)
     if size == rank.size:
         return Rank(place, size, rank.group)
     _even_out(rank.group, device)
-    ranks = dist.get_process_group_ranks(rank.group)[lot * size : (lot + 1) * size]
+    ranks = dist.get_process_group_ranks(rank.group)[row * size : (row + 1) * size]
     return Rank(place, size, new_subgroup(ranks, rank.group))
 
 

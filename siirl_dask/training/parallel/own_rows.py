@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class TensorParallelRows:
     """Which of a micro-batch's response tokens are of this rank's rows, where ranks go through all of them."""
 
     mask: Tensor
@@ -21,14 +21,14 @@ class Own:
     group: Any
 
 
-def to_own(scores: Sequence[Tensor], own: Own) -> list[Tensor]:
+def select_own_rows(scores: Sequence[Tensor], rows: TensorParallelRows) -> list[Tensor]:
     """[C] each to [K] each, those of this rank's rows. Every rank must go back through it."""
-    apply: Any = _ToOwn.apply
-    given: Tensor = apply(torch.stack(list(scores), dim=1), own.mask.to(scores[0].device), own.group)
+    apply: Any = _SelectOwnRows.apply
+    given: Tensor = apply(torch.stack(list(scores), dim=1), rows.mask.to(scores[0].device), rows.group)
     return [column.clone() for column in given.unbind(1)]  # FSDP wants no views
 
 
-class _ToOwn(torch.autograd.Function):
+class _SelectOwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor, group: Any) -> Tensor:
         ctx.mask, ctx.group = mask, group

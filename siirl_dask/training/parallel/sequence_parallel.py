@@ -24,13 +24,13 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0
     for whole in micro_batches(union, budget * ranks.size):
-        part, owner = own_part(whole, owners[first:], ranks, done)
-        batches.append(share(part, owner, ranks))
+        part, owner = own_rows(whole, owners[first:], ranks, done)
+        batches.append(shard_tokens(part, owner, ranks))
         first, done = first + len(whole.offsets) - 1, part.tokens.stop
     return batches
 
 
-def own_part(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple[MicroBatch, Tensor]:
+def own_rows(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple[MicroBatch, Tensor]:
     """``whole`` with ``offsets`` and ``tokens`` of this rank's own rows, which begin at token ``done`` of those that
     it has; and of each response token, [C], the rank whose row it is of. ``owners``: of its rows and any after them.
     """
@@ -41,12 +41,12 @@ def own_part(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple
     return part, owner.repeat_interleave(lengths)
 
 
-def idle_share(rows: PackedRows, ranks: Rank) -> MicroBatch:
+def idle_tokens(rows: PackedRows, ranks: Rank) -> MicroBatch:
     """One token a rank that predicts nothing, to be gone through after the micro-batches of ``rows``."""
-    return share(idle_batch(rows), torch.zeros(0, dtype=torch.int64), ranks)
+    return shard_tokens(idle_batch(rows), torch.zeros(0, dtype=torch.int64), ranks)
 
 
-def share(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
+def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
     """This rank's tokens of a micro-batch. ``owners`` [K]: of each of its response tokens, whose row it is of.
 
     Tokens that are added to make n divide them are rows of their own.

@@ -17,8 +17,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.training.packing import MicroBatch, micro_batches
-from siirl_dask.training.parallel.own_rows import Own
-from siirl_dask.training.parallel.sequence_parallel import gather_rows, own_part
+from siirl_dask.training.parallel.own_rows import TensorParallelRows
+from siirl_dask.training.parallel.sequence_parallel import gather_rows, own_rows
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -42,7 +42,7 @@ def common_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0
     for whole in micro_batches(union, budget):
-        part, owner = own_part(whole, owners[first:], ranks, done)
-        batches.append(replace(part, own=Own(owner == ranks.rank, ranks.group)))
+        part, owner = own_rows(whole, owners[first:], ranks, done)
+        batches.append(replace(part, own_rows=TensorParallelRows(owner == ranks.rank, ranks.group)))
         first, done = first + len(whole.offsets) - 1, part.tokens.stop
     return batches
