@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from siirl_dask.training.model.attention import attend_varlen, computed_in, packed_attention, takes_varlen
+from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, takes_varlen
 from siirl_dask.training.model.network import rounding
 from siirl_dask.training.packing import Packing
 
@@ -104,7 +104,7 @@ def test_torchs_kernel_is_taken_where_it_can_be(device, dtype, widths, taken):
 def test_it_computes_in_what_torchs_other_kernels_would(autocast):
     rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert computed_in(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+        assert compute_dtype(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
 
 
 @pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])
