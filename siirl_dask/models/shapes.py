@@ -79,7 +79,7 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def read_widths(path: str) -> Widths | None:
-    """Read the widths in a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if it is damaged."""
+    """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
     fs, folder = open_fs(path)
     if not fs.exists(file := f"{folder}/config.json"):
         return None
