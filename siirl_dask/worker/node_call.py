@@ -71,7 +71,9 @@ class NodeCalls:
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:
         """Errors inside say which node, iteration and worker they are from; one that is none of ours is a NodeError."""
-        where = f"node {node.name!r}, {self.iteration}, worker {self.runtime.device.worker!r}"
+        position = f"node {node.name!r}, {self.iteration}"
+        where = f"{position}, worker {self.runtime.device.worker!r}"
+        self.runtime.running.append(position)
         try:
             yield
         except SiirlError as error:
@@ -81,6 +83,8 @@ class NodeCalls:
             failure = NodeError(f"{where}: {type(error).__name__}: {error}")
             failure.add_note(format_exc())  # a traceback does not cross processes
             raise failure from error
+        finally:
+            self.runtime.running.pop()
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:

@@ -43,3 +43,5 @@ class WorkerRuntime:
     """The run's broadcasts, by the workers that take part; a stream that one can bring goes by it."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What nodes remember from one step to the next (``Context.state``), by phase and name."""
+    running: list[str] = field(default_factory=list)
+    """The node whose function runs now, with its iteration; empty between nodes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 
@@ -47,3 +48,21 @@ def tells_its_process(prompt, response, answer):
         while True:
             pass
     return 1.0
+
+
+def fails_and_counts(prompt, response, answer):
+    """``prompt`` is how it fails, ``response`` a file that says that the row was scored."""
+    Path(response).touch()
+    match prompt:
+        case "hang":
+            time.sleep(60)
+        case "raise":
+            raise RuntimeError("no")
+    return 1.0
+
+
+async def fails_and_counts_async(prompt, response, answer):
+    Path(response).touch()
+    if prompt == "hang":
+        await asyncio.sleep(60)
+    raise RuntimeError("no")

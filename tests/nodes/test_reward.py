@@ -17,15 +17,24 @@ from siirl_dask.errors import ConfigError, RewardError
 from siirl_dask.nodes import score
 from siirl_dask.rewards import build_scorer
 from siirl_dask.testing.local_pool import ThreadPeers
-from tests.nodes.rewards import capricious, length, parts, slow_and_async, tells_its_process, with_extra
+from tests.nodes.rewards import (
+    capricious,
+    fails_and_counts,
+    fails_and_counts_async,
+    length,
+    parts,
+    slow_and_async,
+    tells_its_process,
+    with_extra,
+)
 
 IN_PROCESS, POOL = {}, {"processes": 2}
 
 
-def table(responses, **columns):
+def table(responses, prompts=None, **columns):
     count = len(responses)
     identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
-    text = {"prompt": ["p"] * count, "response": responses, "answer": ["a"] * count}
+    text = {"prompt": prompts or ["p"] * count, "response": responses, "answer": ["a"] * count}
     return pa.table({**identity, **{name: pa.array(v, pa.string()) for name, v in text.items()}, **columns})
 
 
@@ -98,6 +107,51 @@ def test_failures_that_are_allowed_have_no_reward_and_count_for_nothing(scored):
     assert given["reward"].to_pylist() == [1.0, None, 1.0, None, None]
     assert metrics["reward/failures"].value == 3
     assert (metrics["reward/mean"].value, metrics["reward/mean"].weight) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "calls"),
+    [
+        (fails_and_counts, {}, 3),
+        (fails_and_counts, {"processes": 1}, 3),
+        (fails_and_counts, {"processes": 2}, 4),  # one more is under way
+        (fails_and_counts_async, {"concurrency": 1}, 3),
+        (fails_and_counts_async, {"concurrency": 2}, 4),
+    ],
+    ids=["worker", "pool of 1", "pool of 2", "async", "async two at once"],
+)
+def test_no_row_is_scored_after_more_have_failed_than_may(scored, tmp_path, function, options, calls):
+    rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=["raise"] * 40)
+    said = r"raised RuntimeError: no: row 0 of step 1, .*failed for at least 3 rows .*rewards\.max_failures=2"
+    with pytest.raises(RewardError, match=said):
+        scored(function, rows, max_failures=2, **options)
+    assert 3 <= len(list(tmp_path.iterdir())) <= calls
+
+
+@pytest.mark.parametrize(("function", "processes"), [(fails_and_counts, 2), (fails_and_counts_async, 0)])
+def test_rows_under_way_are_not_waited_for_after_too_many_failures(scored, tmp_path, function, processes):
+    """Two hang for a minute, the third raises."""
+    prompts = ["hang", "raise"] if processes else ["hang", "hang", "raise"]
+    rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=prompts + ["hang"] * (40 - len(prompts)))
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="raised RuntimeError: no"):
+        scored(function, rows, processes=processes)
+    assert time.monotonic() - began < 45
+
+
+def test_a_hanging_reward_costs_one_timeout_and_not_one_a_row(scored, tmp_path):
+    rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=["hang"] * 40)
+    with pytest.raises(RewardError, match=r"took more than 0\.5 s: row [01] "):
+        scored(fails_and_counts, rows, processes=2, timeout=0.5)
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_a_scorer_scores_again_after_too_many_failures(tmp_path):
+    scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=fails_and_counts)
+    rows = [{"prompt": prompt, "response": str(tmp_path / "row"), "answer": ""} for prompt in ("hang", "raise", "")]
+    assert [result.reward for result in scorer.score(rows)] == [None, None, None]
+    assert [result.reward for result in scorer.score(rows[2:])] == [1.0]
+    scorer.close()
 
 
 @pytest.mark.parametrize(("response", "said"), [("hang", "took more than 0.5 s"), ("die", r"exit code 3")])
