@@ -24,6 +24,11 @@ _EVAL_OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command. Ends the process with a message and an exit code where it fails."""
+    exit_with_message(lambda: _dispatch(_parse(arguments)))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("siirl-dask", description=__doc__, epilog=EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"run": "train as CONFIG says", "plan": "show what CONFIG would do; start nothing"}.items():
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         chosen.overrides += more
-    exit_with_message(lambda: _dispatch(chosen))
+    return chosen
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
@@ -102,22 +107,22 @@ def _dispatch(chosen: argparse.Namespace) -> None:
 
 
 def _evaluate(chosen: argparse.Namespace) -> None:
-    from siirl_dask.commands.evaluate import Evaluation, evaluate
-    from siirl_dask.observe import show_standing
+    from siirl_dask.commands.evaluate import EvalRequest, evaluate
+    from siirl_dask.observe import print_eval_result
 
     given = {key: getattr(chosen, key) for key, _, _ in _EVAL_OPTIONS.values()}
     lists = ("validation.k",)
     options = [
         f"{key}=[{text}]" if key in lists else f"{key}={text}" for key, text in given.items() if text is not None
     ]
-    asked = Evaluation(
+    request = EvalRequest(
         model=chosen.model,
         data=chosen.data,
         step=chosen.step,
         out=chosen.out,
         overrides=[*options, *chosen.overrides],
     )
-    show_standing(*evaluate(asked))
+    print_eval_result(*evaluate(request))
 
 
 if __name__ == "__main__":

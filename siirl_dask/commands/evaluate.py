@@ -15,16 +15,16 @@ from tempfile import TemporaryDirectory
 
 from siirl_storage import join, open_table
 
-from siirl_dask.commands.export import refuse_used, write_folder
+from siirl_dask.commands.export import check_unused, write_folder
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import ColumnPath, encode_prompts, generate_answers, list_samples, measure_answers, score
-from siirl_dask.nodes.evaluate import SOURCE, listed
+from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
+from siirl_dask.nodes.evaluate import SOURCE, eval_table_schema
 from siirl_dask.nodes.generate import answering
-from siirl_dask.observe import Standing, write_standing
+from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
 from siirl_dask.planner.names import function_name
 from siirl_dask.rewards import build_scorer
@@ -37,7 +37,7 @@ _REWARD = "rewards.function="
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class EvalRequest:
     """What to evaluate, on what, and how."""
 
     model: str
@@ -51,27 +51,27 @@ class Evaluation:
     """``key=value`` of a configuration: over that of the run, or of a model over the defaults."""
 
 
-def evaluate(asked: Evaluation) -> tuple[Standing, str]:
+def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     """Write every sample and ``metrics.json``; gives the numbers, and where they are. UserError before anything
     starts.
     """
-    run = _is_run(asked)
-    step = Run(asked.model).checkpoint_step(asked.step) if run else None
-    out = asked.out or _place(asked, step)
-    refuse_used(out, "--out")
+    run = _is_run(request)
+    step = Run(request.model).checkpoint_step(request.step) if run else None
+    out = request.out or _place(request, step)
+    check_unused(out, "--out")
     with TemporaryDirectory() as folder:
-        settings = {**_settings(asked.data, out), "model.path": folder if run else asked.model}
-        overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *asked.overrides]
-        config = Run(asked.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
-        own = not run or any(text.startswith(_REWARD) for text in asked.overrides)
-        scoring = Scoring(resolve(config.rewards.function)) if own else Run(asked.model).scoring()
+        settings = {**_settings(request.data, out), "model.path": folder if run else request.model}
+        overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
+        config = Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
+        own = not run or any(text.startswith(_REWARD) for text in request.overrides)
+        scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
         dag, source = _planned(config, scoring)
         if step is not None:
-            write_folder(Path(folder), asked.model, Run(asked.model).config, step, role="policy")
+            write_folder(Path(folder), request.model, Run(request.model).config, step, role="policy")
         found = one_pass(config, dag, source, step or 0)
-    standing = _standing(asked, config, scoring, step, found)
-    write_standing(out, standing)
-    return standing, out
+    result = _eval_result(request, config, scoring, step, found)
+    write_eval_result(out, result)
+    return result, out
 
 
 def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
@@ -85,8 +85,8 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     extract = resolve(given.answer_extractor) if given.answer_extractor else None
     measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
-    keep = partial(list_samples, n=given.n, source=source)
-    columns = listed(data.field(PROMPT).type, data.field(ANSWER).type)
+    keep = partial(eval_table, n=given.n, source=source)
+    columns = eval_table_schema(data.field(PROMPT).type, data.field(ANSWER).type)
     nodes = (
         Node("prompts", encode, role="rollout"),
         Node("rollout", sample, role="rollout", after="prompts", rows=Rows(str(config.rollout.prompt_placement))),
@@ -97,24 +97,26 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
     return DAG(roles, nodes)
 
 
-def _is_run(asked: Evaluation) -> bool:
-    if is_run(asked.model):
+def _is_run(request: EvalRequest) -> bool:
+    if is_run(request.model):
         return True
-    if not Path(asked.model, "config.json").is_file():
+    if not Path(request.model, "config.json").is_file():
         raise ConfigError(
-            f"{asked.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, with a config.json"
+            f"{request.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, with a config.json"
         )
-    if asked.step is not None:
-        raise ConfigError(f"{asked.model!r} is a Hugging Face folder, and has no step {asked.step}: leave out --step")
+    if request.step is not None:
+        raise ConfigError(
+            f"{request.model!r} is a Hugging Face folder, and has no step {request.step}: leave out --step"
+        )
     return False
 
 
-def _place(asked: Evaluation, step: int | None) -> str:
+def _place(request: EvalRequest, step: int | None) -> str:
     """``RUN/evaluations/test-step000010``, ``evaluations/MODEL-test``."""
-    data = PurePosixPath(asked.data).stem
+    data = PurePosixPath(request.data).stem
     if step is not None:
-        return join(asked.model, "evaluations", f"{data}-step{step:06d}")
-    return join("evaluations", f"{Path(asked.model).resolve().name}-{data}")
+        return join(request.model, "evaluations", f"{data}-step{step:06d}")
+    return join("evaluations", f"{Path(request.model).resolve().name}-{data}")
 
 
 def _settings(data: str, out: str) -> Mapping[str, object]:
@@ -144,15 +146,15 @@ def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
     return dag, source
 
 
-def _standing(
-    asked: Evaluation, config: Config, scoring: Scoring, step: int | None, found: Mapping[str, float | None]
-) -> Standing:
+def _eval_result(
+    request: EvalRequest, config: Config, scoring: Scoring, step: int | None, found: Mapping[str, float | None]
+) -> EvalResult:
     metrics = {name: value for name, value in found.items() if value is not None}
     given = config.validation
-    return Standing(
-        model=asked.model,
+    return EvalResult(
+        model=request.model,
         step=step,
-        data=asked.data,
+        data=request.data,
         reward=function_name(getattr(scoring.reward, "func", scoring.reward)),
         prompts=_prompts(join(config.run.url, TABLE, f"step={step or 0:06d}")),
         samples=round(metrics["samples"]),

@@ -1,9 +1,10 @@
-"""What a run shows and leaves behind of itself: metrics, TensorBoard, progress, a summary, a report and a plot.
+"""Shows and records a run: metrics, TensorBoard, progress, a summary, a report and a plot.
 
-Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
+Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
-from siirl_dask.observe.eval_result import Standing, render_standing, show_standing, write_standing
+from siirl_dask.observe.console import PipeConsole
+from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
     Message,
@@ -25,26 +26,27 @@ __all__ = [
     "MEASURED",
     "Accuracy",
     "BytesPerStep",
+    "EvalResult",
     "Message",
     "MetricsLog",
+    "PipeConsole",
     "Progress",
     "Record",
     "Report",
     "Sample",
-    "Standing",
     "Status",
     "Summary",
     "TensorBoardLog",
+    "eval_result_table",
     "merge",
     "pack",
     "plot_run",
+    "print_eval_result",
     "read_metrics",
     "read_summary",
     "render_report",
-    "render_standing",
-    "show_standing",
     "unpack",
     "values",
-    "write_standing",
+    "write_eval_result",
     "write_summary",
 ]

@@ -52,15 +52,15 @@ def find_devices(
     on. ``store`` may be None where it is the only one. PeerError when another has not said within ``timeout`` seconds
     what it sees.
     """
-    sight = visible_devices()
-    sights = {worker: sight} if store is None else exchange(worker, workers, sight, store, timeout, stop)
-    devices = assign(sights)
-    mine = devices[worker]
-    if mine.kind is not DeviceKind.CPU:
-        torch.get_device_module(str(mine.kind)).set_device(mine.index)
-    if mine.shared_by > 1:
-        others = mine.shared_by - 1
-        logger.warning("worker %r shares %s (%s) with %d others", worker, mine.torch_name, mine.card, others)
+    visible = visible_devices()
+    visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
+    devices = assign(visible_to)
+    own = devices[worker]
+    if own.kind is not DeviceKind.CPU:
+        torch.get_device_module(str(own.kind)).set_device(own.index)
+    if own.shared_by > 1:
+        others = own.shared_by - 1
+        logger.warning("worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others)
     return devices
 
 
@@ -83,7 +83,7 @@ def npu_ids(host: str, count: int, visible: str | None) -> tuple[str, ...]:
     return tuple(f"{host}/npu{place}" for place in places)
 
 
-def assign(sights: Mapping[str, VisibleDevices]) -> dict[str, Device]:
+def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
     """Each worker's device: of those that it sees, the first that fewest have taken so far. Those that have fewest to
     choose from come first, else the order is the run's.
 
@@ -92,36 +92,36 @@ def assign(sights: Mapping[str, VisibleDevices]) -> dict[str, Device]:
     """
     takers: Counter[str] = Counter()
     chosen: dict[str, int] = {}
-    for worker in sorted(sights, key=lambda name: len(sights[name].cards)):
-        cards = sights[worker].cards
+    for worker in sorted(visible_to, key=lambda name: len(visible_to[name].cards)):
+        cards = visible_to[worker].cards
         if cards:
             chosen[worker] = min(range(len(cards)), key=lambda index: (takers[cards[index]], index))
             takers[cards[chosen[worker]]] += 1
-    return {worker: _device(worker, sight, chosen, takers) for worker, sight in sights.items()}
+    return {worker: _device(worker, visible, chosen, takers) for worker, visible in visible_to.items()}
 
 
-def _device(worker: str, sight: VisibleDevices, chosen: Mapping[str, int], takers: Mapping[str, int]) -> Device:
+def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], takers: Mapping[str, int]) -> Device:
     if worker not in chosen:
         return Device(worker)
-    card = sight.cards[chosen[worker]]
-    return Device(worker, sight.kind, chosen[worker], card, takers[card])
+    card = visible.cards[chosen[worker]]
+    return Device(worker, visible.kind, chosen[worker], card, takers[card])
 
 
 def exchange(
-    worker: str, workers: Sequence[str], sight: VisibleDevices, store: Store, timeout: float, stop: StopFlag
+    worker: str, workers: Sequence[str], visible: VisibleDevices, store: Store, timeout: float, stop: StopFlag
 ) -> dict[str, VisibleDevices]:
     """What each of ``workers`` sees, in their order; all of them call this once with the same ``store``. Aborted when
     the flag is set meanwhile.
     """
-    keys = {name: f"sight/{rank}" for rank, name in enumerate(workers)}
-    store.set(keys[worker], json.dumps({"kind": str(sight.kind), "cards": sight.cards}))
-    said, deadline = store.add("sights", 1), time.monotonic() + timeout
+    keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
+    store.set(keys[worker], json.dumps({"kind": str(visible.kind), "cards": visible.cards}))
+    said, deadline = store.add("announced", 1), time.monotonic() + timeout
     while said < len(workers):
         if time.monotonic() > deadline:
             missing = [name for name, key in keys.items() if not store.check([key])]
             raise PeerError(f"workers {missing} did not say within {timeout:g} s which devices they see")
         stop.wait(_SLICE)
-        said = store.add("sights", 0)
+        said = store.add("announced", 0)
     raw = store.multi_get(list(keys.values()))
     return {name: read_visible(name, text) for name, text in zip(keys, raw, strict=True)}
 

@@ -11,7 +11,7 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
-from siirl_dask.observe import Standing, show_standing, write_standing
+from siirl_dask.observe import EvalResult, print_eval_result, write_eval_result
 from siirl_dask.planner.names import canonical
 from siirl_dask.rewards import exact_match, weighted_sum
 from siirl_dask.runs.folder import write_identity
@@ -91,7 +91,7 @@ def test_a_run_whose_reward_is_not_here_asks_for_one(digits_task, tmp_path):
         open_run(str(tmp_path / "run")).scoring()
 
 
-STANDING = Standing(
+EVAL_RESULT = EvalResult(
     model="run",
     step=7,
     data="test.parquet",
@@ -113,7 +113,7 @@ STANDING = Standing(
 
 def test_numbers_are_shown_by_source_and_none_is_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    show_standing(STANDING, "out")
+    print_eval_result(EVAL_RESULT, "out")
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
     assert lines == [
         ["source", "prompts", "mean@8", "pass@8", "maj@8"],
@@ -125,8 +125,8 @@ def test_numbers_are_shown_by_source_and_none_is_cut(capsys, monkeypatch):
 
 
 def test_the_file_holds_every_number_unrounded(tmp_path):
-    write_standing(str(tmp_path), STANDING)
+    write_eval_result(str(tmp_path), EVAL_RESULT)
     found = json.loads((tmp_path / "metrics.json").read_text())
-    assert found["metrics"] == STANDING.metrics
+    assert found["metrics"] == EVAL_RESULT.metrics
     assert found["prompts"] == {"all": 6, "sources": {"a": 3, "b/c": 2}}
     assert (found["step"], found["k"]) == (7, [1, 8])

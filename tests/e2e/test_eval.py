@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.cli import main
-from siirl_dask.commands.evaluate import Evaluation, evaluate
+from siirl_dask.commands.evaluate import EvalRequest, evaluate
 
 SAMPLING = ["validation.n=4", "validation.temperature=1", "validation.source_column=info.source"]
 SAME = ["row_id", "prompt", "response", "reward"]
@@ -55,16 +55,16 @@ def test_table_and_numbers_are_the_same_on_any_number_of_workers(digits_task, cl
 def test_a_checkpoint_says_what_validation_said_and_its_export_the_same(train, cluster_address, data, tmp_path):
     settings = ["cluster.workers=2", "cluster.placement={}", "checkpoint.every=1", "run.steps=2", *SAMPLING]
     run = train("run", *settings, f"validation.url={data}")
-    standing, out = evaluate(Evaluation(model=str(run.url), data=data, overrides=["cluster.workers=3"]))
-    assert (standing.step, out) == (2, f"{run.url}/evaluations/test-step000002")
+    result, out = evaluate(EvalRequest(model=str(run.url), data=data, overrides=["cluster.workers=3"]))
+    assert (result.step, out) == (2, f"{run.url}/evaluations/test-step000002")
     logged = run.records("validation")[-1]["metrics"]
-    assert standing.metrics == {name: value for name, value in logged.items() if "@" in name}
+    assert result.metrics == {name: value for name, value in logged.items() if "@" in name}
     assert table_of(out, 2).select(SAME).equals(run.table("validation", 2).select(SAME))
     main(["export", str(run.url), str(tmp_path / "model"), "--step", "1"])
     greedy = ["validation.n=1", "validation.temperature=0", f"cluster.address={cluster_address}"]
     greedy += ["rollout.engine=transformers", "rollout.max_response_length=8", f"rewards.function={REWARD}"]
-    asked = {"data": data, "overrides": greedy}
-    evaluate(Evaluation(model=str(run.url), step=1, out=f"{tmp_path}/of run", **asked))
-    evaluate(Evaluation(model=str(tmp_path / "model"), out=f"{tmp_path}/of model", **asked))
+    request = {"data": data, "overrides": greedy}
+    evaluate(EvalRequest(model=str(run.url), step=1, out=f"{tmp_path}/of run", **request))
+    evaluate(EvalRequest(model=str(tmp_path / "model"), out=f"{tmp_path}/of model", **request))
     first = table_of(f"{tmp_path}/of run", 1).select(SAME)
     assert table_of(f"{tmp_path}/of model", 0).select(SAME).equals(first)

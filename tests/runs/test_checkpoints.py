@@ -128,7 +128,7 @@ def test_what_has_no_marker_is_never_given(url):
     claimed = Checkpoints(url, "a", 1).claim(5)
     write_atomic(*open_fs(f"{claimed}/state.json"), State(step=5, roles=[]).to_json())
     assert committed(url) == []
-    with pytest.raises(CheckpointError, match="no whole checkpoint of step 5"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 5"):
         checkpoint_url(url, 5)
 
 

@@ -39,36 +39,36 @@ CPU, CUDA, NPU = DeviceKind
 def runs(draw):
     """{worker: VisibleDevices}: each sees all cards of its host, from any of them on, or one, or none."""
     hosts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-    sights = {}
+    visible_to = {}
     for worker in draw(st.permutations(range(draw(st.integers(1, 10))))):
         host = draw(st.integers(0, len(hosts) - 1))
         cards = [f"{host}/{card}" for card in range(hosts[host])]
         first = draw(st.integers(0, max(0, len(cards) - 1)))
         rotated = cards[first:] + cards[:first]
         seen = rotated[:1] if draw(st.booleans()) else rotated
-        sights[str(worker)] = VisibleDevices(CUDA if seen else CPU, tuple(seen))
-    return sights
+        visible_to[str(worker)] = VisibleDevices(CUDA if seen else CPU, tuple(seen))
+    return visible_to
 
 
-@given(sights=runs())
-def test_no_card_is_shared_while_another_that_a_sharer_sees_is_free(sights):
-    devices = assign(sights)
+@given(visible_to=runs())
+def test_no_card_is_shared_while_a_visible_one_is_free(visible_to):
+    devices = assign(visible_to)
     takers = [device.card for device in devices.values() if device.card]
-    assert list(devices) == list(sights)
+    assert list(devices) == list(visible_to)
     for worker, device in devices.items():
-        cards = sights[worker].cards
+        cards = visible_to[worker].cards
         assert device.worker == worker
         assert (device.kind, device.card) == ((CUDA, cards[device.index]) if cards else (CPU, ""))
         assert device.shared_by == max(1, takers.count(device.card))
         assert device.shared_by == 1 or all(card in takers for card in cards)
 
 
-@given(sights=runs())
-def test_cards_that_all_of_a_host_see_are_shared_evenly(sights):
-    whole = {worker: sight for worker, sight in sights.items() if len(sight.cards) != 1}
+@given(visible_to=runs())
+def test_cards_visible_to_a_whole_host_are_shared_evenly(visible_to):
+    whole = {worker: visible for worker, visible in visible_to.items() if len(visible.cards) != 1}
     devices = assign(whole)
-    for worker, sight in whole.items():
-        takers = [sum(device.card == card for device in devices.values()) for card in sight.cards]
+    for worker, visible in whole.items():
+        takers = [sum(device.card == card for device in devices.values()) for card in visible.cards]
         assert not takers or max(takers) - min(takers) <= 1, worker
 
 
@@ -83,11 +83,11 @@ def test_workers_on_one_host_take_one_card_each_in_the_order_of_the_run():
     assert [(device.index, device.card) for device in assign(rotated).values()] == [(0, "a"), (0, "b"), (0, "c")]
 
 
-@given(sights=runs())
-def test_what_a_worker_says_is_what_the_others_read(sights):
-    for sight in sights.values():
-        raw = json.dumps({"kind": str(sight.kind), "cards": sight.cards}).encode()
-        assert read_visible("w", raw) == sight
+@given(visible_to=runs())
+def test_announced_devices_are_read_back_unchanged(visible_to):
+    for visible in visible_to.values():
+        raw = json.dumps({"kind": str(visible.kind), "cards": visible.cards}).encode()
+        assert read_visible("w", raw) == visible
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_a_worker_that_says_anything_else_is_named(said):
 
 def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
     workers = [f"w{rank}" for rank in range(4)]
-    sights = {worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
+    visible_to = {worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
     hosted, port = groups.host_store("127.0.0.1", 20)
 
     def meet(worker):
         store = hosted if worker == workers[0] else groups.join_store("127.0.0.1", port, 20)
-        return assign(exchange(worker, workers, sights[worker], store, 20, StopFlag()))
+        return assign(exchange(worker, workers, visible_to[worker], store, 20, StopFlag()))
 
     with ThreadPoolExecutor(len(workers)) as threads:
         answers = list(threads.map(meet, workers))
-    assert answers == [assign(sights)] * len(workers)
+    assert answers == [assign(visible_to)] * len(workers)
     assert list(answers[0]) == workers
 
 
