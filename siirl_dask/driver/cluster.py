@@ -81,14 +81,15 @@ def _close(cluster: LocalCluster, patience: float) -> None:
     late.start()
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
-    except TimeoutError:
-        logger.warning("Dask did not close its cluster in %g s: what is left ends with this process", _CLOSE_TIMEOUT)
+    except TimeoutError:  # the machine is very busy: the rest of Dask ends with this process
+        logger.info("Dask did not close its cluster within %g s", _CLOSE_TIMEOUT)
+        _kill(nannies)
     finally:
         late.cancel()
 
 
 def _kill(nannies: Sequence[Nanny]) -> None:
-    """Kill the worker processes; runs on the cluster's event loop, where no nanny can act between the two steps."""
+    """Kill the worker processes, on the cluster's event loop, where no nanny acts between the two steps."""
     for nanny in nannies:
         if nanny.status is Status.running:
             nanny.close_gracefully(reason="siirl-dask-kill")  # or it would start the worker anew
