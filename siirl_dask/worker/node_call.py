@@ -75,7 +75,9 @@ class NodeCalls:
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:
         """Add node, iteration and worker to errors raised inside; any other exception becomes a NodeError."""
-        where = f"node {node.name!r}, {self.iteration}, worker {self.runtime.device.worker!r}"
+        position = f"node {node.name!r}, {self.iteration}"
+        where = f"{position}, worker {self.runtime.device.worker!r}"
+        self.runtime.running.append(position)
         try:
             yield
         except SiirlError as error:
@@ -85,6 +87,8 @@ class NodeCalls:
             failure = NodeError(f"{where}: {type(error).__name__}: {error}")
             failure.add_note(format_exc())  # a traceback does not cross processes
             raise failure from error
+        finally:
+            self.runtime.running.pop()
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:

@@ -44,3 +44,5 @@ class WorkerRuntime:
     """Broadcasts by the workers that take part; a weight stream with one uses it."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State that nodes keep from step to step (``Context.state``), by phase and name."""
+    running: list[str] = field(default_factory=list)
+    """Node whose function is running, with its iteration; empty between nodes."""
