@@ -1,4 +1,4 @@
-"""What a step costs with the model in shards (``trainer.backend=fsdp``) against the whole model on every worker.
+"""Compares a step with the model in shards (``trainer.backend=fsdp``) to one with the whole model on every worker.
 
     python benchmarks/backends.py [--learners 2] [--pairs 6] [--steps 15] [--out FILE]
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(folder: str, overrides: Sequence[str], steps: int) -> list[dict[str, float]]:
-    """Of each step: ``step`` and the nodes, seconds of the slowest worker."""
+    """Return, for each step, the seconds of the slowest worker in total (``step``) and by node."""
     values = [
         *overrides,
         f"run.steps={steps + _WARM}",

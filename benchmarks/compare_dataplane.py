@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _command(given: argparse.Namespace) -> str:
-    """How to get these figures again, without the folder they go to."""
+    """Return the command that measures these figures again, without the output folder."""
     workers = f"--from {given.sources} --to {given.destinations}"
     return f"python benchmarks/compare_dataplane.py --cases {given.cases} {workers} --n {given.n}"
 

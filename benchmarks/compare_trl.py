@@ -74,7 +74,7 @@ def _measure(part: str, given: argparse.Namespace, folder: str) -> dict[str, Any
 
 
 def _command(given: argparse.Namespace, part: str) -> str:
-    """How to get a part again, without the folders."""
+    """Return the command that measures one part again, without the folders."""
     options = {
         "losses": "",
         "curves": f" --seeds {' '.join(map(str, given.seeds))} --steps {given.steps}",

@@ -23,7 +23,7 @@ from rich.console import Console
 from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.rollout import Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling, build_engine
+from siirl_dask.rollout import Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling, build_engine
 
 _PROMPT = 32  # tokens
 _SIZES = {"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
@@ -63,9 +63,9 @@ def make_engine(kind: Engine, model: str, batch: int) -> RolloutEngine:
 
 
 def generate(engine: RolloutEngine, requests: list[GenerationRequest]) -> list[Generation]:
-    work = OwnWork[Generation](requests)
-    engine.serve(work)
-    return work.results()
+    queue = LocalQueue[Generation](requests)
+    engine.serve(queue)
+    return queue.results()
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""What gathering the statistics of an edge costs, from 4 to 1,024 workers.
+"""Measures the cost of gathering the row statistics of an edge, from 4 to 1,024 workers.
 
     python benchmarks/exchange.py [--workers 4 16 64 256 1024] [--rows 64] [--out docs/benchmarks/exchange.md]
 

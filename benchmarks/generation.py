@@ -1,4 +1,4 @@
-"""What the benchmarks of generation share: a random model that no token ends, and lengths with a long tail."""
+"""Shared by the benchmarks of generation: a random model that no token ends, and lengths with a long tail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.tasks.tiny_model import tiny_model
 
 MEDIAN, SIGMA, LONGEST = 32, 1.0, 256
-"""Of lengths: log-normal, cut off."""
+"""Median, sigma and cut-off of the log-normal distribution of lengths."""
 
 
 def long_tailed(rows: int, seed: int = 0) -> list[int]:

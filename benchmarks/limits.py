@@ -1,4 +1,4 @@
-"""What this machine can do at best: copy the payload once in memory, move it once through a TCP socket of its own."""
+"""Measures the limits of this machine: one copy of the payload in memory, one move through a TCP socket."""
 
 from __future__ import annotations
 

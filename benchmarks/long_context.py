@@ -1,4 +1,4 @@
-"""What a row of 8k to 64k tokens among short ones takes to learn from: memory, seconds, and bytes between workers.
+"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes between workers.
 
     python benchmarks/long_context.py [--lengths 8192 16384 32768 65536] [--out docs/benchmarks/long_context.md]
 
@@ -52,7 +52,7 @@ class Taken:
     loss: float
     seconds: float
     cpu_seconds: float
-    """Of its processes together: on a busy machine they say more."""
+    """CPU seconds of all its processes: on a busy machine they say more than wall-clock seconds."""
     bytes: int
     """The most above what was held before, of the process that took more."""
 
@@ -139,19 +139,21 @@ def _in_this_process(way: str, length: int, model: str) -> Taken:
         )
     if way == "padded":
         return _padded(model, length)
-    from siirl_dask.training.torch_trainer import TorchTrainer
-
-    trainer = TorchTrainer(ModelConfig(path=model), TrainerConfig(**_SETTINGS), temperature=1.0, rank=Rank())
+    trainer = _trainer(model, TrainerConfig(**_SETTINGS), Rank())
     return _taken(lambda rows: _update(trainer, rows), make_rows(length))
 
 
 def _shared(model: str, length: int, rank: Rank) -> dict[str, float]:
     """Two ranks share all tokens; the first has the long row, the second the others."""
     config = TrainerConfig(**_SETTINGS, backend="fsdp", fsdp=FsdpConfig(sequence_parallel=rank.size))
-    trainer = build_trainer(Device(""), rank, model=ModelConfig(path=model), trainer=config, rollout=RolloutConfig())
+    trainer = _trainer(model, config, rank)
     rows = make_rows(length)
     mine = _some(rows, 0, 1) if rank.rank == 0 else _some(rows, 1, len(rows))
     return asdict(_taken(lambda rows: _update(trainer, rows), mine))
+
+
+def _trainer(model: str, config: TrainerConfig, rank: Rank) -> Trainer:
+    return build_trainer(Device(""), rank, model=ModelConfig(path=model), trainer=config, rollout=RolloutConfig())
 
 
 def _update(trainer: Trainer, rows: PackedRows) -> float:

@@ -50,7 +50,7 @@ class Case:
     idle: list[float]
     """Share of the busiest worker's time, by step."""
     seconds: float
-    """Of generation in a step, mean."""
+    """Mean seconds of generation in a step."""
     taken_over: float
     """Rows a step."""
     samples: list[list[int]]

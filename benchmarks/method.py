@@ -1,4 +1,4 @@
-"""What a system has to offer in order to be measured."""
+"""Protocol that a system implements in order to be measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Method(Protocol):
         """Return when every destination holds its rows and has touched them."""
 
     def check(self) -> list[Held]:
-        """What each destination holds after ``run``."""
+        """Return the rows that each destination holds after ``run``."""
 
     def driver_bytes(self) -> int:
         """Bytes that the last ``run`` took through the driver's process, which has Dask's scheduler in it as well."""

@@ -93,7 +93,7 @@ class Plane(WorkerPlugin):
         writer.close()
 
     async def transfer(self, sequence: int) -> None:
-        """What a chain does at the edge: Send, then Recv; and touch what came."""
+        """Do what a chain does at the edge, Send and then Recv, and touch the rows that came."""
         databuffer, edge, iteration = self._plane.databuffer, self._edge, Iteration(_PHASE, sequence, sequence)
         if self._worker_name in edge.sources:
             await databuffer.publish(edge, iteration, self._table)

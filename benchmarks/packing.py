@@ -41,7 +41,7 @@ _VOCABULARY, _PROMPT, _MEAN, _SIGMA = 4096, 32, 0.3, 0.8
 _LR, _MAX_NORM = 1e-6, 1.0
 _LOSS = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 Rates = Mapping[str, Sequence[float]]
-"""By way, tokens of a round over the seconds that this process's one thread computed."""
+"""Throughput by method: tokens of a round over the seconds that this process's one thread computed."""
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def _measure(family: str, folder: str, rows: PackedRows, given: argparse.Namespa
 
 
 def _batch(trainer: Trainer, rows: PackedRows) -> TrainBatch:
-    """As the policy is now, with advantages of 1 and -1 by row."""
+    """Return a batch with the current policy's log-probs and advantages of 1 and -1 by row."""
     logprobs = trainer.logprobs(rows).logprobs
     signs = 1.0 - 2.0 * (torch.arange(len(rows)) % 2)
     advantages = signs.repeat_interleave(rows.offsets.diff() - rows.prompt_lengths)
@@ -188,7 +188,7 @@ class _Padded:
         return total
 
     def _score(self, rows: PackedRows, cut: range) -> Tensor:
-        """Of the response tokens of the rows in ``cut``. No log-softmax of all logits is kept."""
+        """Return the log-probs of the response tokens of the rows in ``cut``, without a log-softmax of all logits."""
         lengths = rows.offsets.diff()[cut.start : cut.stop]
         texts = [rows.tokens[rows.offsets[row] : rows.offsets[row + 1]] for row in cut]
         tokens = pad_sequence(texts, batch_first=True)

@@ -22,7 +22,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "Dask graph": ("dask_graph",),
     "Dask P2P": ("dask_p2p",),
 }
-"""What the comparison shows, and the methods of which it takes the fastest."""
+"""Systems that the comparison shows, each with its methods: the fastest one counts."""
 _HEADINGS = ("", "median ms", "min", "max", "GB/s", "CPU s/GB", "memory x", "driver bytes", "right")
 
 

@@ -31,7 +31,7 @@ _WARM = 4  # times the payload: what most methods allocate in a round
 
 @dataclass(slots=True)
 class Series:
-    """What was seen of one method."""
+    """Measurements of one method."""
 
     name: str
     method: Method | None = None
@@ -42,7 +42,7 @@ class Series:
     verified: bool = True
     in_order: bool = True
     memory_kept: int = 0
-    """By which memory grew over its rounds so far: pools, and whatever else it holds on to."""
+    """Bytes by which memory grew over its rounds so far: pools, and whatever else it holds on to."""
     memory_peak: int = 0
     """The same while it runs."""
     error: str | None = None

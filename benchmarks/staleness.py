@@ -38,7 +38,7 @@ _FIXED = (
 @dataclass(frozen=True)
 class Curve:
     seconds: list[float]
-    """Of each training step."""
+    """Seconds of each training step."""
     rewards: list[float]
     validation: float
     """The last."""

@@ -1,4 +1,4 @@
-"""What a set of processes uses: CPU seconds, and the peak of their memory while something runs. Linux."""
+"""Measures a set of processes: CPU seconds, and the peak of their memory while something runs. Linux only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CpuClock:
 
 
 class Elsewhere:
-    """How many cores processes other than these keep busy from now on."""
+    """Counts the cores that processes other than these keep busy from now on."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

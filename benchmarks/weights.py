@@ -50,12 +50,12 @@ class Case:
     engine: int
     """Peak of the extra memory on each one's worker, bytes."""
     seconds: list[float]
-    """Of each hand-over."""
+    """Seconds of each hand-over."""
 
 
 @columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
 def load_whole(ctx: Context, table: pa.Table) -> pa.Table:
-    """As ``load_weights``, and not known to take parts: so all of them come at once."""
+    """Load weights like ``load_weights``, without declaring that they may come in parts: so all come at once."""
     given: pa.Table = load_weights(ctx, table)
     return given
 

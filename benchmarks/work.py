@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Values = NDArray[Any]
-"""Of one column: int32 or float32."""
+"""Values of one column: int32 or float32."""
 
 COLUMNS: Mapping[str, type[np.int32 | np.float32]] = {
     "ids": np.int32,
@@ -103,7 +103,7 @@ def offsets_of(lengths: Ints) -> Ints:
 
 
 def make_rows(work: Work, source: int) -> Rows:
-    """What source ``source`` holds before the transition."""
+    """Return the rows that source ``source`` holds before the transition."""
     share = work.rows // work.sources
     uids = np.arange(source * share, (source + 1) * share)
     offsets = offsets_of(work.lengths[uids])
@@ -128,7 +128,7 @@ def touch(arrays: Iterable[Values]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one destination was found to hold: its rows in their order, with a checksum of all bytes of each."""
+    """Rows that one destination holds, in their order, with a checksum of all bytes of each."""
 
     uids: tuple[int, ...]
     checksums: tuple[int, ...]
@@ -151,14 +151,14 @@ def inspect(rows: Rows) -> Held:
 
 
 def inspect_padded(uids: Ints, columns: Sequence[Sequence[Values]], lengths: Ints) -> Held:
-    """Of rows that may be longer than they should: what counts is ``lengths``, of all rows by uid."""
+    """Checksum rows that may be padded: only the first ``lengths[uid]`` values of each count."""
     checksums = (inspect_row(column[i][: lengths[uid]] for column in columns) for i, uid in enumerate(uids))
     return Held(tuple(uids.tolist()), tuple(checksums))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How what arrived compares with the oracle."""
+    """Result of comparing the rows that arrived with the oracle."""
 
     complete: bool
     """Each destination holds one residue class and no two the same; every byte of every row is right."""
@@ -175,7 +175,7 @@ class Oracle:
         self._checksums = {u: c for block in held for u, c in zip(block.uids, block.checksums, strict=True)}
 
     def judge(self, held: Sequence[Held]) -> Verdict:
-        """Which destination gets which residue class is the system's own choice."""
+        """Compare with the oracle. A system may choose which destination gets which residue class."""
         work = self.work
         wanted = {tuple(work.uids_of(destination).tolist()) for destination in range(work.destinations)}
         found = {tuple(sorted(one.uids)) for one in held}

@@ -13,12 +13,12 @@ IDLE = {
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.system-monitor.interval": "5s",
 }
-"""What Dask does every 10, 20 and 500 milliseconds in each process: a fifth of a core for four workers that wait."""
+"""Dask's periodic work, slowed down: every 10, 20 and 500 ms it costs four waiting workers a fifth of a core."""
 
 
 @contextmanager
 def local_cluster(workers: int, **options: object) -> Iterator[LocalCluster]:
-    """As a run starts one, without its settings. ``options`` are LocalCluster's."""
+    """Start a cluster like a run does, without the run's settings. ``options`` are LocalCluster's."""
     prepare_processes()
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": START_METHOD, **IDLE}),

@@ -2,6 +2,7 @@
 it.
 """
 
+import atexit
 import gc
 import json
 import subprocess
@@ -20,6 +21,7 @@ from siirl_dask.models.broken_imports import hide
 
 hide()  # before any test module imports transformers
 gc.disable()  # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
+atexit.register(gc.unfreeze)  # nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
@@ -124,7 +126,7 @@ def s3():
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def store_url(request, tmp_path):
-    """Where nothing is yet, on each kind of store."""
+    """An empty URL on each kind of store."""
     match request.param:
         case "local":
             return str(tmp_path / "store")
@@ -144,7 +146,7 @@ def shared_cluster():
 
 @pytest.fixture
 def cluster_address(shared_cluster):
-    """Of a cluster shared by every test that can live with workers that have run before, and leaves them alive."""
+    """Address of the shared cluster, for tests that can live with used workers and leave them alive."""
     before = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
     yield shared_cluster.scheduler_address
     after = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}

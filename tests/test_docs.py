@@ -63,7 +63,7 @@ def test_every_key_is_described_once_with_its_default():
 
 
 def shown_commands():
-    """Of each ``siirl-dask ...`` that stands in a line of its own."""
+    """Return the arguments of each ``siirl-dask ...`` that stands in a line of its own."""
     found = [
         line for page in PAGES for line in re.findall(r"^(?:    |\$ )siirl-dask (.*)$", page.read_text(), re.MULTILINE)
     ]

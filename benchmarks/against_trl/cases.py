@@ -35,15 +35,15 @@ class Case:
     ours: str
     """``loss`` and ``aggregate`` in words."""
     micro_batches: int = 1
-    """In which both compute the gradient of one update."""
+    """Micro-batches over which both accumulate the gradient of one update."""
     minibatches: int = 1
-    """That what was generated is cut into; the first is learned from."""
+    """Number of mini-batches that the samples are cut into; the update learns from the first."""
     differs: str = ""
     """Why the definitions are not the same, where they are not."""
 
 
 def cases() -> list[Case]:
-    """Those that both have, then those in which they differ."""
+    """Return the cases: first the losses that both libraries define alike, then those that differ."""
     return [*_plain(), *_with_a_reference(), *_with_more(), *_in_parts()]
 
 

@@ -32,7 +32,7 @@ class Measured(TypedDict):
     versions: str
     day: str
     load: float
-    """Of the machine when it was done, over a minute."""
+    """Load average of the machine over one minute, at the time of the measurement."""
 
 
 def measured_now(command: str, found: dict[str, Any]) -> Measured:

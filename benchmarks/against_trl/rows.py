@@ -21,16 +21,16 @@ class Rows:
     advantages: Tensor
     """[R] float32."""
     old_logprobs: Sequence[Tensor] = ()
-    """Of each row, [length of its response] float32."""
+    """Log-probs under the policy that sampled: one float32 tensor [length of the response] a row."""
     reference_logprobs: Sequence[Tensor] = ()
-    """As ``old_logprobs``."""
+    """Log-probs under the reference policy, shaped like ``old_logprobs``."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def lengths(self) -> list[int]:
-        """Of the responses, in tokens."""
+        """Lengths of the responses, in tokens."""
         return [len(response) for response in self.responses]
 
     def first(self, count: int) -> Rows:
@@ -54,7 +54,7 @@ def packed_tokens(rows: Rows) -> PackedRows:
 
 
 def packed(rows: Rows) -> TrainBatch:
-    """As our trainers take them. The engine that sampled is taken to have reported the old log-probs."""
+    """Pack the rows as our trainers take them, with the old log-probs as those that the engine reported."""
     old = torch.cat(list(rows.old_logprobs))
     return TrainBatch(
         rows=packed_tokens(rows),
@@ -66,7 +66,7 @@ def packed(rows: Rows) -> TrainBatch:
 
 
 def padded(rows: Rows, pad_token: int) -> dict[str, Tensor]:
-    """As TRL's ``GRPOTrainer`` hands them to its loss: prompts padded on the left, completions on the right."""
+    """Pad the rows as TRL's ``GRPOTrainer`` hands them to its loss: prompts on the left, completions on the right."""
     prompts, completions = ([torch.tensor(ids) for ids in side] for side in (rows.prompts, rows.responses))
 
     def side_by_side(values: Sequence[Tensor], fill: float, side: str) -> Tensor:

@@ -26,7 +26,7 @@ from .setting import Curves, Setting, answer_to, prompts_in_order
 
 
 class Notes(TrainerCallback):
-    """What TRL logs of each of our steps, and when."""
+    """Collects what TRL logs for each of our steps, and when."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []

@@ -31,7 +31,7 @@ def losses(setting: Setting) -> dict[str, Any]:
 
 
 def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-    """Of each side a run a seed, and of ours as it draws mini-batches unless it is told otherwise."""
+    """Run each side once a seed, and ours once more with the mini-batches that it draws by default."""
     kinds = {OURS: (OURS, setting), TRL: (TRL, setting), WHOLE: (OURS, replace(setting, mixed=False))}
     return {
         kind: [asdict(_run(side, replace(given, seed=seed))) for seed in seeds] for kind, (side, given) in kinds.items()
@@ -60,7 +60,7 @@ def _run(side: str, setting: Setting, *, pinned: bool = False) -> Curves:
 
 
 def _child(module: str, arguments: Sequence[str], threads: int, *, pinned: bool = False) -> Any:
-    """What a module of this package writes to the file it is given. RuntimeError with the end of what it said."""
+    """Run a module of this package and return the JSON that it writes. RuntimeError with the end of its output."""
     command = [*(_pin(threads) if pinned else []), sys.executable, "-m", f"{__package__}.{module}", *arguments]
     with TemporaryDirectory() as folder:
         log, out = Path(folder, "log"), Path(folder, "out.json")

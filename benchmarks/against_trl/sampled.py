@@ -24,7 +24,7 @@ _BEST, _WORST = 60, 4  # a loss that is a difference of nearly equal numbers has
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What TRL made of its rewards."""
+    """Rewards and the advantages that TRL computed from them."""
 
     rewards: Tensor
     """[N], one group of ``SAMPLES`` after the other."""

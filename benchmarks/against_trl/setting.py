@@ -23,7 +23,7 @@ class Setting:
     prompts: int = 32
     """Per step."""
     samples: int = 8
-    """Of each prompt."""
+    """Samples per prompt."""
     minibatches: int = 4
     """Optimiser steps per step."""
     mixed: bool = True
@@ -39,7 +39,7 @@ class Setting:
     clip: float = 0.2
     max_grad_norm: float = 1.0
     threads: int = 1
-    """Of torch."""
+    """Threads that torch computes with."""
     validate: bool = True
     """Before the first step and after the last, greedily."""
 
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What came of a run, a number a step."""
+    """Curves of one run, one number a step."""
 
     rewards: list[float]
     """Means of the step's samples."""
@@ -67,7 +67,7 @@ class Curves:
     """On the validation data, before and after; empty without validation."""
 
     def samples_per_second(self, rows: int, skip: int) -> float:
-        """Of the steps after the first ``skip``, at least one."""
+        """Return the throughput of the steps after the first ``skip``, which must leave at least one."""
         return rows * (len(self.ends) - skip) / (self.ends[-1] - self.ends[skip - 1])
 
 

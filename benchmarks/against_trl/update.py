@@ -42,7 +42,7 @@ def apart(mine: Update, other: Update) -> dict[str, float]:
 
 
 def is_equal(found: Mapping[str, float]) -> bool:
-    """Whether what ``apart`` found is within bounds."""
+    """Return whether the distances that ``apart`` measured are within bounds."""
     return found["loss_apart"] <= LOSS_WITHIN and found["gradient_apart"] <= GRADIENT_WITHIN
 
 

@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 def _keys_of_their_own(partitions: int) -> Floats:
-    """For each partition, the first number that hashes to it."""
+    """Return, for each partition, the first number that hashes to it."""
     numbers = np.arange(100.0 * partitions)  # floats: the shuffle hashes numbers as such
     places: Ints = partitioning_index(pd.DataFrame({_KEY: numbers}), partitions)
     found, first = np.unique(places, return_index=True)

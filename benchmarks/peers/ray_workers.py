@@ -1,4 +1,4 @@
-"""What the systems on Ray have in common: one Ray for all of them, and actors that hold rows."""
+"""Shared by the systems on Ray: one Ray for all of them, and actors that hold rows."""
 
 from __future__ import annotations
 

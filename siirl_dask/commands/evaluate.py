@@ -21,8 +21,8 @@ from siirl_dask.config.file import load_text
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import ColumnPath, encode_prompts, generate_answers, list_samples, measure_answers, score
-from siirl_dask.nodes.evaluate import SOURCE, listed
+from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
+from siirl_dask.nodes.evaluate import SOURCE, eval_table_schema
 from siirl_dask.nodes.generate import answering
 from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
@@ -85,8 +85,8 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
     sample = partial(generate_answers, rollout=config.rollout, validation=given)
     extract = resolve(given.answer_extractor) if given.answer_extractor else None
     measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
-    keep = partial(list_samples, n=given.n, source=source)
-    columns = listed(data.field(PROMPT).type, data.field(ANSWER).type)
+    keep = partial(eval_table, n=given.n, source=source)
+    columns = eval_table_schema(data.field(PROMPT).type, data.field(ANSWER).type)
     nodes = (
         Node("prompts", encode, role="rollout"),
         Node("rollout", sample, role="rollout", after="prompts", rows=Rows(str(config.rollout.prompt_placement))),

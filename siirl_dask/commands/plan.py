@@ -11,7 +11,7 @@ from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.preflight import check
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
-from siirl_dask.planner.explain.tables import readable_bytes, table, who
+from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
 
 
@@ -54,7 +54,7 @@ def _assumed(config: Config) -> list[str]:
 def _memory(config: Config, found: Sequence[WorkerMemory], workers: Sequence[str]) -> str:
     limit = "no cluster.memory_limit" if config.cluster.memory_limit is None else config.cluster.memory_limit
     rows = [
-        (who(one.workers, tuple(workers)), ", ".join(one.roles) or "-", readable_bytes(one.total), one.text())
+        (worker_ranges(one.workers, tuple(workers)), ", ".join(one.roles) or "-", readable_bytes(one.total), one.text())
         for one in found
     ]
     title = f"Memory of a worker, at most, without activations and caches ({limit})"

@@ -45,6 +45,8 @@ class RunLog:
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
     _of_step: dict[int, dict[str, float]] = field(default_factory=dict)
+    _had_best: bool = False
+    """Whether a record had the metric of ``checkpoint.keep_best``; a step without rows has none of its own."""
     _metrics: MetricsLog | None = None
     _tensorboard: TensorBoardLog | None = None
 
@@ -119,6 +121,7 @@ class RunLog:
 
     def _tally(self, record: Record) -> None:
         step, metrics = record["step"], record["metrics"]
+        self._had_best |= self.config.checkpoint.keep_best in [f"{record['phase']}/{name}" for name in metrics]
         accuracy = metrics.get("reward/mean")
         match record["phase"]:
             case Phase.TRAIN:
@@ -131,11 +134,11 @@ class RunLog:
                 self.accuracy = replace(self.accuracy, last=accuracy, **first)
 
     def _remember(self, record: Record) -> None:
-        """For the checkpoint of this step. ConfigError when its phase has not the metric that is to choose the best."""
+        """Keep the numbers for this step's checkpoint. ConfigError when the phase never had the metric of keep_best."""
         phase = record["phase"]
         named = {f"{phase}/{name}": value for name, value in record["metrics"].items()}
         best = self.config.checkpoint.keep_best or ""
-        if best.startswith(f"{phase}/") and best not in named:
+        if best.startswith(f"{phase}/") and not self._had_best:
             near = did_you_mean(best, named)
             raise ConfigError(
                 f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {[*named]}){near}"

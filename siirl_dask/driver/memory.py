@@ -23,7 +23,7 @@ from siirl_dask.errors import PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Node, Phase, Plan, RoleCost, Sizes, Usage, usage
 from siirl_dask.planner.contract import options_of
-from siirl_dask.planner.explain.tables import readable_bytes, who
+from siirl_dask.planner.explain.tables import readable_bytes, worker_ranges
 from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.training.preflight import count_adapters
 
@@ -131,10 +131,11 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
         if memory.total > limit:
             parts = memory.parts
             largest = max(list(_LOWER), key=lambda name: parts[name]) if memory.process < limit else "process"
+            advice = _LOWER.get(largest, "a process takes that much")
             raise PlanError(
-                f"workers {who(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) may each come "
-                f"to need {readable_bytes(memory.total)}, and cluster.memory_limit={config.cluster.memory_limit!r}: "
-                f"{memory.text()}; {_LOWER.get(largest, 'a process takes that much')}, or raise cluster.memory_limit"
+                f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
+                f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
+                f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise cluster.memory_limit"
             )
 
 

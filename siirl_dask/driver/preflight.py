@@ -20,7 +20,7 @@ from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
 from siirl_dask.planner import DAG, Plan, Role, RoleCost
 from siirl_dask.planner.contract import options_of, preflight_of, provides_of
-from siirl_dask.planner.explain.tables import short_name, who
+from siirl_dask.planner.explain.tables import short_name, worker_ranges
 from siirl_dask.worker.run_spec import serialize_phases
 
 
@@ -81,7 +81,9 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
     busy = {worker for placed in plan.placement.values() for worker in placed}
     notes = []
     if idle := [worker for worker in workers if worker not in busy]:
-        notes.append(f"workers {who(idle, workers)} have nothing to do: cluster.placement gives every role other ones")
+        notes.append(
+            f"workers {worker_ranges(idle, workers)} have nothing to do: cluster.placement gives every role other ones"
+        )
     for name, cost in costs.items():
         notes += [f"role {name!r}: {note}" for note in cost.notes]
         if cost.memory is None and not cost.notes:

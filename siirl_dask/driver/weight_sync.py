@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from siirl_dask.config import Config, WeightSync
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import Plan, Stage
-from siirl_dask.planner.explain.tables import who
+from siirl_dask.planner.explain.tables import worker_ranges
 from siirl_dask.planner.weight_streams import why_no_broadcast
 from siirl_dask.schema import PARAMETER_DATA
 
@@ -32,13 +32,13 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
         if set(giving) == set(taking) and len(giving) == 1:
             continue
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
-        broadcast = f"by broadcast from worker {giving[0]} to {who(taking, workers)}"
+        broadcast = f"by broadcast from worker {giving[0]} to {worker_ranges(taking, workers)}"
         if way is WeightSync.rows or reason:
             route = f"as rows: {reason if reason and way is not WeightSync.rows else 'rollout.weight_sync=rows'}"
         elif way is WeightSync.broadcast:
             route = broadcast
         else:
-            both = who((*giving, *taking), workers)
+            both = worker_ranges((*giving, *taking), workers)
             route = f"{broadcast} if workers {both} have an accelerator each, else as rows"
         notes.append(f"new weights ({source.node.name} -> {target.node.name}) go {route}")
     return notes
@@ -50,5 +50,5 @@ def _transfers(plan: Plan) -> Iterator[tuple[Stage, Stage]]:
         if PARAMETER_DATA not in source.node.contract.writes.names:
             continue
         for target in plan.stages.values():
-            if source.node.name in (*target.node.after, *target.providers.values()):
+            if source.node.name in (*target.node.after, *target.sources.values()):
                 yield source, target

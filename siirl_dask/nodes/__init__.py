@@ -7,9 +7,9 @@ from siirl_dask.nodes.advantage import (
     take_greedy_baselines,
 )
 from siirl_dask.nodes.covariance import choose_covariant
-from siirl_dask.nodes.dynamic_sampling import sample_mixed_groups
-from siirl_dask.nodes.evaluate import ColumnPath, list_samples, measure_answers
-from siirl_dask.nodes.generate import generate, generate_answers, generate_greedy, generate_with_greedy
+from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
+from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
+from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
 from siirl_dask.nodes.logprobs import base_logprobs, estimate_values, policy_logprobs, reference_logprobs
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
@@ -26,11 +26,10 @@ __all__ = [
     "estimate_advantage",
     "estimate_token_advantages",
     "estimate_values",
+    "eval_table",
     "generate",
     "generate_answers",
-    "generate_greedy",
     "generate_with_greedy",
-    "list_samples",
     "load_adapters",
     "load_weights",
     "measure_answers",
@@ -40,7 +39,7 @@ __all__ = [
     "publish_adapters",
     "publish_weights",
     "reference_logprobs",
-    "sample_mixed_groups",
+    "sample_until_mixed",
     "score",
     "score_with_model",
     "take_greedy_baselines",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
-from siirl_dask.nodes.packed_table import only_where, packed, ragged, response_mask, rows_with, values
+from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, valid_rows, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -68,7 +68,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
 
     What each response token adds to the reward (``kl_penalty``) counts with the row's reward.
     """
-    comparable = rows_with(table, REWARD, GREEDY_REWARD)
+    comparable = valid_rows(table, REWARD, GREEDY_REWARD)
     scored = table.filter(comparable)
     mask, offsets = response_mask(scored)
     rewards = values(scored[REWARD])
@@ -82,7 +82,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
         all_sum=ctx.all_sum,
     )
     estimated = pa.array(advantage(outcomes).numpy(), TYPES[ADVANTAGE])
-    return table.append_column(ADVANTAGE, only_where(comparable, estimated))
+    return table.append_column(ADVANTAGE, scatter_valid(comparable, estimated))
 
 
 @columns(
@@ -98,7 +98,7 @@ def estimate_token_advantages(
 
     ``whiten``: advantages get mean 0 and variance 1 over the tokens of all the role's workers.
     """
-    comparable = rows_with(table, REWARD)
+    comparable = valid_rows(table, REWARD)
     scored = table.filter(comparable)
     mask, offsets = response_mask(scored)
     rewards = _on_last_token(values(scored[REWARD]), mask, offsets)
@@ -116,7 +116,7 @@ def estimate_token_advantages(
     if whiten:
         advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
     for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
-        table = table.append_column(name, only_where(comparable, ragged(flat, offsets, TYPES[name])))
+        table = table.append_column(name, scatter_valid(comparable, ragged(flat, offsets, TYPES[name])))
     return table
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import covariances
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.packed_table import advantages_of, only_where, pack_rows, ragged, response_mask, rows_with
+from siirl_dask.nodes.packed_table import advantages_of, pack_rows, ragged, response_mask, scatter_valid, valid_rows
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -49,7 +49,7 @@ def choose_covariant(
     The same tokens on any number of workers: means and the choice are over all of them. It is made once a step, by the
     log-probabilities from before the update, which is the paper's choice in the first mini-batch.
     """
-    there = rows_with(table, advantages_of(table))
+    there = valid_rows(table, advantages_of(table))
     rows = table.filter(there)
     packed = pack_rows(rows)
     mask, offsets = response_mask(rows)
@@ -67,7 +67,7 @@ def choose_covariant(
             places, scores = places[between], draws[places[between]]
         chosen[places[scores >= _threshold(ctx, scores, max(1, int(fraction * count)))]] = True
     ctx.log("policy/covariant_tokens", int(chosen.sum()), Reduce.SUM)
-    return table.append_column(COVARIANT, only_where(there, ragged(chosen, offsets, TYPES[COVARIANT])))
+    return table.append_column(COVARIANT, scatter_valid(there, ragged(chosen, offsets, TYPES[COVARIANT])))
 
 
 def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:

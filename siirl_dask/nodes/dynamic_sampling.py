@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.generate import generate
-from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, reads_expected_length
+from siirl_dask.nodes.prompts import MAX_TOKENS, encode, reads_expected_length, skip_step
 from siirl_dask.nodes.reward import score
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
@@ -50,7 +50,7 @@ def _changes(*, rollout: RolloutConfig, scorer: str, columns: Sequence[str], **o
     expand="rollout.n",
     depends_on_options=_changes,
 )
-def sample_mixed_groups(
+def sample_until_mixed(
     ctx: Context,
     table: pa.Table,
     *,
@@ -68,9 +68,11 @@ def sample_mixed_groups(
     """
     groups: list[int] = []
     parts: list[pa.Table] = []
+    dropped: list[int] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
-        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
+        prompts, too_long = encode(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
+        dropped += too_long
         rows = generate(ctx, prompts, rollout=rollout)
         rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
         found = _everywhere(ctx, _mixed_groups(rows), first, count)
@@ -82,6 +84,10 @@ def sample_mixed_groups(
         missing, rate = batch_size - len(groups), len(groups) / first
         count = min(batch_size, ceil(missing / rate)) if rate else batch_size
         table = ctx.draw_prompts(count)
+    if not groups:
+        total, kept = ctx.all_sum([len(dropped), sum(part.num_rows for part in parts)])
+        if not kept:
+            skip_step(ctx, dropped, int(total), max_prompt_length)
     if ctx.rank.rank == 0:  # all workers know the same
         ctx.log("data/drawn_prompts", first)
         ctx.log("data/generation_rounds", len(parts))

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import comb
 
 
-def pass_at_k(samples: int, right: int, k: int) -> float:
+def pass_at_k_estimate(samples: int, right: int, k: int) -> float:
     """Chance that one of ``k`` samples at least is right, from ``right`` of ``samples`` (arXiv:2107.03374):
     ``1 - C(n - c, k) / C(n, k)``. 1 <= k <= samples.
     """

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k
+from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.schema import (
     ANSWER,
@@ -177,7 +177,7 @@ def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequen
     """Of one prompt, what its samples are enough for."""
     count, right = len(rewards), sum(reward >= _RIGHT for reward in rewards)
     numbers = {f"mean@{n}": mean(rewards)} if rewards else {}
-    numbers |= {f"pass@{one}": pass_at_k(count, right, one) for one in k if one <= count}
+    numbers |= {f"pass@{one}": pass_at_k_estimate(count, right, one) for one in k if one <= count}
     more = [one for one in k if 1 < one <= count]
     numbers |= {f"{_BEST}{one}": best_at_k(rewards, one) for one in more}
     return numbers | {f"maj@{one}": majority_at_k(answers, rewards, one) for one in more}
@@ -187,14 +187,14 @@ SAMPLE, SOURCE = "sample", "source"
 _SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
 
 
-def listed(prompt: DataType, answer: DataType) -> Schema:
-    """The columns that ``list_samples`` writes, for its node: a dataset's prompts and answers are of any type."""
+def eval_table_schema(prompt: DataType, answer: DataType) -> Schema:
+    """The columns that ``eval_table`` writes, for its node: a dataset's prompts and answers are of any type."""
     own = {SAMPLE: pa.int64(), SOURCE: pa.string()}
     return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED)})
 
 
 @columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=reads_option("source"), passes=False)
-def list_samples(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN) -> pa.Table:
+def eval_table(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN) -> pa.Table:
     """Prompt, answer, response and reward of each row, which of the prompt's ``n`` samples it is, from 0, and its
     source; and nothing that depends on which worker made it.
     """

@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.partial_rollout import generate_in_parts
+from siirl_dask.nodes.partial_rollout import generate_partial
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import SAMPLED, begin, serve, with_samples
+from siirl_dask.nodes.sampling import SAMPLED, add_samples, generate_all, make_requests
 from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
@@ -36,7 +36,7 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     """
     ways = [_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
-        return generate_in_parts(ctx, table, ways, rollout.max_tokens_per_step)
+        return generate_partial(ctx, table, ways, rollout.max_tokens_per_step)
     return _generate(ctx, table, ways)
 
 
@@ -46,12 +46,6 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
     rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
     marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
-
-
-@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, new_rows=True)
-def generate_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """The most likely response to each prompt."""
-    return _generate(ctx, table, [_greedy(rollout)])
 
 
 @columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="validation.n")
@@ -88,5 +82,5 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
 
 
 def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:
-    rows, requests = begin(ctx, table, ways)
-    return with_samples(ctx, rows, serve(ctx, requests, rows[TOKENS].to_pylist()))
+    rows, requests = make_requests(ctx, table, ways)
+    return add_samples(ctx, rows, generate_all(ctx, requests, rows[TOKENS].to_pylist()))

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.sampling import begin, serve, with_samples
+from siirl_dask.nodes.sampling import add_samples, generate_all, make_requests
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import Sampled
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TOKENS, TYPES
@@ -63,17 +63,17 @@ class _Kept:
     samples: list[_Sample]
 
 
-def generate_in_parts(ctx: Context, table: pa.Table, ways: Sequence[Sampling], budget: int) -> pa.Table:
+def generate_partial(ctx: Context, table: pa.Table, ways: Sequence[Sampling], budget: int) -> pa.Table:
     """Rows of the groups whose samples have all ended by now. ``budget``: tokens that a sample gets in a step."""
     engine: RolloutEngine = ctx.resource
-    rows, requests = begin(ctx, table, ways)
+    rows, requests = make_requests(ctx, table, ways)
     samples = [_Sample(request) for request in requests]
     kept: _Kept | None = ctx.state.pop(_KEPT, None)
     if kept is not None:
         rows, samples = pa.concat_tables([rows, _older(kept.rows)]), [*samples, *kept.samples]
     running = [at for at, sample in enumerate(samples) if sample.ended is None]
     requests = [samples[at].rest(None if ctx.drain else budget) for at in running]
-    given = serve(ctx, requests, rows[TOKENS].take(running).to_pylist())
+    given = generate_all(ctx, requests, rows[TOKENS].take(running).to_pylist())
     for at, sampled in zip(running, given, strict=True):
         samples[at].add(sampled, engine.version)
     whole = _whole_groups(rows, samples)
@@ -102,5 +102,5 @@ def _whole_groups(rows: pa.Table, samples: Sequence[_Sample]) -> np.ndarray[tupl
 def _output(ctx: Context, rows: pa.Table, samples: Sequence[_Sample]) -> pa.Table:
     engine: RolloutEngine = ctx.resource
     oldest = [min(sample.versions, default=engine.version) for sample in samples]
-    rows = with_samples(ctx, rows, [sample.result() for sample in samples], oldest)
+    rows = add_samples(ctx, rows, [sample.result() for sample in samples], oldest)
     return rows.append_column(TOKEN_VERSIONS, pa.array([s.versions for s in samples], TYPES[TOKEN_VERSIONS]))

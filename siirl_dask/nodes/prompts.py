@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS = "max_tokens"
 """A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
+_FIRST_STEP = 1  # validation begins with step 0, training with 1
 _READ_FOR_ONE = 16  # tokens of a prompt that are read in the time in which one is sampled: together, and by n samples
 
 
@@ -41,27 +42,60 @@ def reads_expected_length(*, rollout: RolloutConfig | None = None, **options: ob
 def encode_prompts(
     ctx: Context, table: pa.Table, *, max_prompt_length: int, rollout: RolloutConfig | None = None
 ) -> pa.Table:
-    """Token ids of each prompt, and what sampling from it costs (``lengths.sampling_costs``).
+    """Add each prompt's token ids, and as its size what sampling from it costs (``sampling_costs``).
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
-    prompt alone, so it drops the same rows on any number of workers.
+    prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows. A step that
+    leaves no worker any trains nothing; in a run's first step that is a DataError.
+    """
+    table, dropped = encode(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
+    left, total = ctx.all_sum([table.num_rows, len(dropped)])
+    if not left:
+        skip_step(ctx, dropped, int(total), max_prompt_length)
+    elif dropped:
+        logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, len(dropped), max_prompt_length)
+    return table
+
+
+def encode(
+    ctx: Context, table: pa.Table, *, max_prompt_length: int, rollout: RolloutConfig | None
+) -> tuple[pa.Table, list[int]]:
+    """Return the rows whose prompts fit, encoded, and the lengths of the prompts that do not fit.
+
+    ValueError for a prompt without tokens.
     """
     engine: RolloutEngine = ctx.resource
     ids = [engine.tokenizer.encode(prompt) for prompt in table[PROMPT].to_pylist()]
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
             raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
-    fitting = [row for row, tokens in enumerate(ids) if len(tokens) <= max_prompt_length]
-    dropped = len(ids) - len(fitting)
-    ctx.log("data/dropped_prompts", dropped, Reduce.SUM)
+    dropped = [len(tokens) for tokens in ids if len(tokens) > max_prompt_length]
+    ctx.log("data/dropped_prompts", len(dropped), Reduce.SUM)
     if dropped:
-        logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, dropped, max_prompt_length)
-        table, ids = table.take(fitting), [ids[row] for row in fitting]
+        table = table.filter(pa.array([len(tokens) <= max_prompt_length for tokens in ids]))
+        ids = [tokens for tokens in ids if len(tokens) <= max_prompt_length]
     texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in ids]
     costs = sampling_costs(table, [*map(len, ids)], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
-    return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))
+    return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string())), dropped
+
+
+def skip_step(ctx: Context, dropped: Sequence[int], total: int, max_prompt_length: int) -> None:
+    """Warn once of a step without rows on any worker. DataError in a run's first step: its limit fits no prompt.
+
+    All of the role's workers must call it: each with the lengths of the prompts that it dropped, and with the ``total``
+    that all of them dropped.
+    """
+    lengths = [int(length) for length in ctx.all_gather(str(min(dropped, default="")).encode()) if length]
+    reason = f"step {ctx.step} has no prompts"
+    if lengths:
+        reason += f": all {total} are longer than {max_prompt_length} tokens (data.max_prompt_length)"
+        reason += f", the shortest has {min(lengths)}"
+    if ctx.step <= _FIRST_STEP:
+        raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts (data.url)")
+    if ctx.rank.rank == 0:
+        logger.warning("%s; there is nothing new to train on, the step is skipped", reason)
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:

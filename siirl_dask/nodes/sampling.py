@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.nodes.prompts import limits_of
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
@@ -32,7 +32,7 @@ from siirl_dask.schema import (
 SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
 
 
-def begin(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.Table, list[GenerationRequest]]:
+def make_requests(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.Table, list[GenerationRequest]]:
     """A row for each prompt and way of sampling, prompt after prompt, and what an engine is asked for it."""
     n = len(ways)
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
@@ -46,7 +46,7 @@ def begin(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.T
     return rows, requests
 
 
-def serve(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int]) -> list[Sampled]:
+def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int]) -> list[Sampled]:
     """A sample for each request, by this worker's engine or, of those that it has not begun, by one that is idle.
 
     Those expected to cost most are begun first, and of these the longest prompts: rows of like length are together, and
@@ -61,37 +61,37 @@ def serve(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[i
     codec = Codec(
         partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
     )
-    work = OwnWork(first_to_last) if ctx.steal_from_peers is None else ctx.steal_from_peers(first_to_last, codec)
+    queue = LocalQueue(first_to_last) if ctx.steal_from_peers is None else ctx.steal_from_peers(first_to_last, codec)
     began = time.perf_counter()
-    engine.serve(_Signed(work, ctx.device.worker))
+    engine.serve(_Attributed(queue, ctx.device.worker))
     busy = time.perf_counter() - began
     ctx.log("rollout/busy_seconds", busy)
     ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
-    sampled = work.results()
-    ctx.log("rollout/taken_over", work.taken_over, Reduce.SUM)
+    sampled = queue.results()
+    ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
     return [one for _, one in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True, slots=True)
-class _Signed:
+class _Attributed:
     """Work whose results say who made them."""
 
-    work: Any
+    queue: Any
     worker: str
 
-    def take(self, most: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        taken: Sequence[tuple[Any, GenerationRequest]] = self.work.take(most, wait=wait)
+    def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
+        taken: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
         return taken
 
-    def give(self, ticket: Any, result: Generation) -> None:
-        self.work.give(ticket, Sampled(result, self.worker))
+    def complete(self, ticket: Any, result: Generation) -> None:
+        self.queue.complete(ticket, Sampled(result, self.worker))
 
 
 def _within(way: Sampling, limit: int | None) -> Sampling:
     return way if limit is None else replace(way, max_tokens=min(limit, way.max_tokens))
 
 
-def with_samples(
+def add_samples(
     ctx: Context, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
 ) -> pa.Table:
     """The rows with what was sampled for them, which is logged. ``versions``, of the weights, if not the engine's."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import TrainingError
-from siirl_dask.nodes.packed_table import advantages_of, pack_rows, rows_with
+from siirl_dask.nodes.packed_table import advantages_of, pack_rows, valid_rows
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.schema import (
@@ -135,7 +135,7 @@ def update_critic(
 
 def _parts(table: pa.Table, needed: str, minibatches: int) -> Iterator[pa.Table]:
     """The rows of each mini-batch that have what is needed to learn from them."""
-    table = table.filter(rows_with(table, needed))
+    table = table.filter(valid_rows(table, needed))
     return (table.filter(pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches))
 
 

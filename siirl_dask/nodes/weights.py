@@ -21,7 +21,7 @@ from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Context, RowStream
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import WeightSink, WeightSource, columns
-from siirl_dask.rollout import AnnouncedWeights, RolloutEngine
+from siirl_dask.rollout import RolloutEngine, WeightStream
 from siirl_dask.schema import (
     GROUP_ID,
     PARAMETER,
@@ -151,13 +151,13 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
 def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
     """The same of the adapters alone, in float32, for ``load_adapters``."""
     from siirl_dask.training.model.lora import is_adapter
-    from siirl_dask.training.parallel.backend import whole_weights  # imports transformers
+    from siirl_dask.training.parallel.backend import full_weights  # imports transformers
 
     trainer: Trainer = ctx.resource
     adapters = trainer.state()["model"]
     if not all(map(is_adapter, adapters)):
         raise TypeError("this policy has no adapters: give its trainer a lora.rank, or run publish_weights")
-    return _published(ctx, whole_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
+    return _published(ctx, full_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
 
 
 def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
@@ -186,14 +186,14 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
 def load_weights_in_parts(ctx: Context, parts: RowStream) -> None:
     """What ``load_weights`` does, one parameter after the other. PeerError when others come than were announced."""
     engine: RolloutEngine = ctx.resource
-    engine.load_weights(AnnouncedWeights(_shapes(parts.index), _arriving(parts)), ctx.step)
+    engine.load_weights(WeightStream(_shapes(parts.index), _arriving(parts)), ctx.step)
 
 
 def load_weights_from_tensors(ctx: Context, parts: RowStream) -> None:
     """The same of tensors that are on the engine's device already."""
     engine: RolloutEngine = ctx.resource
     shapes = _shapes(parts.index)
-    engine.load_weights(AnnouncedWeights(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
+    engine.load_weights(WeightStream(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
 
 
 def _shapes(about: pa.Table) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from siirl_dask.planner.chain import (
     Send,
     Stream,
 )
-from siirl_dask.planner.column_flow import DATA, Stage, trace
+from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import (
     Changes,
@@ -81,6 +81,6 @@ __all__ = [
     "estimate",
     "reads_option",
     "resolve",
-    "trace",
+    "trace_columns",
     "usage",
 ]

@@ -1,7 +1,7 @@
-"""What flows along a DAG: which columns and rows reach each node, who wrote them, and who still reads them.
+"""Column flow: finds the columns and rows that reach each node of a DAG, their writers and their readers.
 
-Columns go along the edges of the DAG, from node to node. Blobs (binary values: images and the like) do not: a node that
-has no use for one is left out, and whoever reads it gets it straight from the last node that has it in its table.
+Columns go along the edges of the DAG, from node to node. Blobs (binary values, such as images) skip the nodes that do
+not use them: a reader takes a blob straight from the last node whose table holds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``writer`` is the node that wrote it last, or DATA."""
+    """A column on its way along the DAG. ``writer`` is the last node that wrote it, or DATA."""
 
     name: str
     writer: str
@@ -28,30 +28,34 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a node sees and gives, by column name."""
+    """One node's input and output columns, by name."""
 
     node: Node
     available: Mapping[str, Column]
-    """Before the node runs."""
-    output: Mapping[str, Column]
-    """After it ran, everything."""
+    """Columns that could reach the node."""
+    produced: Mapping[str, Column]
+    """Columns of the node's table after it ran, used or not."""
     needed: tuple[str, ...]
-    """Columns the node must be given: what it reads, and what others after it still read of its table."""
-    providers: Mapping[str, str]
-    """The node that each needed column is taken from: a parent, or for a blob the last node above that has it. A column
+    """Columns that the node is given: those it reads, and those that later nodes read from its table."""
+    sources: Mapping[str, str]
+    """Node that each needed column is taken from: a parent, or for a blob the last node above that has it. A column
     travels along one branch of a diamond only.
     """
-    kept: tuple[str, ...]
-    """Columns of its output that somebody reads or keeps; the rest is dropped as soon as the node has run."""
+    outputs: tuple[str, ...]
+    """Columns of ``produced`` that a later node reads or the run saves; the others are dropped at once."""
     rows: str
-    """Which rows its input has: DATA, or the name of the node that made them."""
+    """Origin of the input's rows: DATA, or the name of the node that made them."""
     rows_out: str
+    """Origin of the output's rows."""
 
 
-def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
-    """The stage of every node, parents first. PlanError for a read nobody writes and for joins that cannot be made."""
+def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
+    """Return the stage of every node, parents first.
+
+    PlanError for a column that is read and never written, and for parents that cannot be joined.
+    """
     available: dict[str, dict[str, Column]] = {}
-    output: dict[str, dict[str, Column]] = {}
+    produced: dict[str, dict[str, Column]] = {}
     above: dict[str, set[str]] = {DATA: set()}
     rows: dict[str, str] = {}
     rows_out: dict[str, str] = {}
@@ -62,21 +66,21 @@ def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
         contract = node.contract
         rows[node.name] = _joined_rows(node, rows_out)
         above[node.name] = {*node.after}.union(*(above[parent] for parent in node.after))
-        available[node.name] = _joined_columns(node, output, above) if node.after else dict(start)
+        available[node.name] = _joined_columns(node, produced, above) if node.after else dict(start)
         _check_reads(node, available[node.name])
         written = {f.name: Column(f.name, node.name, f.type) for f in contract.writes}
-        output[node.name] = (available[node.name] if contract.passes else _identity(node.name)) | written
+        produced[node.name] = (available[node.name] if contract.passes else _identity(node.name)) | written
         rows_out[node.name] = node.name if contract.new_rows else rows[node.name]
 
-    kept, needed, providers = _demand(order, available, output)
+    outputs, needed, sources = _demand(order, available, produced)
     return {
         node.name: Stage(
             node,
             available[node.name],
-            output[node.name],
+            produced[node.name],
             needed[node.name],
-            providers[node.name],
-            kept[node.name],
+            sources[node.name],
+            outputs[node.name],
             rows[node.name],
             rows_out[node.name],
         )
@@ -85,7 +89,7 @@ def trace(dag: DAG, source: Schema) -> dict[str, Stage]:
 
 
 def _check_draws(order: tuple[Node, ...]) -> None:
-    """Which prompts the next step has depends on what such a node drew, and only its workers know that."""
+    """Refuse a node that draws prompts beside other entry nodes: only its workers know where the next step begins."""
     entries = [node.name for node in order if not node.after]
     for node in order:
         if node.contract.draws and entries != [node.name]:
@@ -108,12 +112,12 @@ def _joined_rows(node: Node, rows_out: Mapping[str, str]) -> str:
 
 
 def _joined_columns(
-    node: Node, output: Mapping[str, Mapping[str, Column]], above: Mapping[str, set[str]]
+    node: Node, produced: Mapping[str, Mapping[str, Column]], above: Mapping[str, set[str]]
 ) -> dict[str, Column]:
-    """A column that one branch passed on and the other wrote anew is the new one."""
+    """Return the columns of a node's joined parents; a column that one branch rewrote replaces the older one."""
     joined: dict[str, Column] = {}
     for parent in node.after:
-        for name, column in output[parent].items():
+        for name, column in produced[parent].items():
             other = joined.setdefault(name, column)
             if other.writer in (*above[column.writer], DATA):
                 joined[name] = column
@@ -143,67 +147,71 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
 def _demand(
     order: tuple[Node, ...],
     available: Mapping[str, Mapping[str, Column]],
-    output: Mapping[str, Mapping[str, Column]],
+    produced: Mapping[str, Mapping[str, Column]],
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], dict[str, dict[str, str]]]:
-    """Walk the DAG backwards: an output column stays if it is kept or if a node after it takes it."""
+    """Return outputs, needed columns and sources of every node.
+
+    The walk goes backwards: an output column stays if it is saved or if a later node takes it.
+    """
     wanted: dict[str, set[str]] = {node.name: set(IDENTITY) for node in order}
-    kept: dict[str, tuple[str, ...]] = {}
+    outputs: dict[str, tuple[str, ...]] = {}
     needed: dict[str, tuple[str, ...]] = {}
-    providers: dict[str, dict[str, str]] = {}
+    sources: dict[str, dict[str, str]] = {}
     nodes = {node.name: node for node in order}
-    givers = _givers(order, output)
+    suppliers = _suppliers(order, produced)
     for node in reversed(order):
         contract = node.contract
         if node.save_as:
-            wanted[node.name] |= set(output[node.name])
-        kept[node.name] = tuple(name for name in output[node.name] if name in wanted[node.name])
+            wanted[node.name] |= set(produced[node.name])
+        outputs[node.name] = tuple(name for name in produced[node.name] if name in wanted[node.name])
         need = {*IDENTITY, *contract.taken(available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
-        providers[node.name] = {
-            name: _provider(node, column, _above(node, column, givers, output), nodes)
+        sources[node.name] = {
+            name: _chosen_source(node, column, _above(node, column, suppliers, produced), nodes)
             for name, column in available[node.name].items()
             if node.after and name in need
         }
-        for name, giver in providers[node.name].items():
-            wanted[giver].add(name)
-    return kept, needed, providers
+        for name, supplier in sources[node.name].items():
+            wanted[supplier].add(name)
+    return outputs, needed, sources
 
 
-def _givers(
-    order: tuple[Node, ...], output: Mapping[str, Mapping[str, Column]]
+def _suppliers(
+    order: tuple[Node, ...], produced: Mapping[str, Mapping[str, Column]]
 ) -> dict[str, dict[str, tuple[str, ...]]]:
-    """For each node and column of its output, who can give it to those after it: the node, or, where it has no use for
-    a blob itself, those above it.
+    """Return, for each node and column, the nodes that later nodes can take the column from.
+
+    That is the node itself; for a blob that it does not use, the nodes above it.
     """
-    givers: dict[str, dict[str, tuple[str, ...]]] = {}
+    suppliers: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in order:
-        givers[node.name] = {
-            name: _above(node, column, givers, output) if _is_left_out(node, column) else (node.name,)
-            for name, column in output[node.name].items()
+        suppliers[node.name] = {
+            name: _above(node, column, suppliers, produced) if _is_left_out(node, column) else (node.name,)
+            for name, column in produced[node.name].items()
         }
-    return givers
+    return suppliers
 
 
 def _above(
     node: Node,
     column: Column,
-    givers: Mapping[str, Mapping[str, tuple[str, ...]]],
-    output: Mapping[str, Mapping[str, Column]],
+    suppliers: Mapping[str, Mapping[str, tuple[str, ...]]],
+    produced: Mapping[str, Mapping[str, Column]],
 ) -> tuple[str, ...]:
-    """Who gives a node a column, as its last writer wrote it, or an identity column, which is the same in all."""
+    """Return the nodes above that hold the column as its last writer left it; identity columns are the same in all."""
     name, any_will_do = column.name, column.name in IDENTITY
     having = (
         parent
         for parent in node.after
-        if name in givers[parent] and (any_will_do or output[parent][name].writer == column.writer)
+        if name in suppliers[parent] and (any_will_do or produced[parent][name].writer == column.writer)
     )
-    return tuple(dict.fromkeys(giver for parent in having for giver in givers[parent][name]))
+    return tuple(dict.fromkeys(supplier for parent in having for supplier in suppliers[parent][name]))
 
 
 def _is_left_out(node: Node, column: Column) -> bool:
-    """A blob passes by a node unless it reads, writes or keeps it, or makes other rows, which nobody else can."""
+    """Tell whether a blob skips the node: the node neither reads, writes nor saves it, and makes no new rows."""
     contract = node.contract
     reads = column.name in contract.taken((column.name,))
     uses = reads or column.writer == node.name or node.save_as is not None
@@ -211,14 +219,16 @@ def _is_left_out(node: Node, column: Column) -> bool:
 
 
 def is_blob(kind: DataType) -> bool:
-    """Whether values of this type are binary, or lists or structs with such in them."""
+    """Tell whether values of this type are binary, or lists or structs that contain binary values."""
     parts = [kind.field(index).type for index in range(kind.num_fields)]
     return any(map(is_blob, parts)) if parts else "binary" in str(kind)
 
 
-def _provider(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:
-    """Of those who have the column, one that has it for its own use, since it had to be brought there anyway; of a blob
-    rather one of the same role, where rows may stay; else the first.
+def _chosen_source(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:
+    """Return the node in ``having`` that supplies the column.
+
+    A node that reads or writes the column itself comes first, since its workers hold it anyway. For a blob, nodes of
+    the same role come before others, because their rows may stay in place.
     """
     if is_blob(column.type):
         having = [name for name in having if nodes[name].role == node.role] or having

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.chain import Chain, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
-from siirl_dask.planner.column_flow import DATA, Stage, trace
+from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
@@ -31,7 +31,7 @@ def compile_chains(
         raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
     placed = _place(dag, workers, placement or {})
     _check_neighbours(dag, placed)
-    stages = trace(dag, source)
+    stages = trace_columns(dag, source)
     moves = _plan_moves(stages, placed)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
@@ -158,7 +158,7 @@ def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout
     """The parent whose rows decide: it knows the mini-batch if that matters, and is in place already if one is, or at
     least on the node's workers.
     """
-    parents = (stage.providers[MINIBATCH],) if _by_minibatch(stage) else stage.node.after
+    parents = (stage.sources[MINIBATCH],) if _by_minibatch(stage) else stage.node.after
     in_place = (parent for parent in parents if layouts[parent].is_as(_policy(stage), workers))
     here = (parent for parent in parents if layouts[parent].workers == workers)
     return next(in_place, None) or next(here, parents[0])
@@ -186,11 +186,11 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
     """The tables a node joins, and an edge from each whose rows are not in place: its parents', and those of nodes
     further above that give it blobs, unless another node of its layout has got these already.
     """
-    givers = dict.fromkeys((*stage.node.after, *stage.providers.values()))
+    givers = dict.fromkeys((*stage.node.after, *stage.sources.values()))
     in_place = {giver for giver in givers if planned.layouts[giver] == layout}
     inputs, edges = [], []
     for giver in givers:
-        taken = (name for name, provider in stage.providers.items() if provider == giver and name not in IDENTITY)
+        taken = (name for name, provider in stage.sources.items() if provider == giver and name not in IDENTITY)
         columns = (*IDENTITY, *taken)
         edge = _edge(stage, planned.stages[giver], planned.layouts[giver].holders, layout, columns, guide)
         arrived = planned.arrived.get((giver, layout))
@@ -214,9 +214,9 @@ def _edge(
     columns: tuple[str, ...],
     guide: str,
 ) -> Edge:
-    schema = make_schema({name: source.output[name].type for name in columns})
+    schema = make_schema({name: source.produced[name].type for name in columns})
     target = stage.node
-    rows = Rows.REPLICATED if layout.replicated else target.rows  # where the guide is in place and replicated
+    rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)  # where the guide is in place and replicated
     return Edge(source.node.name, target.name, sources, layout.workers, rows, _by_minibatch(stage), schema, guide)
 
 
@@ -239,7 +239,7 @@ def _chains(
         streaming = _streaming(stage, stages[streams[name]], moves, placed, streams) if name in streams else {}
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
-        run, sends = Run(node, move.inputs, stage.kept), [Send(edge) for edge in outgoing[name] if not streaming]
+        run, sends = Run(node, move.inputs, stage.outputs), [Send(edge) for edge in outgoing[name] if not streaming]
         part = {worker: index for index, worker in enumerate(move.holders)}
         for index, worker in enumerate(placed[node.role]):
             here = links[worker]
@@ -273,7 +273,7 @@ def _streaming(
             gives=worker in giving,
             takes=worker in taking,
             inputs=moves[source.node.name].inputs if worker in giving else (),
-            columns=source.kept,
+            columns=source.outputs,
             edge=edge,
             joins=joins,
         )

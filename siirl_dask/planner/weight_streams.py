@@ -16,8 +16,8 @@ def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
     """
     readers: dict[str, list[str]] = {name: [] for name in stages}
     for name, stage in stages.items():
-        for giver in dict.fromkeys((*stage.node.after, *stage.providers.values())):
-            readers[giver].append(name)
+        for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
+            readers[source].append(name)
     alone = {source: names[0] for source, names in readers.items() if len(names) == 1 and not readers[names[0]]}
     return {source: target for source, target in alone.items() if _fit(stages[source].node, stages[target].node)}
 
@@ -34,7 +34,7 @@ def why_no_broadcast(
     if gives is None or gives.tensors is None or takes is None or takes.tensors is None:
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
         return f"{functions} do not both handle tensors (@columns(stream=...))"
-    if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.kept):
+    if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.outputs):
         return f"the table of node {giver.name!r} is saved, has other readers, or does not go whole to each worker"
     if both:
         return f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} (cluster.placement)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from siirl_dask.config import Config
-from siirl_dask.nodes import penalise_overlong, sample_mixed_groups
+from siirl_dask.nodes import penalise_overlong, sample_until_mixed
 from siirl_dask.planner import DAG, Rows
 from siirl_dask.recipes.common import Function
 from siirl_dask.recipes.grpo import grpo
@@ -39,7 +39,7 @@ def dapo(
     penalty = {"max_length": config.rollout.max_response_length}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)
     # the node reads prompts, generates and scores, round after round, so each worker draws for itself
-    dag = dag.replace("rollout", fn=sample_mixed_groups, after=(), rows=Rows.ANYWHERE, options=sample)
+    dag = dag.replace("rollout", fn=sample_until_mixed, after=(), rows=Rows.ANYWHERE, options=sample)
     return dag.replace("reward", fn=penalise_overlong, options=penalty).without("prompts")
 
 

@@ -9,28 +9,28 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
-    AnnouncedWeights,
     FinishReason,
     Generation,
     GenerationRequest,
-    OwnWork,
+    LocalQueue,
+    RequestQueue,
     RolloutEngine,
     Sampling,
     Tokenizer,
-    Work,
+    WeightStream,
 )
 from siirl_dask.rollout.preflight import check_engine, choose_engine
 
 __all__ = [
-    "AnnouncedWeights",
     "FinishReason",
     "Generation",
     "GenerationRequest",
-    "OwnWork",
+    "LocalQueue",
+    "RequestQueue",
     "RolloutEngine",
     "Sampling",
     "Tokenizer",
-    "Work",
+    "WeightStream",
     "build_engine",
     "check_engine",
     "choose_engine",

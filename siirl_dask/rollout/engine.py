@@ -69,21 +69,21 @@ class GenerationRequest:
     """The last so many tokens of ``prompt`` are of the response, which goes on as if it had never been left."""
 
 
-class Work(Protocol):
+class RequestQueue(Protocol):
     """What an engine is to generate. It takes as much as it has room for, whenever it has."""
 
-    def take(self, most: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
+    def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         """Requests to begin with, each with a ticket. None are left when ``wait`` gives none; without it, there are
         none yet.
         """
         ...
 
-    def give(self, ticket: Any, result: Generation) -> None:
+    def complete(self, ticket: Any, result: Generation) -> None:
         """A request has been met."""
         ...
 
 
-class OwnWork(Generic[R]):
+class LocalQueue(Generic[R]):
     """Work that nobody else has a part in."""
 
     taken_over = 0
@@ -92,10 +92,10 @@ class OwnWork(Generic[R]):
         self._waiting = deque(enumerate(requests))
         self._given: dict[int, R] = {}
 
-    def take(self, most: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
-        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+    def next(self, limit: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
+        return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
 
-    def give(self, ticket: int, result: R) -> None:
+    def complete(self, ticket: int, result: R) -> None:
         self._given[ticket] = result
 
     def results(self) -> list[R]:
@@ -104,7 +104,7 @@ class OwnWork(Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncedWeights:
+class WeightStream:
     """Weights of which names and shapes are known before any is there, so that they need not be collected first."""
 
     shapes: Mapping[str, Sequence[int]]
@@ -127,7 +127,7 @@ class RolloutEngine(Protocol):
         """Version of the weights in use; 0 are the ones it was built with."""
         ...
 
-    def serve(self, work: Work) -> None:
+    def serve(self, queue: RequestQueue) -> None:
         """Generate until there is no more to take. ValueError for a prompt without tokens."""
         ...
 
@@ -139,7 +139,7 @@ class RolloutEngine(Protocol):
         """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape.
 
         The tensors are memory of others, not to be written to, so they are copied: who keeps one keeps the trainer
-        waiting. Of AnnouncedWeights no more than a layer's should be kept: together they may not fit into memory. If
+        waiting. Of WeightStream no more than a layer's should be kept: together they may not fit into memory. If
         they fail half way, what it has is of both, and the run ends.
         """
         ...
@@ -160,11 +160,11 @@ def serve_all(
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
     check_prompts(prompts)
-    work = OwnWork[Generation](
+    queue = LocalQueue[Generation](
         [GenerationRequest(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
     )
-    engine.serve(work)
-    return work.results()
+    engine.serve(queue)
+    return queue.results()
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:

@@ -40,7 +40,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class Draw:
+class TokenSampler:
     """Draws a token for each row as a Sampling says."""
 
     def __init__(self, sampling: Sampling) -> None:

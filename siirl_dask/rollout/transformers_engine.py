@@ -24,15 +24,15 @@ from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
+    RequestQueue,
     Sampling,
     Tokenizer,
-    Work,
     check_prompts,
     serve_all,
 )
-from siirl_dask.rollout.token_sampling import Draw, as_seed
+from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
-from siirl_dask.rollout.weight_loading import Parameters
+from siirl_dask.rollout.weight_loading import WeightLoader
 
 
 class TransformersEngine:
@@ -41,7 +41,7 @@ class TransformersEngine:
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
-        self._parameters = Parameters(self._model)
+        self._parameters = WeightLoader(self._model)
         self._device = device
         self._max_rows = max_rows
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
@@ -53,15 +53,15 @@ class TransformersEngine:
         """One response per prompt, in order. ValueError for a prompt without tokens."""
         return serve_all(self, prompts, seeds, sampling)
 
-    def serve(self, work: Work) -> None:
+    def serve(self, queue: RequestQueue) -> None:
         """Generate until there is no more to take: a batch, and when all of it is done the next."""
-        while taken := work.take(self._max_rows, wait=True):
+        while taken := queue.next(self._max_rows, wait=True):
             check_prompts([request.prompt for _, request in taken])
             for way in dict.fromkeys(_way(request) for _, request in taken):
                 alike = [(ticket, request) for ticket, request in taken if _way(request) == way]
                 generations = self._generate_batch([request for _, request in alike])
                 for (ticket, _), generation in zip(alike, generations, strict=True):
-                    work.give(ticket, generation)
+                    queue.complete(ticket, generation)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every parameter in place. ValueError, with ``version`` as it was, if the names or shapes do not fit."""
@@ -143,7 +143,7 @@ class Sampler(LogitsProcessor):
     def __init__(self, seeds: Sequence[int], sampling: Sampling, begun: Sequence[int] | None = None) -> None:
         self._seeds = np.array([as_seed(seed) for seed in seeds], dtype=np.uint64)
         self._begun = np.array(begun or [0] * len(seeds), dtype=np.uint64)
-        self._draw = Draw(sampling)
+        self._draw = TokenSampler(sampling)
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from siirl_dask.errors import PeerError
-from siirl_dask.rollout.engine import AnnouncedWeights
+from siirl_dask.rollout.engine import WeightStream
 
 
-class Parameters:
+class WeightLoader:
     """Names and shapes of a model's parameters. Those that share a tensor go by the first of their names."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -24,7 +24,7 @@ class Parameters:
             self._shapes[self._names[name]] = list(parameter.shape)
 
     @classmethod
-    def of_folder(cls, path: str) -> Parameters:
+    def of_folder(cls, path: str) -> WeightLoader:
         """From the model's config: no weights are read, no memory is used."""
         with torch.device("meta"):
             return cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True)))
@@ -32,11 +32,11 @@ class Parameters:
     def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """All of them, each under its first name. ValueError naming what is missing, unknown or of another shape.
 
-        That is said at once, before any is given. AnnouncedWeights are given as they come, others are collected first.
+        That is said at once, before any is given. WeightStream are given as they come, others are collected first.
         """
-        if not isinstance(tensors, AnnouncedWeights):
+        if not isinstance(tensors, WeightStream):
             collected = dict(tensors)
-            tensors = AnnouncedWeights({name: tensor.shape for name, tensor in collected.items()}, collected.items())
+            tensors = WeightStream({name: tensor.shape for name, tensor in collected.items()}, collected.items())
         self._check({name: list(shape) for name, shape in tensors.shapes.items()}, version)
         return self._by_first_name(tensors, version)
 
@@ -49,7 +49,7 @@ class Parameters:
         if wrong:
             raise ValueError(f"weights of version {version} do not fit: {wrong}")
 
-    def _by_first_name(self, weights: AnnouncedWeights, version: int) -> Iterator[tuple[str, Tensor]]:
+    def _by_first_name(self, weights: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
         """PeerError when others come than were announced. Of several names of one parameter the last counts."""
         last = {self._names[given]: given for given in weights.shapes}
         due = iter(weights.shapes.items())

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, RolloutEngine, Sampling
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
-from siirl_dask.testing.announced_weights import AnnouncedWeightsTests
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
+from siirl_dask.testing.weight_streams import WeightStreamTests
 
 # A random model's next token is nearly uniform; at this temperature the likeliest of 264 tokens has about 0.1.
 _SHARP = 0.06
 
 
-class EngineTests(AnnouncedWeightsTests):
+class EngineTests(WeightStreamTests):
     """Conformance of an engine; ``make_engine`` builds one from a Hugging Face folder, in float32, once per class."""
 
     tolerance = 1e-4
@@ -201,9 +201,9 @@ class EngineTests(AnnouncedWeightsTests):
     ) -> None:
         ways = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
         requests = [GenerationRequest(prompt, 3, way) for prompt, way in zip(_prompts(6), ways, strict=True)]
-        work = OwnWork[Generation](requests)
-        engine.serve(work)
-        for request, given in zip(requests, work.results(), strict=True):
+        queue = LocalQueue[Generation](requests)
+        engine.serve(queue)
+        for request, given in zip(requests, queue.results(), strict=True):
             (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
             self._assert_same([given], [alone])
 
@@ -220,9 +220,9 @@ class EngineTests(AnnouncedWeightsTests):
             if start.finish_reason is FinishReason.LENGTH
         ]
         assert rest
-        work = OwnWork[Generation](rest)
-        engine.serve(work)
-        for request, given in zip(rest, work.results(), strict=True):
+        queue = LocalQueue[Generation](rest)
+        engine.serve(queue)
+        for request, given in zip(rest, queue.results(), strict=True):
             wanted = expected[request.seed]
             assert [*started[request.seed].token_ids, *given.token_ids] == wanted.token_ids
             assert given.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)

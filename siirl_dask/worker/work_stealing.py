@@ -186,17 +186,17 @@ class StealableQueue(Generic[I, R]):
         self.taken_over = 0
         bridge.wait(bridge.submit(service.offer(key, queue)))
 
-    def take(self, most: int, *, wait: bool) -> list[tuple[Ticket, I]]:
-        """Return up to ``most`` items to begin, each with a ticket for its result.
+    def next(self, limit: int, *, wait: bool) -> list[tuple[Ticket, I]]:
+        """Return up to ``limit`` items to begin, each with a ticket for its result.
 
         None come with ``wait`` only when none are left anywhere; without it, stolen ones may still be on their way.
         """
         self._bridge.check()
         self._return_results()
-        if own := self._queue.pop(most):
+        if own := self._queue.pop(limit):
             return [(Ticket(None, number), item) for number, item in own]
         if self._stealing is None and self._peers:
-            self._stealing = self._bridge.submit(self._steal(most))
+            self._stealing = self._bridge.submit(self._steal(limit))
         if self._stealing is None or not (wait or self._stealing.done()):
             return []
         stealing, self._stealing = self._stealing, None
@@ -204,8 +204,8 @@ class StealableQueue(Generic[I, R]):
         self.taken_over += len(items)
         return [(Ticket(peer, number), item) for number, item in items]
 
-    def give(self, ticket: Ticket, result: R) -> None:
-        """Store the result of an item; one that was stolen goes back to its owner with the next ``take``."""
+    def complete(self, ticket: Ticket, result: R) -> None:
+        """Store the result of an item; one that was stolen goes back to its owner with the next call of ``next``."""
         if ticket.owner is None:
             self._queue.complete(ticket.number, result)
         else:

@@ -1,4 +1,4 @@
-"""What a store must do for tables to be safe on it: functions of an empty URL that raise AssertionError if it does not.
+"""Conformance suite of a store: functions of an empty URL that raise AssertionError where tables would not be safe.
 
 python -m siirl_storage.conformance s3://bucket/scratch
 

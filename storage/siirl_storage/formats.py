@@ -17,7 +17,7 @@ from siirl_storage.schemas import check_schema
 
 
 class Format(StrEnum):
-    """How a part is stored. The value is its file name's ending."""
+    """File format of a part. The value is the ending of its file name."""
 
     PARQUET = "parquet"
     """Parquet with zstd and page checksums: small, and damage is noticed."""
@@ -34,7 +34,7 @@ ENDINGS = ", ".join(_ENDINGS)
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a part says about itself."""
+    """Metadata that a part holds about itself."""
 
     schema: pa.Schema
     groups: tuple[int, ...]

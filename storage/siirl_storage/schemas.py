@@ -17,7 +17,7 @@ def check_schema(schema: pa.Schema, where: str) -> None:
 
 
 def difference(expected: pa.Schema, got: pa.Schema) -> str:
-    """What keeps ``got`` from being read as ``expected``, in words; empty if nothing does.
+    """Say in words what keeps ``got`` from being read as ``expected``; empty if nothing does.
 
     A column of type ``null`` goes for any type: it is what other writers infer from a partition without values.
     """

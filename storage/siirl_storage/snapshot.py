@@ -34,7 +34,7 @@ class Snapshot:
     """One immutable version of a table, or the files of a plain folder as they were when it was opened."""
 
     url: str
-    """Where ``open_table`` finds it again; a local path is absolute."""
+    """URL at which ``open_table`` finds the table again; a local path is absolute."""
     version: int | None
     """None for plain files, which have no versions."""
     schema: pa.Schema
@@ -49,7 +49,7 @@ class Snapshot:
 
     @property
     def urls(self) -> list[str]:
-        """Where the parts are, for DuckDB, pandas and other readers."""
+        """URLs of the parts, for DuckDB, pandas and other readers."""
         return [join(self.base, part.path) for part in self.parts]
 
     def row_groups(self) -> tuple[RowGroup, ...]:

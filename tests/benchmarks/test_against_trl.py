@@ -1,4 +1,4 @@
-"""What the comparison with TRL rests on, as far as it can be seen without TRL."""
+"""Tests of the comparison with TRL, as far as they can run without TRL."""
 
 import json
 from dataclasses import replace

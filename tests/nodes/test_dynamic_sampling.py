@@ -10,7 +10,7 @@ import pytest
 from siirl_dask.config import RewardsConfig, RolloutConfig
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import PlanError
-from siirl_dask.nodes import encode_prompts, sample_mixed_groups
+from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import FinishReason, Generation
@@ -34,10 +34,10 @@ class Guesser:
     tokenizer: Digits = field(default_factory=Digits)
     version: int = 0
 
-    def serve(self, work):
-        while taken := work.take(2, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
-                work.give(ticket, Generation([asked.prompt[0], asked.seed % 2], [0.0, 0.0], FinishReason.STOP))
+                queue.complete(ticket, Generation([asked.prompt[0], asked.seed % 2], [0.0, 0.0], FinishReason.STOP))
 
 
 def build_guesser(device, rank):
@@ -63,7 +63,7 @@ def source(tmp_path):
 
 def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, **options):
     sample = partial(
-        sample_mixed_groups, rollout=RolloutConfig(n=6), max_prompt_length=4, **({"batch_size": 8} | options)
+        sample_until_mixed, rollout=RolloutConfig(n=6), max_prompt_length=4, **({"batch_size": 8} | options)
     )
     roles = (
         Role("rollout", build_guesser),
@@ -114,7 +114,7 @@ def test_when_no_group_has_a_spread_it_gives_up_after_its_rounds(source, tmp_pat
 
 
 def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
-    sample = partial(sample_mixed_groups, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8)
+    sample = partial(sample_until_mixed, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8)
     nodes = (
         Node("rollout", sample, role="rollout"),
         Node("prompts", partial(encode_prompts, max_prompt_length=4), role="rollout"),
@@ -132,7 +132,7 @@ def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
     ],
 )
 def test_a_scorer_that_is_not_where_the_samples_are_is_refused(scorer, placement, said):
-    sample = partial(sample_mixed_groups, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8, scorer=scorer)
+    sample = partial(sample_until_mixed, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8, scorer=scorer)
     roles = (Role("rollout", build_guesser), Role("reward", build_guesser))
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
     with pytest.raises(PlanError, match=f"node 'rollout' uses role '{scorer}'.*{said}"):

@@ -19,7 +19,7 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.nodes import ColumnPath, generate, generate_answers, measure_answers
-from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k
+from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.observe import values
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains, dag_from_spec, dag_to_spec
 from siirl_dask.rollout import FinishReason, Generation, Sampling
@@ -51,7 +51,7 @@ def test_pass_and_best_at_k_are_means_over_all_choices_of_k_samples(drawn):
     _, rewards, k = drawn
     right = [float(reward >= 1) for reward in rewards]
     expected = over_all_choices(len(right), k, lambda places: max(right[at] for at in places))
-    assert pass_at_k(len(right), int(sum(right)), k) == expected
+    assert pass_at_k_estimate(len(right), int(sum(right)), k) == expected
     expected = over_all_choices(len(rewards), k, lambda places: max(rewards[at] for at in places))
     assert best_at_k(rewards, k) == expected
 
@@ -79,15 +79,15 @@ def test_one_sample_is_worth_the_mean_and_more_are_never_worth_less(drawn):
 
 
 def test_many_samples_lose_no_digits_and_take_no_time():
-    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-15)
-    assert pass_at_k(2000, 1000, 1000) == 1.0
+    assert pass_at_k_estimate(10_000, 1, 100) == pytest.approx(0.01, rel=1e-15)
+    assert pass_at_k_estimate(2000, 1000, 1000) == 1.0
     answers = [str(at % 7) if at % 2 else f"once {at}" for at in range(128)]
     assert 0 < majority_at_k(answers, [float(answer == "1") for answer in answers], 64) < 1
 
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_k_that_there_are_not_enough_samples_for_is_refused(k):
-    for estimate in (lambda: pass_at_k(3, 1, k), lambda: best_at_k([0.0] * 3, k)):
+    for estimate in (lambda: pass_at_k_estimate(3, 1, k), lambda: best_at_k([0.0] * 3, k)):
         with pytest.raises(ValueError, match=f"k={k} of 3 samples: expected 1 to 3"):
             estimate()
 
@@ -192,11 +192,11 @@ class Recorder:
     def decode(self, token_ids, *, skip_special):
         return ""
 
-    def serve(self, work):
-        while taken := work.take(9, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(9, wait=True):
             for ticket, asked in taken:
                 self.asked = asked.sampling
-                work.give(ticket, Generation([asked.seed % 1000], [0.0], FinishReason.STOP))
+                queue.complete(ticket, Generation([asked.seed % 1000], [0.0], FinishReason.STOP))
 
 
 def test_validation_samples_by_its_own_settings_and_numbers_rows_as_training_does():

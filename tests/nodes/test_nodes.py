@@ -39,10 +39,10 @@ class Echo:
     version: int = 4
     loaded: dict = field(default_factory=dict)
 
-    def serve(self, work):
-        while taken := work.take(2, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
-                work.give(ticket, Generation([asked.seed % 1000, 7], [-0.5, -1.0], FinishReason.STOP))
+                queue.complete(ticket, Generation([asked.seed % 1000, 7], [-0.5, -1.0], FinishReason.STOP))
 
     def load_weights(self, tensors, version):
         self.loaded, self.version = {name: tensor.clone() for name, tensor in tensors}, version
@@ -203,11 +203,11 @@ def encoded(*words):
 class Limits(Echo):
     """An engine that fills whatever it is allowed."""
 
-    def serve(self, work):
-        while taken := work.take(2, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
                 tokens = [1] * asked.sampling.max_tokens
-                work.give(ticket, Generation(tokens, [0.0] * len(tokens), FinishReason.LENGTH))
+                queue.complete(ticket, Generation(tokens, [0.0] * len(tokens), FinishReason.LENGTH))
 
 
 def test_a_row_of_the_dataset_may_limit_its_own_responses():

@@ -31,10 +31,10 @@ class Counting:
         def decode(token_ids, *, skip_special):
             return " ".join(map(str, token_ids))
 
-    def serve(self, work):
-        while taken := work.take(3, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(3, wait=True):
             for ticket, asked in taken:
-                work.give(ticket, self._go_on(asked))
+                queue.complete(ticket, self._go_on(asked))
 
     def _go_on(self, asked):
         self.served.append(asked.sampling.max_tokens)

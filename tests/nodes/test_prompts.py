@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import DataError
-from siirl_dask.nodes import encode_prompts, generate, sample_mixed_groups
+from siirl_dask.nodes import encode_prompts, generate, sample_until_mixed
 from siirl_dask.nodes.prompts import sampling_costs
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
@@ -45,11 +45,11 @@ class Letters:
         def decode(token_ids, *, skip_special):
             return "".join(map(chr, token_ids))
 
-    def serve(self, work):
-        while taken := work.take(2, wait=True):
+    def serve(self, queue):
+        while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
                 self.begun.append(self.tokenizer.decode(asked.prompt, skip_special=True))
-                work.give(ticket, Generation([asked.seed % 1000], [-1.0], FinishReason.STOP))
+                queue.complete(ticket, Generation([asked.seed % 1000], [-1.0], FinishReason.STOP))
 
 
 def sampled(rollout, **columns):
@@ -97,7 +97,7 @@ def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order(
 
 def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
     rollout = RolloutConfig(expected_length_column="expected")
-    for node in (encode_prompts, sample_mixed_groups):
+    for node in (encode_prompts, sample_until_mixed):
         assert contract_of(partial(node, rollout=rollout)).optional == ("max_tokens", "expected")
         assert contract_of(partial(node, rollout=RolloutConfig())).optional == ("max_tokens",)
 

@@ -161,7 +161,7 @@ def test_a_recv_waits_only_for_nodes_that_come_earlier(plan):
 def test_a_plan_is_no_larger_than_its_dag(plan):
     """An edge for each parent, and for each blob that comes from further above; a few links a node and an edge."""
     parents = sum(len(node.after) for node in plan.dag.nodes)
-    from_above = sum(len(set(stage.providers.values()) - set(stage.node.after)) for stage in plan.stages.values())
+    from_above = sum(len(set(stage.sources.values()) - set(stage.node.after)) for stage in plan.stages.values())
     guides = len(plan.dag.nodes)
     assert len(plan.edges) <= parents + from_above + guides
     for chain in plan.chains.values():

@@ -109,7 +109,7 @@ def test_a_node_that_does_not_read_an_image_is_left_out():
     edges = {edge.name: edge for edge in plan.edges}
     assert edges["paint->reads"].guide == edges["further->reads"].guide == "further"
     assert "image" not in plan.stages["between"].needed
-    assert "image" not in plan.stages["between"].kept
+    assert "image" not in plan.stages["between"].outputs
 
 
 def test_in_place_the_table_that_has_the_image_waits_for_its_reader():

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Node, Role, Rows, columns, trace
+from siirl_dask.planner import DAG, Node, Role, Rows, columns, trace_columns
 from siirl_dask.schema import fields
 
 SOURCE = pa.schema({"prompt": pa.string(), "answer": pa.string()})
@@ -96,23 +96,23 @@ REFUSED = {
         "a value of type object cannot be part of a DAG",
     ),
     "missing column": (
-        lambda: trace(DAG(ROLES, [node("a", fn=answer), node("score", "a", fn=misreads)]), SOURCE),
+        lambda: trace_columns(DAG(ROLES, [node("a", fn=answer), node("score", "a", fn=misreads)]), SOURCE),
         "node 'score' reads ['reponse'], which no node before it writes (available: ['answer', 'group_id', 'prompt', "
         "'response', 'row_id', 'tokens']); did you mean 'response'?",
     ),
     "missing in the dataset": (
-        lambda: trace(DAG(ROLES, [node("a", reads=("promt",))]), SOURCE),
+        lambda: trace_columns(DAG(ROLES, [node("a", reads=("promt",))]), SOURCE),
         "node 'a' reads ['promt'], which no node before it writes (available: ['answer', 'group_id', 'prompt', "
         "'row_id', 'tokens']); did you mean 'prompt'?",
     ),
     "two columns of one name": (
-        lambda: trace(
+        lambda: trace_columns(
             DAG(ROLES, [node("a"), node("b", "a", fn=write_x), node("c", "a", fn=write_x), node("d", "b", "c")]), SOURCE
         ),
         "node 'd' joins two columns 'x', one from 'b' and one from 'c': give one of them another name",
     ),
     "other rows": (
-        lambda: trace(DAG(ROLES, [node("a"), node("b", "a", fn=fresh), node("c", "a", "b")]), SOURCE),
+        lambda: trace_columns(DAG(ROLES, [node("a"), node("b", "a", fn=fresh), node("c", "a", "b")]), SOURCE),
         "node 'c' joins parents whose rows differ: 'a' has the rows of 'data', 'b' has the rows of 'b'",
     ),
 }
@@ -143,19 +143,19 @@ def test_equal_dags_are_equal_and_hash_alike():
 
 
 def test_dataset_needs_no_identity_columns():
-    stage = trace(DAG(ROLES, [node("a", fn=answer, save_as="t")]), SOURCE)["a"]
-    assert set(stage.kept) == {"row_id", "group_id", "tokens", "prompt", "answer", "response"}
-    assert str(stage.output["row_id"].type) == "int64"
+    stage = trace_columns(DAG(ROLES, [node("a", fn=answer, save_as="t")]), SOURCE)["a"]
+    assert set(stage.outputs) == {"row_id", "group_id", "tokens", "prompt", "answer", "response"}
+    assert str(stage.produced["row_id"].type) == "int64"
 
 
 def test_optional_columns_are_needed_only_where_somebody_writes_them(grpo, source):
-    assert "reference_logprobs" in trace(grpo, source)["update"].needed
+    assert "reference_logprobs" in trace_columns(grpo, source)["update"].needed
     nodes = [n for n in grpo.nodes if n.name != "ref"]
     nodes = [
         Node(n.name, n.fn, role=n.role, after=tuple(p for p in n.after if p != "ref"), rows=n.rows, save_as=n.save_as)
         for n in nodes
     ]
-    assert "reference_logprobs" not in trace(DAG(grpo.roles, nodes), source)["update"].needed
+    assert "reference_logprobs" not in trace_columns(DAG(grpo.roles, nodes), source)["update"].needed
 
 
 def test_one_parent_may_be_given_by_its_name_alone():

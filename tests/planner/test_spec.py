@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Node, Role, Rows, columns, dag_from_spec, dag_to_spec, resolve, trace
+from siirl_dask.planner import DAG, Node, Role, Rows, columns, dag_from_spec, dag_to_spec, resolve, trace_columns
 from siirl_dask.schema import fields
 
 if TYPE_CHECKING:
@@ -271,4 +271,4 @@ def test_errors_say_where_a_role_or_node_is_written():
         with pytest.raises(PlanError, match=f"^{re.escape(text)}"):
             dag_from_spec(**edit(path, value), **places)
     with pytest.raises(PlanError, match=r"^x\.yaml:20: node 'other' reads"):
-        trace(dag_from_spec(**edit("nodes.2.reads", ["respnse"]), **places), pa.schema({"prompt": pa.string()}))
+        trace_columns(dag_from_spec(**edit("nodes.2.reads", ["respnse"]), **places), pa.schema({"prompt": pa.string()}))

@@ -14,8 +14,8 @@ from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError, PeerError, PlanError
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, OwnWork, Sampling
-from siirl_dask.rollout.vllm_engine.tensor_parallel import JointWork
+from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, Sampling
+from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.worker.data_plane import DataSettings
 from tests.conftest import digits_overrides
@@ -53,12 +53,12 @@ def echo(request):
 @given(st.lists(st.lists(REQUESTS, max_size=5), min_size=1, max_size=4), st.integers(1, 4))
 def test_all_ranks_go_through_all_requests_alike_and_each_keeps_what_it_asked_for(asked, most):
     def serve(rank, gather):
-        own, seen = OwnWork(asked[rank]), []
-        work = JointWork(own, gather, rank, version=3)
-        while taken := work.take(most, wait=True):
+        own, seen = LocalQueue(asked[rank]), []
+        queue = TensorParallelQueue(own, gather, rank, version=3)
+        while taken := queue.next(most, wait=True):
             for ticket, request in taken:
                 seen.append(request)
-                work.give(ticket, echo(request))
+                queue.complete(ticket, echo(request))
         return own.results(), seen
 
     given = together(len(asked), serve)
@@ -71,12 +71,14 @@ def test_all_ranks_go_through_all_requests_alike_and_each_keeps_what_it_asked_fo
 def test_requests_for_other_weights_and_messages_that_are_none_are_refused():
     def stale(rank, gather):
         with pytest.raises(PeerError, match=r"weights of version [12]: those here are [12]"):
-            JointWork(OwnWork([GenerationRequest([1], 2, Sampling(max_tokens=1))]), gather, rank, version=1 + rank)
+            TensorParallelQueue(
+                LocalQueue([GenerationRequest([1], 2, Sampling(max_tokens=1))]), gather, rank, version=1 + rank
+            )
 
     together(2, stale)
     for message in (b"", b"\xc1", b"\x01", b"\x91\x01", b"\xff" * 9):
         with pytest.raises(PeerError, match="generation request"):
-            JointWork(OwnWork([]), lambda own, message=message: [own, message], 0, version=1)
+            TensorParallelQueue(LocalQueue([]), lambda own, message=message: [own, message], 0, version=1)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from siirl_dask.errors import PeerError
-from siirl_dask.rollout import AnnouncedWeights
-from siirl_dask.rollout.weight_loading import Parameters
+from siirl_dask.rollout import WeightStream
+from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.tasks.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")
 def parameters(tmp_path_factory):
-    return Parameters.of_folder(str(tiny_model(tmp_path_factory.mktemp("weights") / "model", seed=1, tied=True)))
+    return WeightLoader.of_folder(str(tiny_model(tmp_path_factory.mktemp("weights") / "model", seed=1, tied=True)))
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def zeros(shapes):
 
 
 def test_they_are_given_as_they_come(parameters, shapes):
-    given = parameters.fit(AnnouncedWeights(shapes, zeros(shapes)), 1)
+    given = parameters.fit(WeightStream(shapes, zeros(shapes)), 1)
     assert [(name, tuple(tensor.shape)) for name, tensor in given] == list(shapes.items())
 
 
 def test_of_two_names_of_one_parameter_the_last_counts(parameters, shapes):
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
     tensors = [(name, torch.full(shape, float(number))) for number, (name, shape) in enumerate(both.items())]
-    for weights in (tensors, AnnouncedWeights(both, iter(tensors))):
+    for weights in (tensors, WeightStream(both, iter(tensors))):
         given = dict(parameters.fit(weights, 1))
         assert given.keys() == shapes.keys()
         assert given["model.embed_tokens.weight"].unique().tolist() == [len(both) - 1]
@@ -50,6 +50,6 @@ def changed(shapes, change):
 
 @pytest.mark.parametrize("change", ["fewer", "another shape", "another order", "more"])
 def test_others_than_were_announced_are_refused(parameters, shapes, change):
-    coming = AnnouncedWeights(shapes, zeros(changed(shapes, change)))
+    coming = WeightStream(shapes, zeros(changed(shapes, change)))
     with pytest.raises(PeerError, match=r"weights of version 9: .* announced"):
         list(parameters.fit(coming, 9))

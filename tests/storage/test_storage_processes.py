@@ -45,7 +45,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def all_at_once(body: str, url: str, count: int = 4) -> list[str]:
-    """What each of ``count`` processes printed, all having started ``body`` together."""
+    """Start ``body`` in ``count`` processes at once and return what each printed."""
     processes = [start(body, url, number) for number in range(count)]
     assert [line(process) for process in processes] == ["ready"] * count
     for process in processes:

@@ -71,14 +71,14 @@ def test_every_item_is_computed_once_and_returned_to_its_owner(counts, batch, pa
     done, lock = [], threading.Lock()
 
     def go_through(work):
-        while taken := work.take(batch, wait=True):
+        while taken := work.next(batch, wait=True):
             while taken:
                 ticket, item = taken.pop()
                 with lock:
                     done.append(item)
-                work.give(ticket, item * 2)
+                work.complete(ticket, item * 2)
                 if not patient and not taken:
-                    taken = list(work.take(batch, wait=False))
+                    taken = list(work.next(batch, wait=False))
         return work.results()
 
     with Role(len(counts)) as role, ThreadPoolExecutor(len(counts)) as threads:
@@ -93,14 +93,14 @@ def test_every_item_is_computed_once_and_returned_to_its_owner(counts, batch, pa
 def test_an_idle_worker_steals_half_of_what_waits_and_nothing_begun():
     with Role(2) as role:
         busy = role.work("w0", list(range(9)))
-        assert [item for _, item in busy.take(3, wait=True)] == [0, 1, 2]
+        assert [item for _, item in busy.next(3, wait=True)] == [0, 1, 2]
         idle = role.work("w1", [])
-        first = idle.take(10, wait=True)
+        first = idle.next(10, wait=True)
         assert [item for _, item in first] == [8, 7, 6]
-        assert [item for _, item in busy.take(10, wait=True)] == [3, 4, 5]
-        assert idle.take(10, wait=True) == []
+        assert [item for _, item in busy.next(10, wait=True)] == [3, 4, 5]
+        assert idle.next(10, wait=True) == []
         for ticket, item in first:
-            idle.give(ticket, -item)
+            idle.complete(ticket, -item)
         assert idle.results() == []
         assert idle.taken_over == 3
 
@@ -108,9 +108,9 @@ def test_an_idle_worker_steals_half_of_what_waits_and_nothing_begun():
 def test_waiting_for_results_ends_when_the_worker_is_stopped():
     with Role(2) as role:
         busy, idle = role.work("w0", [1, 2]), role.work("w1", [])
-        taken = idle.take(1, wait=True)
-        for ticket, _ in busy.take(2, wait=True):
-            busy.give(ticket, 0)
+        taken = idle.next(1, wait=True)
+        for ticket, _ in busy.next(2, wait=True):
+            busy.complete(ticket, 0)
         assert len(taken) == 1
         role.stop.set("enough")
         with pytest.raises(Aborted, match="enough"):

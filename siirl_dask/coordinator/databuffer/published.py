@@ -97,7 +97,7 @@ class Published:
 
     @property
     def is_shared(self) -> bool:
-        """Whether peers may still be reading the table where it lies, even after its iteration."""
+        """True while peers may still read the table where it lies, even after its iteration."""
         return self.shared_table is not None and self.table is not None
 
     @property

@@ -50,7 +50,7 @@ class Message:
     """[rows] index into the source's rows."""
     columns: Sequence[str]
     others: bool
-    """Whether the other columns come along."""
+    """True when the message carries the other columns as well."""
     nbytes: int
 
 

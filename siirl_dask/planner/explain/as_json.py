@@ -61,7 +61,7 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
 
 def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> dict[str, Any]:
     stage, moves = plan.stages[target], edge is not None and edge.moves
-    given = [name for name, giver in stage.providers.items() if giver == source]
+    given = [name for name, giver in stage.sources.items() if giver == source]
     columns = edge.schema.names if edge is not None and edge.moves else given
     return {
         "source": source,

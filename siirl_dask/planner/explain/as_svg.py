@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from siirl_dask.planner.chain import Edge, Plan
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
-from siirl_dask.planner.explain.tables import readable_bytes, short_name, who
+from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
 from siirl_dask.schema import IDENTITY
 
 _BOX, _HIGH, _BEND = 220, 58, 40  # a node's width and height, and the width left to an edge that passes by
@@ -119,7 +119,7 @@ def _legend(plan: Plan) -> list[str]:
     workers, parts = tuple(plan.chains), []
     for index, role in enumerate(plan.dag.roles):
         y = _MARGIN + _LINE * (index + 1) + 2
-        text = f"{role.name}: {short_name(role.build)} on {who(plan.placement[role.name], workers)}"
+        text = f"{role.name}: {short_name(role.build)} on {worker_ranges(plan.placement[role.name], workers)}"
         parts.append(f'<circle cx="{_MARGIN + 5}" cy="{y + 6}" r="5" fill="{_colour(plan, role.name)}" stroke="#555"/>')
         parts.append(f'<text x="{_MARGIN + 16}" y="{y + 10}">{escape(text)}</text>')
     return parts
@@ -130,7 +130,7 @@ def _colour(plan: Plan, role: str) -> str:
 
 
 def _label(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> _Label:
-    given = plan.stages[target].providers
+    given = plan.stages[target].sources
     names = edge.schema.names if edge else [name for name, giver in given.items() if giver == source]
     columns = ", ".join(name + "?" * (name in size.unknown) for name in names if name not in IDENTITY) or "row ids only"
     if edge is None:

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from siirl_dask.planner.chain import Chain, Edge, Load, Plan, Recv, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
-from siirl_dask.planner.explain.tables import LEAST, PACKAGE, readable_bytes, short_name, steps_behind, table, who
+from siirl_dask.planner.explain.tables import (
+    LEAST,
+    PACKAGE,
+    readable_bytes,
+    short_name,
+    steps_behind,
+    table,
+    worker_ranges,
+)
 from siirl_dask.schema import IDENTITY
 
 
@@ -27,7 +35,7 @@ def describe(plan: Plan, sizes: Sizes) -> str:
 
 def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
     builds = {role.name: short_name(role.build) for role in plan.dag.roles}
-    rows = [(name, build, who(plan.placement[name], workers)) for name, build in builds.items()]
+    rows = [(name, build, worker_ranges(plan.placement[name], workers)) for name, build in builds.items()]
     return table(("role", "built by", "workers"), rows)
 
 
@@ -47,7 +55,7 @@ def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
     doing: dict[str, list[str]] = {}
     for worker, chain in plan.chains.items():
         doing.setdefault(_chain(chain), []).append(worker)
-    return table(("workers", "chain"), [(who(same, workers), text) for text, same in doing.items()])
+    return table(("workers", "chain"), [(worker_ranges(same, workers), text) for text, same in doing.items()])
 
 
 def _chain(chain: Chain) -> str:
@@ -104,7 +112,7 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
             at_most = "?" if size.bytes is None else f"<= {readable_bytes(size.bytes)}"
         else:
             where, at_most = ("local" if edge is None else "local, guide"), "-"
-            columns = [name for name, giver in stage.providers.items() if giver == source and name not in IDENTITY]
+            columns = [name for name, giver in stage.sources.items() if giver == source and name not in IDENTITY]
         marked = ", ".join(name + "?" * (name in size.unknown) for name in columns) or "-"
         count = "?" if size.rows is None else str(size.rows)
         rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked))
@@ -113,7 +121,7 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
 
 def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
     """From which workers to which; by count and role where the names would take several lines."""
-    text = f"{who(edge.sources, workers)} -> {who(edge.targets, workers)}"
+    text = f"{worker_ranges(edge.sources, workers)} -> {worker_ranges(edge.targets, workers)}"
     if len(text) <= LEAST:
         return text
     source, target = (plan.stages[name].node.role for name in (edge.source, edge.target))

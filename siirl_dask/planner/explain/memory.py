@@ -105,7 +105,7 @@ class _Weighing:
             self._weigh(stage, into[name], before, shares[name])
         for edge in plan.edges:
             waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows nobody has taken yet
-            sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].output)
+            sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
     def buffers(self, link: Stream, worker: str) -> int | None:
@@ -135,9 +135,9 @@ class _Weighing:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
         for edge in edges:
             self.received[edge.name] = self._bytes(before, edge.schema.names, stage.available)
-        columns = {column: stage.output.get(column) or stage.available[column] for column in given}
+        columns = {column: stage.produced.get(column) or stage.available[column] for column in given}
         self.made[name] = self._bytes(after, given, columns)
-        self.kept[name] = self._bytes(after, stage.kept, stage.output)
+        self.kept[name] = self._bytes(after, stage.outputs, stage.produced)
         self.unknown[name] = tuple(column for column in given if self._unbounded(after, columns[column]))
 
     def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:

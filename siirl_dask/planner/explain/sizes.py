@@ -48,7 +48,7 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
     moving = {(edge.source, edge.target): edge for edge in plan.edges if edge.moves}
     found: dict[tuple[str, str], Estimate] = {}
     for target, stage in plan.stages.items():
-        for source in dict.fromkeys((*stage.node.after, *stage.providers.values())):
+        for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
             edge = moving.get((source, target))
             if edge is None:
                 found[source, target] = Estimate(rows[stage.rows], 0)

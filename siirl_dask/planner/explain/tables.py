@@ -21,7 +21,7 @@ def short_name(fn: object) -> str:
     return function_name(getattr(fn, "func", fn)).removeprefix(PACKAGE)
 
 
-def who(members: Sequence[str], workers: tuple[str, ...]) -> str:
+def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
     """Runs of neighbours, ``w0..w511 (512)``; the rest is counted when there are many."""
     place = {worker: index for index, worker in enumerate(workers)}
     runs: list[list[str]] = []

@@ -22,17 +22,17 @@ from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
+    RequestQueue,
     Sampling,
     Tokenizer,
-    Work,
     check_prompts,
     serve_all,
 )
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
-from siirl_dask.rollout.vllm_engine.tensor_parallel import JointWork
-from siirl_dask.rollout.weight_loading import Parameters
+from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.rollout.weight_loading import WeightLoader
 
 vllm_process.prepare()
 
@@ -85,18 +85,18 @@ class VllmEngine:
         """
         return serve_all(self, prompts, seeds, sampling)
 
-    def serve(self, work: Work) -> None:
+    def serve(self, queue: RequestQueue) -> None:
         """Generate until there is no more to take. A row that is done makes room for the next at once."""
         self._wake()
         if self._ranks.size > 1:
-            work = JointWork(work, self._ranks.gather, self._ranks.rank, self.version)
+            queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
         engine, running = self._llm.llm_engine, dict[str, Any]()
         try:
             with self._eager():
-                while self._admit(work, running):
+                while self._admit(queue, running):
                     for output in engine.step():
                         if output.finished:
-                            work.give(running.pop(output.request_id), self._generation(output))
+                            queue.complete(running.pop(output.request_id), self._generation(output))
         finally:
             if running:
                 engine.abort_request(list(running))
@@ -178,9 +178,9 @@ class VllmEngine:
         """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
-    def _admit(self, work: Work, running: dict[str, Any]) -> bool:
+    def _admit(self, queue: RequestQueue, running: dict[str, Any]) -> bool:
         """Have vLLM begin with what there is room for. Whether there is anything more to do."""
-        taken = work.take(self._max_rows - len(running), wait=not running) if len(running) < self._max_rows else ()
+        taken = queue.next(self._max_rows - len(running), wait=not running) if len(running) < self._max_rows else ()
         for ticket, request in taken:
             self._check_room(request)
             name = str(next(self._numbers))
@@ -235,9 +235,9 @@ def _shut_down(llm: LLM, world: EngineWorld) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _describe(model: ModelConfig) -> tuple[Parameters, HuggingFaceTokenizer, list[int]]:
+def _describe(model: ModelConfig) -> tuple[WeightLoader, HuggingFaceTokenizer, list[int]]:
     try:
-        parameters = Parameters.of_folder(model.path)
+        parameters = WeightLoader.of_folder(model.path)
         tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model.path, local_files_only=True), model.path)
     except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
         raise ConfigError(f"model.path={model.path!r}: transformers cannot load it: {error}") from error

@@ -13,7 +13,7 @@ from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
-from siirl_dask.rollout.vllm_engine.token_choice import LOGPROBS_MODE, TokenChoice
+from siirl_dask.rollout.vllm_engine.token_choice import LOGPROBS_MODE, VllmTokenSampler
 
 _LONGEST_THAT_FITS = -1
 _SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that decide how vLLM is called
@@ -27,7 +27,7 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         "dtype": str(model.dtype),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
-        "logits_processors": [TokenChoice],
+        "logits_processors": [VllmTokenSampler],
         "logprobs_mode": LOGPROBS_MODE,
         "gpu_memory_utilization": rollout.vllm.gpu_memory_utilization / device.shared_by,
         "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else None,

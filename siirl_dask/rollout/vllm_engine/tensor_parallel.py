@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from siirl_dask.errors import PeerError
-from siirl_dask.rollout.engine import Generation, GenerationRequest, Work
+from siirl_dask.rollout.engine import Generation, GenerationRequest, RequestQueue
 from siirl_dask.rollout.requests import pack_request, read_request
 
 _ALL = 2**31
@@ -22,32 +22,32 @@ Gather = Callable[[bytes], Sequence[bytes]]
 """What each rank of the engine gives, in the order of ranks; all of them must call."""
 
 
-class JointWork:
+class TensorParallelQueue:
     """The work of all ranks of an engine, as rank ``rank`` of them: on each of them the same requests, in the same
     order. Each brings all that it has, and must be asked for as much at a time as the others are.
     """
 
-    def __init__(self, work: Work, gather: Gather, rank: int, version: int) -> None:
+    def __init__(self, queue: RequestQueue, gather: Gather, rank: int, version: int) -> None:
         """PeerError when a rank sends what are no requests, or requests for other weights than of ``version``."""
-        own = list(_everything(work))
+        own = list(_everything(queue))
         parts = [_read(message, version) for message in gather(_packed([request for _, request in own], version))]
         # The first of each rank, then the second: each worker has sorted its own by what is best begun first.
         places = sorted((place, of) for of, part in enumerate(parts) for place in range(len(part)))
         self._waiting = deque(((of, place), parts[of][place]) for place, of in places)
-        self._work, self._rank, self._tickets = work, rank, [ticket for ticket, _ in own]
+        self._queue, self._rank, self._tickets = queue, rank, [ticket for ticket, _ in own]
 
-    def take(self, most: int, *, wait: bool) -> list[tuple[tuple[int, int], GenerationRequest]]:
-        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+    def next(self, limit: int, *, wait: bool) -> list[tuple[tuple[int, int], GenerationRequest]]:
+        return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
 
-    def give(self, ticket: tuple[int, int], result: Generation) -> None:
+    def complete(self, ticket: tuple[int, int], result: Generation) -> None:
         """Kept by the rank whose request it was."""
         of, place = ticket
         if of == self._rank:
-            self._work.give(self._tickets[place], result)
+            self._queue.complete(self._tickets[place], result)
 
 
-def _everything(work: Work) -> Iterator[tuple[Any, GenerationRequest]]:
-    while taken := work.take(_ALL, wait=True):
+def _everything(queue: RequestQueue) -> Iterator[tuple[Any, GenerationRequest]]:
+    while taken := queue.next(_ALL, wait=True):
         yield from taken
 
 

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from siirl_dask.rollout.engine import Sampling
-from siirl_dask.rollout.token_sampling import Draw, as_seed
+from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 
 LOGPROBS_MODE = "processed_logits"
 """What vLLM must report of the chosen token: the logit that ``apply`` leaves."""
@@ -49,7 +49,7 @@ class _Row:
     """Those generated so far: vLLM's own list, which grows."""
 
 
-class TokenChoice(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
+class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
     """vLLM makes one and tells it which row of the batch is whose."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -91,6 +91,6 @@ class TokenChoice(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's cla
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         at = torch.tensor(indices, device=logits.device)
         scores = logits if len(indices) == len(logits) else logits[at]  # one way of sampling for all: no copy
-        tokens, logprobs = Draw(sampling)(scores, seeds, positions)
+        tokens, logprobs = TokenSampler(sampling)(scores, seeds, positions)
         logits[at] = -torch.inf
         logits[at, tokens] = logprobs.to(logits.dtype)

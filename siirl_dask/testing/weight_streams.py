@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siirl_dask.rollout import AnnouncedWeights, RolloutEngine, Sampling
+from siirl_dask.rollout import RolloutEngine, Sampling, WeightStream
 
 _ROWS = ([[5, 6, 7], [8, 9]], [1, 2], Sampling(max_tokens=6))
 
 
-class AnnouncedWeightsTests:
+class WeightStreamTests:
     """With the fixtures of EngineTests."""
 
     def test_announced_weights_are_loaded_as_they_come_and_let_go_of(
@@ -35,7 +35,7 @@ class AnnouncedWeightsTests:
                 assert sum(there() is not None for there in memory.values()) < len(shapes) / 2
 
         shapes = {name: parameter.shape for name, parameter in other_model.named_parameters()}
-        engine.load_weights(AnnouncedWeights(shapes, coming()), 1)
+        engine.load_weights(WeightStream(shapes, coming()), 1)
         assert len(memory) == len(shapes)
         assert engine.version == 1
         given = engine.generate(*_ROWS)
@@ -62,5 +62,5 @@ class AnnouncedWeightsTests:
         else:
             shapes[name] = (3,)
         with pytest.raises(ValueError, match=name):
-            engine.load_weights(AnnouncedWeights(shapes, coming()), 4)
+            engine.load_weights(WeightStream(shapes, coming()), 4)
         assert engine.version == version

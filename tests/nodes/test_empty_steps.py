@@ -1,0 +1,153 @@
+"""Steps whose prompts are too long, on one worker or on all of them: nodes go on with empty tables."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from siirl_dask import grpo, ppo
+from siirl_dask.algorithms import KLController
+from siirl_dask.algorithms import grpo as grpo_advantage
+from siirl_dask.config import RewardsConfig, RolloutConfig
+from siirl_dask.config.file import load, shipped
+from siirl_dask.context import Context, Device, Rank
+from siirl_dask.coordinator.dataloader import open_source, source_schema
+from siirl_dask.errors import DataError
+from siirl_dask.nodes import (
+    choose_covariant,
+    draw_minibatches,
+    encode_prompts,
+    estimate_advantage,
+    generate_with_greedy,
+    measure_answers,
+    penalise_kl,
+    penalise_overlong,
+    score,
+    take_greedy_baselines,
+)
+from siirl_dask.planner import compile_chains
+from siirl_dask.rewards import build_scorer
+from siirl_dask.schema import TYPES
+from siirl_dask.tasks.sorting import digit_fraction
+from siirl_dask.testing.local_pool import LocalPool, ThreadPeers
+from siirl_dask.testing.rows import flat
+from tests.conftest import digits_overrides
+from tests.long_prompts import LIMIT, write_long_prompts
+from tests.nodes.test_prompts import Letters, table
+
+
+def encoded(parts, step):
+    """Each worker's prompts, where a letter is a token and three are the limit, and the contexts."""
+    peers = ThreadPeers(len(parts))
+    contexts = [Context(step, 0, Rank(rank, len(parts)), Device("w"), Letters()) for rank in range(len(parts))]
+    for rank, ctx in enumerate(contexts):
+        ctx.peers = peers.at(rank)
+    with ThreadPoolExecutor(len(parts)) as threads:
+        calls = [
+            threads.submit(encode_prompts, ctx, table(prompt=pa.array(prompts, pa.string())), max_prompt_length=3)
+            for ctx, prompts in zip(contexts, parts, strict=True)
+        ]
+        return [call.result() for call in calls], contexts
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_worker_whose_prompts_are_all_too_long_goes_on_without_rows(step, caplog):
+    (whole, empty), contexts = encoded([["a", "bb", "long"], ["longer", "longest"]], step)
+    assert whole["prompt"].to_pylist() == ["a", "bb"]
+    assert empty.num_rows == 0
+    assert empty.schema.equals(whole.schema)
+    assert [ctx.metrics["data/dropped_prompts"].value for ctx in contexts] == [1, 2]
+    assert sorted(record.message for record in caplog.records) == [
+        f"step {step}: dropped 1 prompts of more than 3 tokens",
+        f"step {step}: dropped 2 prompts of more than 3 tokens",
+    ]
+
+
+@pytest.mark.parametrize("parts", [[["long", "longer"]], [["long"], ["longer"]], [[], ["longer", "long"]]])
+def test_a_step_without_prompts_on_any_worker_warns_once(parts, caplog):
+    tables, _ = encoded(parts, 2)
+    assert [one.num_rows for one in tables] == [0] * len(parts)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "step 2 has no prompts: all 2 are longer than 3 tokens (data.max_prompt_length)" in record.message
+    assert "the shortest has 4" in record.message
+
+
+@pytest.mark.parametrize("parts", [[["long", "longer"]], [["longer"], ["long"]]])
+def test_a_run_whose_first_step_has_no_prompts_is_refused(parts):
+    with pytest.raises(DataError, match=r"step 1 .*all 2 are longer than 3 tokens.* 4; raise data\.max_prompt_length"):
+        encoded(parts, 1)
+
+
+def test_nodes_that_other_algorithms_add_take_tables_without_rows():
+    (rows,), (ctx,) = encoded([["long"]], 2)
+    rows = rows.append_column("answer", pa.array([], pa.string()))
+    rows = generate_with_greedy(ctx, rows, rollout=RolloutConfig(n=2))
+    ctx.resource = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(), reward=digit_fraction)
+    rows = penalise_overlong(ctx, score(ctx, rows), max_length=9)
+    rows = take_greedy_baselines(ctx, measure_answers(ctx, rows, n=2, k=(1, 2)))
+    for name in ("old_logprobs", "reference_logprobs"):
+        rows = rows.append_column(name, pa.array([], TYPES[name]))
+    ctx.resource = KLController(0.1)
+    rows = estimate_advantage(ctx, penalise_kl(ctx, rows), advantage=grpo_advantage)
+    rows = choose_covariant(ctx, draw_minibatches(ctx, rows, minibatches=2, batch_size=2), minibatches=2)
+    assert rows.num_rows == 0
+    assert ctx.resource.coefficient == 0.1
+
+
+def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
+    """The recipe on the digits task: ``workers`` generate and the last learns. (step, worker, workers) are too long."""
+    overrides = [f"data.max_prompt_length={LIMIT}", f"cluster.workers={workers}", "cluster.placement={}"]
+    config = load(shipped(config), [*digits_overrides(task, tmp_path / "run"), *overrides])
+    source = write_long_prompts(tmp_path / "data.parquet", *parts, batch_size=config.data.batch_size)
+    generating, learning = [*range(workers)], [workers - 1]
+    dag = recipe(config)
+    placement = {role.name: generating if role.name in ("rollout", "reward") else learning for role in dag.roles}
+    schema = source_schema(open_source(source).schema, source)
+    names = [f"w{number}" for number in range(workers)]
+    return LocalPool(compile_chains(dag, names, schema, placement), source, str(tmp_path / "run"))
+
+
+def learned(pool, role):
+    """Copies of weights, optimizer state and progress."""
+    state = flat(pool.resources(pool.workers[-1])[role].state())
+    return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("recipe", "config"), [(grpo, "quickstart.yaml"), (ppo, "quickstart_ppo.yaml")])
+def test_a_step_without_rows_changes_no_weight_and_no_optimizer_state(digits_task, tmp_path, recipe, config, workers):
+    with planned(recipe, digits_task, tmp_path, workers, (2, 0, 1), config=config) as pool:
+        pool.run(1)
+        trained = [role for role in ("policy", "critic") if role in pool.resources(pool.workers[-1])]
+        before = {role: learned(pool, role) for role in trained}
+        skipped = pool.run(2)
+        after = {role: learned(pool, role) for role in trained}
+        third = pool.run(3)
+        assert pool.resources("w0")["rollout"].version == 3
+    assert skipped["samples"].value == 0
+    assert skipped["data/dropped_prompts"].value == 8
+    assert skipped["policy/empty_minibatches"].value == 2
+    for role in trained:
+        assert before[role].keys() == after[role].keys()
+        assert all(torch.equal(value, after[role][name]) for name, value in before[role].items())
+    assert third["samples"].value == 32
+    assert third["policy/empty_minibatches"].value == 0
+    assert pq.read_table(tmp_path / "run" / "rollouts" / "step=000002").num_rows == 0
+
+
+def test_a_worker_without_rows_learns_with_those_that_have_some(digits_task, tmp_path):
+    with planned(grpo, digits_task, tmp_path, 2, (1, 0, 2)) as pool:
+        metrics = pool.run(1)
+    assert metrics["samples"].value == 16
+    assert metrics["data/dropped_prompts"].value == 4
+    assert metrics["policy/empty_minibatches"].value < 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_first_step_without_rows_ends_the_run(digits_task, tmp_path, workers):
+    with planned(grpo, digits_task, tmp_path, workers, (1, 0, 1)) as pool, pytest.raises(DataError, match="step 1"):
+        pool.run(1)

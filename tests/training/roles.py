@@ -1,0 +1,14 @@
+"""A policy and a critic of one worker, built as a run builds them."""
+
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.training import build_critic, build_trainer
+
+
+def policy(folder, config, *, temperature=1.0, rank=None, dtype=Dtype.float32):
+    model, rollout = ModelConfig(path=str(folder), dtype=dtype), RolloutConfig(temperature=temperature)
+    return build_trainer(Device("w0"), rank or Rank(), model=model, trainer=config, rollout=rollout)
+
+
+def critic(folder, config, rank=None):
+    return build_critic(Device("w0"), rank or Rank(), model=ModelConfig(path=str(folder)), trainer=config)
