@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
         read_state(str(folder), 2)
 
 
-def test_a_summary_keeps_what_it_knows_and_refuses_a_status_of_another_version(folder):
+def test_a_summary_of_another_version_is_read_as_far_as_known(folder):
     replace(folder / "summary.json", '"steps"', '"of_a_later_version": 1, "steps"')
     assert open_run(str(folder)).summary.steps == 2
     replace(folder / "summary.json", '"complete"', '"paused"')
@@ -117,7 +117,7 @@ def test_a_damaged_dag_is_refused_and_named(folder):
         _ = open_run(str(folder)).dag
 
 
-def test_a_run_that_has_not_come_so_far_is_told_from_a_damaged_one(folder):
+def test_absent_files_of_a_run_are_named(folder):
     for name in ("summary.json", "metrics.jsonl"):
         (folder / name).unlink()
     run = open_run(str(folder))
