@@ -32,7 +32,7 @@ def here(digits_task, tmp_path, monkeypatch):
 
 
 def recorded(task, url, text=""):
-    """What a run writes down of itself; ``text`` is YAML over the quickstart's."""
+    """Write a run's folder as a run records itself; ``text`` is YAML over the quickstart's."""
     file = url.with_suffix(".yaml")
     file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
     loaded = load_config_file(file, digits_overrides(task, url))

@@ -1,4 +1,4 @@
-"""How a run ends when it is not allowed to: a killed worker, Ctrl-C, SIGTERM."""
+"""A run that is ended from outside, by a killed worker, Ctrl-C or SIGTERM, ends cleanly and says so."""
 
 import json
 import os

@@ -179,7 +179,7 @@ def client(cluster_address):
 
 @pytest.fixture
 def own_client():
-    """Of three workers that a test may kill."""
+    """A client of a cluster whose three workers a test may kill."""
     with local_cluster(3) as cluster, Client(cluster) as client:
         yield client
 

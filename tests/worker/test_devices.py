@@ -235,7 +235,7 @@ def test_workers_that_share_a_card_join_and_add_up(tmp_path):
 
 @dataclass
 class Sleeper:
-    """What a role builds, that writes down when it is sent to sleep."""
+    """A role's object that records when it is sent to sleep."""
 
     name: str
     log: list[str]
