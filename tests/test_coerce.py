@@ -129,7 +129,7 @@ BAD = [
     ({"a": "x"}, dict[str, int], "key.a='x': expected a whole number (int)"),
     (5, Inner, "key=5: expected a mapping with keys of ['size', 'speed']"),
     ({"sise": 1}, Inner, "key has an unknown key 'sise' (keys: ['size', 'speed']); did you mean 'size'?"),
-    ({"speed": "fast"}, Inner, "key lacks ['size']: a Inner needs them"),
+    ({"speed": "fast"}, Inner, "key lacks ['size'], which Inner needs"),
     ({"name": "x", "inner": {"size": "y"}}, Outer, "key.inner.size='y': expected a whole number (int)"),
     (
         {"name": "x", "inner": {"size": 1, "sped": "fast"}},
@@ -144,7 +144,7 @@ BAD = [
     (
         {"name": "x", "inner": {"size": 1}, "by_name": {"a": {}}},
         Outer,
-        "key.by_name.a lacks ['size']: a Inner needs them",
+        "key.by_name.a lacks ['size'], which Inner needs",
     ),
 ]
 
