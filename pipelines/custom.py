@@ -2,8 +2,8 @@
 
     python pipelines/custom.py configs/quickstart.yaml run.name=custom
 
-The node measures how short a response is, the advantage favours responses that are both right and short, and the loss is
-a plain policy gradient over the tokens with high entropy.
+The node measures how short a response is, the advantage favours responses that are both right and short, and the loss
+is a plain policy gradient over the tokens with high entropy.
 """
 
 from functools import partial
