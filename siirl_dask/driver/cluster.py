@@ -75,8 +75,9 @@ def _local(config: Config) -> Iterator[LocalCluster]:
 
 def _close(cluster: LocalCluster, patience: float) -> None:
     """Close in order; a worker that is busy for more than ``patience`` seconds is killed, and none is left over."""
-    nannies = list(cluster.workers.values())
-    late = threading.Timer(patience, cluster.loop.add_callback, [_kill, nannies])
+    nannies, loop = list(cluster.workers.values()), cluster.loop
+    assert loop is not None  # only a client without a loop of its own has none
+    late = threading.Timer(patience, loop.add_callback, [_kill, nannies])
     late.start()
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)

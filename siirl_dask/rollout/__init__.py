@@ -1,4 +1,4 @@
-"""Engines that generate. ``build_engine`` is a role's ``build``; what an engine must do is in ``engine.py``."""
+"""Engines that generate: ``build_engine`` builds a role's, ``engine.py`` has the protocol that each of them follows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ __all__ = [
 
 @builds(preflight=check_engine)
 def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
-    """The engine the config names, or this rank of it, on this device. ConfigError when ``model.path`` is missing or
-    cannot be loaded.
+    """Build the engine that the configuration names, or this rank of it, on this device.
+
+    ConfigError when ``model.path`` is missing or cannot be loaded.
     """
     hide()
     _check_stop_tokens(model, rollout)
@@ -64,7 +65,7 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
 
 
 def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """ConfigError for a ``stop_token_ids`` that the model can never sample."""
+    """Raise ConfigError for a token of ``stop_token_ids`` that the model does not have."""
     if not rollout.stop_token_ids:
         return
     widths = read_widths(model.path)

@@ -1,4 +1,4 @@
-"""What an engine that generates must do. Token ids in, token ids out; nothing here knows a model library."""
+"""The protocol of rollout engines: token ids in, token ids out. Nothing here knows a model library."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 CPU_CACHE = "1GiB"
-"""Of keys and values, for an engine on a CPU that is given no size: left to itself vLLM takes 92 % of the memory."""
+"""Default size of the KV cache on a CPU: left to itself, vLLM takes 92 % of the memory."""
 
 
 class FinishReason(StrEnum):
+    """Why a response ended."""
+
     STOP = "stop"
+    """It sampled an end token."""
     LENGTH = "length"
+    """It has as many tokens as it may have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to draw tokens. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 are off; ``max_tokens``
-    per response.
-    """
+    """Sampling parameters of one response."""
 
     max_tokens: int
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """1 is off."""
     top_k: int = 0
+    """0 is off."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest are not drawn (arXiv:2407.01082)."""
+    """Least probability of a token, as a fraction of the likeliest one's (arXiv:2407.01082). 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides those that the model and its tokenizer name."""
 
@@ -42,120 +47,132 @@ class Generation:
     """One sampled response."""
 
     token_ids: list[int]
-    """Sampled tokens, the end token included when there is one."""
+    """The sampled tokens, with the end token if there is one."""
     logprobs: list[float]
-    """Of each sampled token, under softmax(logits / temperature), before top-p, top-k and min-p. Greedy: temperature
-    1.
+    """Log-probability of each token under softmax(logits / temperature), before top-p, top-k and min-p.
+
+    Greedy sampling counts as temperature 1.
     """
     finish_reason: FinishReason
 
 
 class Tokenizer(Protocol):
-    """The few verbs the data plane needs of a tokenizer."""
+    """The two verbs that the data plane needs of a tokenizer."""
 
     def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a string as it is, or of chat messages through the model's chat template."""
+        """Return the token ids of a string as it is, or of chat messages through the model's chat template."""
         ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        """Return the text of token ids, with or without special tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
+    """One response to be sampled."""
+
     prompt: Sequence[int]
+    """Token ids, at least one."""
     seed: int
     sampling: Sampling
     begun: int = 0
-    """The last so many tokens of ``prompt`` are of the response, which goes on as if it had never been left."""
+    """Tokens at the end of ``prompt`` that already belong to the response; it continues as if it was never interrupted.
+    """
 
 
 class RequestQueue(Protocol):
-    """What an engine is to generate. It takes as much as it has room for, whenever it has."""
+    """The requests an engine is to serve. The engine takes as many as it has room for, whenever it has room."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        """Requests to begin with, each with a ticket. None are left when ``wait`` gives none; without it, there are
-        none yet.
+        """Return up to ``limit`` requests, each with a ticket for its result.
+
+        With ``wait``, an empty answer means that none are left; without it, that none are there yet.
         """
         ...
 
     def complete(self, ticket: Any, result: Generation) -> None:
-        """A request has been met."""
+        """Give the result of the request that came with ``ticket``."""
         ...
 
 
 class LocalQueue(Generic[R]):
-    """Work that nobody else has a part in."""
+    """A RequestQueue of one worker, from which no peer takes requests. ``R`` is the type of the results."""
 
     taken_over = 0
+    """Requests that came from peers."""
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
         self._waiting = deque(enumerate(requests))
-        self._given: dict[int, R] = {}
+        self._results: dict[int, R] = {}
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
         return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
 
     def complete(self, ticket: int, result: R) -> None:
-        self._given[ticket] = result
+        self._results[ticket] = result
 
     def results(self) -> list[R]:
-        """In the order of the requests."""
-        return [self._given[number] for number in range(len(self._given))]
+        """Return the results in the order of the requests."""
+        return [self._results[number] for number in range(len(self._results))]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Weights of which names and shapes are known before any is there, so that they need not be collected first."""
+    """Weights that arrive one after the other, whose names and shapes are known before."""
 
     shapes: Mapping[str, Sequence[int]]
-    """Of all of them, in the order in which they come."""
+    """The shape of every tensor by name, in the order of arrival."""
     tensors: Iterable[tuple[str, Tensor]]
-    """Each is there until the next is asked for, and as long as somebody refers to it."""
+    """Names and tensors. A tensor stays until the next is asked for, and as long as somebody refers to it."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors)
 
 
 class RolloutEngine(Protocol):
-    """Generates. A row's sample depends on its prompt, its seed and the weights; never on the rows beside it."""
+    """Generates responses. A sample depends on its prompt, its seed and the weights, never on the rows beside it."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; 0 are the ones it was built with."""
+        """Version of the weights in use; 0 means the weights that the engine was built with."""
         ...
 
     def serve(self, queue: RequestQueue) -> None:
-        """Generate until there is no more to take. ValueError for a prompt without tokens."""
+        """Generate until the queue is empty. ValueError for a prompt without tokens."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
-        """One response per prompt, in order. Empty input, empty output."""
+        """Return one response per prompt, in order. Empty input gives empty output."""
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape.
 
-        The tensors are memory of others, not to be written to, so they are copied: who keeps one keeps the trainer
-        waiting. Of WeightStream no more than a layer's should be kept: together they may not fit into memory. If
-        they fail half way, what it has is of both, and the run ends.
+        The tensors share the sender's memory: copy them, do not write to them, and drop them soon, since the trainer
+        waits for that memory. Keep no more than a layer of a WeightStream: all of it may not fit into memory. A failure
+        half way leaves a mixture of old and new weights; the engine is unusable and the run ends.
         """
         ...
 
     def sleep(self) -> None:
-        """Give back what memory can be while others compute on the device. ``serve`` and ``load_weights`` wake it."""
+        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the weights; the engine cannot be used any more."""
+        ...
 
 
 def serve_all(
     engine: RolloutEngine, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
 ) -> list[Generation]:
-    """One response per prompt, in order. ValueError unless there are as many seeds as prompts and every prompt has
-    tokens.
+    """Serve one request per prompt and return the responses in order: what ``generate`` of an engine does.
+
+    ValueError unless there is one seed per prompt and every prompt has tokens.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
@@ -168,6 +185,6 @@ def serve_all(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """ValueError for one without tokens."""
+    """Raise ValueError for a prompt without tokens."""
     if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
         raise ValueError(f"prompts {empty} have no tokens: there is nothing to go on from")

@@ -21,7 +21,7 @@ _LISTED_ENGINES = 4  # the rest is only counted
 
 
 def choose_engine(engine: Engine) -> Engine:
-    """``auto`` as an engine that is installed here. ConfigError when vLLM is asked for and not installed."""
+    """Return ``engine``, or for ``auto`` one that is installed here. ConfigError for vLLM where it is not installed."""
     installed = find_spec("vllm") is not None
     if engine is Engine.vllm and not installed:
         raise ConfigError(
@@ -36,10 +36,10 @@ def choose_engine(engine: Engine) -> Engine:
 
 
 def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """The preflight of ``build_engine``.
+    """Check a role of ``build_engine`` before anything starts, and return its memory.
 
-    PlanError for a role whose workers ``tensor_parallel_size`` does not divide; ConfigError for a model that it does
-    not divide, as far as the model is on this machine, and for options of vLLM where ``auto`` takes transformers.
+    PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError when it does not divide the
+    model, if that is on this machine, and for options of vLLM where ``auto`` takes transformers.
     """
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
@@ -58,14 +58,14 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
 
 
 def _check_no_vllm_options(rollout: RolloutConfig) -> None:
-    """ConfigError for an option that only vLLM reads, where ``auto`` falls back to transformers."""
+    """Raise ConfigError for an option that only vLLM reads, where ``auto`` falls back to transformers."""
     default = VllmConfig()
-    given = {f"vllm.{f.name}": getattr(rollout.vllm, f.name) for f in fields(VllmConfig)}
-    given = {name: value for name, value in given.items() if value != getattr(default, name.removeprefix("vllm."))}
+    values = {f.name: getattr(rollout.vllm, f.name) for f in fields(VllmConfig)}
+    options = {f"vllm.{name}": value for name, value in values.items() if value != getattr(default, name)}
     if rollout.tensor_parallel_size > 1:
-        given["tensor_parallel_size"] = rollout.tensor_parallel_size
-    if rollout.engine is Engine.auto and given:
-        shown = ", ".join(f"rollout.{name}={value}" for name, value in given.items())
+        options["tensor_parallel_size"] = rollout.tensor_parallel_size
+    if rollout.engine is Engine.auto and options:
+        shown = ", ".join(f"rollout.{name}={value}" for name, value in options.items())
         raise ConfigError(
             f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not installed here; "
             "take rollout.engine=vllm if the workers have it, or leave this out"
@@ -73,6 +73,7 @@ def _check_no_vllm_options(rollout: RolloutConfig) -> None:
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:
+    """Raise PlanError when ``size`` does not divide the role's workers."""
     if len(workers) % size:
         raise PlanError(
             f"rollout.tensor_parallel_size={size}, and the role has {len(workers)} workers: expected a multiple of "
@@ -81,6 +82,7 @@ def _check_workers(size: int, workers: Sequence[str]) -> None:
 
 
 def _check_model(size: int, path: str) -> None:
+    """Raise ConfigError when ``size`` does not divide the model in ``path``; a model that is elsewhere passes."""
     if (widths := read_widths(path)) is None:
         return
     heads, intermediate, vocabulary = widths.heads, widths.intermediate, widths.vocabulary
@@ -101,13 +103,13 @@ def _check_model(size: int, path: str) -> None:
 
 
 def _cache(rollout: RolloutConfig, uses_vllm: bool) -> int:
-    """Bytes of an engine's keys and values. On an accelerator vLLM takes what is left of its memory."""
+    """Return the bytes of an engine's KV cache; 0 on an accelerator, where vLLM takes what is left of the memory."""
     size = rollout.vllm.kv_cache_memory or (CPU_CACHE if uses_vllm else None)
     return parse_bytes("rollout.vllm.kv_cache_memory", size) if size else 0
 
 
 def _notes(size: int, workers: Sequence[str]) -> tuple[str, ...]:
-    """Which workers are one engine, where several are."""
+    """Return a note on which workers share an engine; none where each has its own."""
     if size == 1:
         return ()
     engines = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]

@@ -1,4 +1,4 @@
-"""Generation requests and what came of them as plain data, for workers that take over each other's."""
+"""Generation requests and their results as plain data, for workers that serve each other's requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from siirl_dask.rollout.engine import FinishReason, Generation, GenerationReques
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A generation, and the name of the worker that made it."""
+    """A generation and the name of the worker that made it."""
 
     generation: Generation
     worker: str
 
 
 def pack_request(request: GenerationRequest, version: int) -> dict[str, Any]:
-    """``version`` is that of the weights which are to sample it."""
+    """Return a request as plain data. ``version`` is the version of the weights that must sample it."""
     prompt = np.asarray(request.prompt, "<i8").tobytes()
     return {
         "prompt": prompt,
@@ -34,7 +34,7 @@ def pack_request(request: GenerationRequest, version: int) -> dict[str, Any]:
 
 
 def read_request(value: object, version: int) -> GenerationRequest:
-    """PeerError for what is no request, or one for other weights than this worker has."""
+    """Return the request in ``value``. PeerError for anything else, and for other weights than ``version``."""
     match value:
         case {
             "prompt": bytes(prompt),
@@ -50,13 +50,14 @@ def read_request(value: object, version: int) -> GenerationRequest:
 
 
 def pack_sampled(sampled: Sampled) -> dict[str, Any]:
-    given = sampled.generation
-    tokens, logprobs = np.asarray(given.token_ids, "<i8").tobytes(), np.asarray(given.logprobs, "<f8").tobytes()
-    return {"tokens": tokens, "logprobs": logprobs, "reason": str(given.finish_reason), "worker": sampled.worker}
+    """Return a sample as plain data."""
+    sample = sampled.generation
+    tokens, logprobs = np.asarray(sample.token_ids, "<i8").tobytes(), np.asarray(sample.logprobs, "<f8").tobytes()
+    return {"tokens": tokens, "logprobs": logprobs, "reason": str(sample.finish_reason), "worker": sampled.worker}
 
 
 def read_sampled(value: object) -> Sampled:
-    """PeerError for what is no sample."""
+    """Return the sample in ``value``. PeerError for anything else."""
     match value:
         case {"tokens": bytes(tokens), "logprobs": bytes(logprobs), "reason": str(reason), "worker": str(worker)}:
             ids, scores = _numbers(tokens, "<i8"), _numbers(logprobs, "<f8")
@@ -66,6 +67,7 @@ def read_sampled(value: object) -> Sampled:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters in ``given``. PeerError for anything else."""
     known = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
     stops = given.get("stop_token_ids")
     if not isinstance(stops, list | tuple) or not all(isinstance(token, int) for token in stops):
@@ -77,6 +79,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 
 
 def _numbers(packed: bytes, kind: str) -> list[Any]:
+    """Return numbers of 8 bytes. PeerError for a length that is no multiple of 8."""
     if len(packed) % 8:
         raise PeerError(f"received {len(packed)} bytes where numbers of 8 were expected")
     return list(np.frombuffer(packed, kind).tolist())

@@ -20,13 +20,14 @@ _CHUNK_BYTES = 64 * 2**20  # of float64 probabilities held at once: 256 rows of 
 
 
 def as_seed(seed: int) -> int:
-    """The low 64 bits of any number."""
+    """Return the low 64 bits of any number."""
     return seed & (2**64 - 1)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: int | NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each seed at a token position, one for all or each its own: splitmix64 of both.
-    [B] -> [B].
+    """Return a number in [0, 1) for each seed at a token position, the hash (splitmix64) of both. [B] -> [B].
+
+    ``positions`` is one number for all seeds, or [B].
     """
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seeds + _GOLDEN) + (np.asarray(positions, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -34,14 +35,14 @@ def uniform(seeds: NDArray[np.uint64], positions: int | NDArray[np.uint64]) -> N
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (https://prng.di.unimi.it/splitmix64.c)."""
+    """Apply the finaliser of splitmix64 (https://prng.di.unimi.it/splitmix64.c)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class TokenSampler:
-    """Draws a token for each row as a Sampling says."""
+    """Draws one token per row from logits, with the temperature and the filters of a Sampling."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._temperature = sampling.temperature
@@ -58,7 +59,7 @@ class TokenSampler:
     def __call__(
         self, logits: Tensor, seeds: NDArray[np.uint64], positions: int | NDArray[np.uint64]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probabilities under softmax(logits / temperature). [B, V], [B], [B] -> [B], [B]."""
+        """Return tokens and their log-probs under softmax(logits / temperature). [B, V], [B], [B] -> [B], [B]."""
         uniforms = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
         rows = max(1, _CHUNK_BYTES // (8 * logits.shape[-1]))
         drawn = [self._draw(*part) for part in zip(logits.split(rows), uniforms.split(rows), strict=True)]
@@ -81,7 +82,10 @@ class TokenSampler:
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """First token whose cumulative probability exceeds the number; never one of probability 0. [B, V], [B] -> [B]."""
+    """Return the first token whose cumulative probability exceeds the number, never one of probability 0.
+
+    [B, V], [B] -> [B].
+    """
     cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer, reduced to what the data plane needs of one."""
+"""Wraps a Hugging Face tokenizer in the two verbs that the data plane needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from siirl_dask.errors import ConfigError
 
 
 class HuggingFaceTokenizer:
-    """Strings are encoded as they are, nothing added; messages go through the model's chat template."""
+    """A Tokenizer: strings are encoded as they are, chat messages through the model's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self._tokenizer = tokenizer
@@ -19,14 +19,19 @@ class HuggingFaceTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
+        """The tokenizer's end token."""
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
     def pad_token_id(self) -> int | None:
+        """The tokenizer's padding token."""
         return self._tokenizer.pad_token_id  # type: ignore[no-any-return]
 
     def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a string, or of chat messages up to where the assistant answers."""
+        """Return the token ids of a string, or of chat messages up to where the assistant answers.
+
+        ConfigError for messages where the model has no chat template.
+        """
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
         if not self._tokenizer.chat_template:
@@ -38,6 +43,7 @@ class HuggingFaceTokenizer:
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        """Return the text of token ids, with spaces as they are."""
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
@@ -45,9 +51,9 @@ class HuggingFaceTokenizer:
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
-    """Those of the model's generation config and the tokenizer's own."""
-    given = config.eos_token_id if config is not None else None
-    ends = [given] if isinstance(given, int) else list(given or [])
+    """Return the end tokens of the model's generation config and of its tokenizer."""
+    configured = config.eos_token_id if config is not None else None
+    ends = [configured] if isinstance(configured, int) else list(configured or [])
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
     return frozenset(ends)

@@ -1,4 +1,4 @@
-"""Generates with ``transformers``: no extra install, any causal model, any device torch knows."""
+"""Generates with ``transformers``: no extra install, any causal model, any device that torch knows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from siirl_dask.rollout.weight_loading import WeightLoader
 
 
 class TransformersEngine:
-    """A RolloutEngine over ``model.generate``, of at most ``max_rows`` rows at once."""
+    """A RolloutEngine over ``model.generate``, in batches of at most ``max_rows`` rows."""
 
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
         self._model, tokenizer = _load(model, device)
@@ -50,21 +50,21 @@ class TransformersEngine:
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
-        """One response per prompt, in order. ValueError for a prompt without tokens."""
+        """Return one response per prompt, in order. ValueError for a prompt without tokens."""
         return serve_all(self, prompts, seeds, sampling)
 
     def serve(self, queue: RequestQueue) -> None:
-        """Generate until there is no more to take: a batch, and when all of it is done the next."""
-        while taken := queue.next(self._max_rows, wait=True):
-            check_prompts([request.prompt for _, request in taken])
-            for way in dict.fromkeys(_way(request) for _, request in taken):
-                alike = [(ticket, request) for ticket, request in taken if _way(request) == way]
+        """Generate until the queue is empty, one batch after the other."""
+        while batch := queue.next(self._max_rows, wait=True):
+            check_prompts([request.prompt for _, request in batch])
+            for sampling in dict.fromkeys(_unlimited(request) for _, request in batch):
+                alike = [(ticket, request) for ticket, request in batch if _unlimited(request) == sampling]
                 generations = self._generate_batch([request for _, request in alike])
                 for (ticket, _), generation in zip(alike, generations, strict=True):
                     queue.complete(ticket, generation)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy every parameter in place. ValueError, with ``version`` as it was, if the names or shapes do not fit."""
+        """Copy every parameter in place. ValueError, before anything changes, if the names or shapes do not fit."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         weights = self._parameters.fit(tensors, version)
         with torch.no_grad():
@@ -73,17 +73,17 @@ class TransformersEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """It keeps no cache between two calls: what torch keeps for the next is all there is to give."""
+        """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Free the weights; nothing can be generated any more."""
+        """Free the weights; the engine cannot be used any more."""
         del self._model
 
     @torch.inference_mode()
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Of requests that are to be sampled alike, as long as the longest may be."""
+        """Generate for requests with equal sampling parameters, up to the longest response that one of them allows."""
         prompts, limits = (
             [request.prompt for request in requests],
             [request.sampling.max_tokens for request in requests],
@@ -95,8 +95,8 @@ class TransformersEngine:
             input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
-        way = requests[0].sampling
-        sampler, ends = Sampler(seeds, way, begun), self._end_tokens | {*way.stop_token_ids}
+        sampling = requests[0].sampling
+        sampler, ends = Sampler(seeds, sampling, begun), self._end_tokens | {*sampling.stop_token_ids}
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -112,7 +112,7 @@ class TransformersEngine:
         return [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
 
     def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
-        """The row up to its end token, or its limit."""
+        """Cut a row after its end token or at its limit. RunError for a log-probability that is not finite."""
         end = next((at for at, token in enumerate(tokens[:limit]) if token in ends), None)
         length = min(len(tokens), limit) if end is None else end + 1
         if not all(logprob > -torch.inf for logprob in logprobs[:length]):
@@ -121,23 +121,25 @@ class TransformersEngine:
         return Generation(tokens[:length], logprobs[:length], reason)
 
 
-def _way(request: GenerationRequest) -> Sampling:
-    """How tokens are drawn, however many."""
+def _unlimited(request: GenerationRequest) -> Sampling:
+    """Return the request's sampling parameters without the number of tokens, which may differ within a batch."""
     return replace(request.sampling, max_tokens=0)
 
 
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
-    what = f"model.path={model.path!r}"
-    network = load_pretrained(AutoModelForCausalLM, model.path, getattr(torch, model.dtype), what)
-    with refused_by_name(model.path, what):
+    """Load model and tokenizer. ConfigError names ``model.path`` when they cannot be loaded."""
+    key = f"model.path={model.path!r}"
+    network = load_pretrained(AutoModelForCausalLM, model.path, getattr(torch, model.dtype), key)
+    with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     return network, HuggingFaceTokenizer(tokenizer, model.path)
 
 
 class Sampler(LogitsProcessor):
-    """Chooses each row's next token inside ``generate`` and keeps it with its log-probability. ``begun``: tokens of its
-    response that each row has already; none, 0.
+    """Chooses each row's next token inside ``generate`` and keeps it with its log-probability.
+
+    ``begun`` is the number of response tokens that each row has already; None is 0.
     """
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling, begun: Sequence[int] | None = None) -> None:
@@ -148,12 +150,12 @@ class Sampler(LogitsProcessor):
         self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record a token for each row and leave only it possible. [B, T], [B, V] -> [B, V]."""
+        """Choose a token for each row and mask all others. [B, T], [B, V] -> [B, V]."""
         tokens, logprobs = self._draw(scores, self._seeds, self._begun + np.uint64(len(self._tokens)))
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probabilities, [B, steps] each; rows that ended early go on with meaningless ones."""
+        """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""
         return torch.stack(self._tokens, dim=1).cpu(), torch.stack(self._logprobs, dim=1).float().cpu()

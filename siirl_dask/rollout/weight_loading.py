@@ -1,4 +1,4 @@
-"""Which weights a model takes, known before any is loaded."""
+"""Checks the names and shapes of new weights against a model, before any is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from siirl_dask.rollout.engine import WeightStream
 
 
 class WeightLoader:
-    """Names and shapes of a model's parameters. Those that share a tensor go by the first of their names."""
+    """Names and shapes of a model's parameters. Tied parameters go by the first of their names."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         first: dict[int, str] = {}
@@ -25,14 +25,15 @@ class WeightLoader:
 
     @classmethod
     def of_folder(cls, path: str) -> WeightLoader:
-        """From the model's config: no weights are read, no memory is used."""
+        """Read them from the model's config: no weights are read, no memory is used."""
         with torch.device("meta"):
             return cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True)))
 
     def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-        """All of them, each under its first name. ValueError naming what is missing, unknown or of another shape.
+        """Return an iterator over all weights, each under its first name.
 
-        That is said at once, before any is given. WeightStream are given as they come, others are collected first.
+        ValueError, before the first is yielded, naming what is missing, unknown or of another shape. The tensors of a
+        WeightStream are yielded as they arrive; others are collected first.
         """
         if not isinstance(tensors, WeightStream):
             collected = dict(tensors)
@@ -41,24 +42,27 @@ class WeightLoader:
         return self._by_first_name(tensors, version)
 
     def _check(self, shapes: Mapping[str, list[int]], version: int) -> None:
-        known = {given: self._shapes[self._names[given]] for given in shapes if given in self._names}
-        misshaped = [f"{given} {shapes[given]} for {mine}" for given, mine in known.items() if shapes[given] != mine]
-        missing = self._shapes.keys() - {self._names[given] for given in known}
+        known = {name: self._shapes[self._names[name]] for name in shapes if name in self._names}
+        misshaped = [f"{name} {shapes[name]} for {own}" for name, own in known.items() if shapes[name] != own]
+        missing = self._shapes.keys() - {self._names[name] for name in known}
         wrong = {"missing": missing, "unknown": shapes.keys() - known.keys(), "misshaped": misshaped}
         wrong = {kind: sorted(names) for kind, names in wrong.items() if names}
         if wrong:
             raise ValueError(f"weights of version {version} do not fit: {wrong}")
 
     def _by_first_name(self, weights: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
-        """PeerError when others come than were announced. Of several names of one parameter the last counts."""
-        last = {self._names[given]: given for given in weights.shapes}
+        """Yield each parameter once. PeerError when other tensors arrive than were announced.
+
+        Where a parameter arrives under several names, the last one counts.
+        """
+        last = {self._names[name]: name for name in weights.shapes}
         due = iter(weights.shapes.items())
-        for given, tensor in weights:
+        for name, tensor in weights:
             announced = next(due, ("no more", ()))
-            if (given, list(tensor.shape)) != (announced[0], list(announced[1])):
-                what = f"{given!r} of shape {list(tensor.shape)}"
-                raise PeerError(f"weights of version {version}: {what} came where {announced} was announced")
-            if last[self._names[given]] == given:
-                yield self._names[given], tensor
+            if (name, list(tensor.shape)) != (announced[0], list(announced[1])):
+                arrived = f"{name!r} of shape {list(tensor.shape)}"
+                raise PeerError(f"weights of version {version}: {arrived} came where {announced} was announced")
+            if last[self._names[name]] == name:
+                yield self._names[name], tensor
         if rest := [name for name, _ in due]:
             raise PeerError(f"weights of version {version}: {rest} were announced and did not come")

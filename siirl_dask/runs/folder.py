@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -88,8 +88,24 @@ def read_identity(url: str) -> RunIdentity | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    config = load_text(text, join(url, CONFIG_FILE))
-    return RunIdentity(_deciding(config), dag)
+    return RunIdentity(_deciding(recorded_config(text, url)), dag)
+
+
+def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration ``text`` that the run at ``url`` recorded, with overrides, ``key=value``.
+
+    ConfigError for unusable overrides, and, with what can still be read, when another version wrote the run.
+    """
+    file = join(url, CONFIG_FILE)
+    try:
+        recorded = load_text(text, file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can be read, but to "
+            "resume, evaluate or export it takes that version; a run of this version needs another run.name or "
+            "run.url, or --fresh, which removes what is there"
+        ) from error
+    return load_text(text, file, overrides) if overrides else recorded
 
 
 def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:

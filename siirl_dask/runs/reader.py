@@ -11,7 +11,6 @@ import pyarrow as pa
 from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config import Config
-from siirl_dask.config.file import load_text
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.observe.metrics import Record, read_metrics
 from siirl_dask.observe.summary import Summary, read_summary
@@ -19,7 +18,7 @@ from siirl_dask.planner import resolve
 from siirl_dask.planner.contract import contract_of, options_of, provides_of
 from siirl_dask.planner.spec import bind
 from siirl_dask.runs.checkpoints import committed
-from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE
+from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.rollouts import query
 from siirl_dask.schema import REWARD
 
@@ -50,7 +49,7 @@ class Run:
         text = _read(self.url, CONFIG_FILE)
         if text is None:
             raise ConfigError(f"{self.url!r} holds no run: expected a folder with a {CONFIG_FILE}")
-        return load_text(text, join(self.url, CONFIG_FILE), overrides)
+        return recorded_config(text, self.url, overrides)
 
     @property
     def dag(self) -> Mapping[str, Any]:

@@ -59,6 +59,7 @@ class ValueCritic:
         return {"model": self._model(), **self._learner.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(self._model(), state["model"], "model")
         self._learner.load_state(state)
 

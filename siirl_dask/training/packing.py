@@ -26,7 +26,7 @@ class Packing:
 
     runs: Runs
     ranks: Rank | None = None
-    """This rank in its sequence-parallel group; None without one."""
+    """Rank of this process in its sequence-parallel group; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

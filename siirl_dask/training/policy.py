@@ -64,6 +64,7 @@ class Reference:
         return {"model": model, "optimizer": {}, "progress": {}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(Reference.state(self)["model"], state["model"], "model")
 
     def close(self) -> None:

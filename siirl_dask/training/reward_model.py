@@ -55,7 +55,7 @@ class TorchRewardModel:
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Yield batches of rows of similar length; rows times the longest of them is at most ``budget``."""
+    """Yield batches of row indices, of similar length; each has at most ``budget`` tokens with padding, or one row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[row] > budget:

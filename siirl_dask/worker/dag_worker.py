@@ -199,7 +199,7 @@ class DAGWorker(WorkerPlugin):
                     root=root,
                     device=devices[self.worker_name].torch_name,
                     stop=self.stop,
-                    most=data.stream_bytes,
+                    max_bytes=data.stream_bytes,
                 )
         return found
 

@@ -144,7 +144,7 @@ def memories(overrides):
 
 
 @pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora.rank=4"]])
-def test_a_checkpoint_written_meanwhile_counts_as_much_as_the_trainers_state(digits, options):
+def test_an_asynchronous_checkpoint_counts_as_the_trainers_state(digits, options):
     found, config = memories([*digits, *options]), load(KL, [*digits, *options])
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     tensors = [tensor for tensor in flat(trainer.state()).values() if tensor.ndim]
@@ -264,7 +264,7 @@ def test_published_weights_are_shared_by_those_that_publish_them(digits):
     assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
 
 
-def test_the_shipped_weights_go_in_parts_unless_a_later_step_loads_them(capsys, digits):
+def test_shipped_weights_are_streamed_unless_a_later_step_loads_them(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))["phases"]["train"]
     links = {worker: chain["links"] for chain in given["chains"] for worker in chain["workers"]}
     assert links["2"][-1] == {"do": "give in parts", "what": "weights"}

@@ -1,4 +1,4 @@
-"""How a run ends when it is not allowed to: a killed worker, Ctrl-C, SIGTERM."""
+"""A run that is ended from outside, by a killed worker, Ctrl-C or SIGTERM, ends cleanly and says so."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_a_run_whose_reward_never_returns_stops_with_one_line(start, tmp_path, m
     assert json.loads((run.url / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_a_worker_that_a_reward_keeps_is_named_when_a_run_on_an_existing_cluster_stops(start, tmp_path):
+def test_a_stopped_run_on_an_existing_cluster_names_its_busy_workers(start, tmp_path):
     entered = tmp_path / "entered"
     with local_cluster(1, env={"NEVER_RETURNS": str(entered)}) as cluster:
         run = start(
@@ -85,7 +85,7 @@ def test_a_worker_that_a_reward_keeps_is_named_when_a_run_on_an_existing_cluster
         run.wait_until(entered.exists)
         run.process.send_signal(signal.SIGTERM)
         _, out, err = run.end(timeout=60)
-        os.kill(cluster.workers[0].pid, signal.SIGKILL)  # or the cluster would wait for the reward
+        os.kill(cluster.workers[0].pid, signal.SIGKILL)  # its cluster would wait for the reward
     assert (run.process.returncode, out) == (130, "")
     warning, error = err.splitlines()
     assert "worker '0'" in warning

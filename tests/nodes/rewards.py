@@ -1,4 +1,4 @@
-"""Rewards that a process of its own loads: beside the tests it would import all that these do, four seconds each."""
+"""Rewards for child processes: in a module of tests, each child would import all that the tests do, four seconds."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ def tells_its_process(prompt, response, answer):
 
 
 def fails_and_counts(prompt, response, answer):
-    """``prompt`` is how it fails, ``response`` a file that says that the row was scored."""
+    """Fail as ``prompt`` says, after touching the file ``response``."""
     Path(response).touch()
     match prompt:
         case "hang":

@@ -15,7 +15,7 @@ from siirl_dask.errors import CheckpointError, ConfigError, DataError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.runs.checkpoints import Checkpoints, State, read_state
-from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.folder import read_identity, write_identity
 from tests.conftest import digits_overrides
 
 
@@ -88,10 +88,13 @@ def replace(file, old, new):
     file.write_text(text.replace(old, new, 1))
 
 
-def test_a_config_of_another_version_is_refused_with_its_file_and_key(folder):
-    replace(folder / "config.yaml", "lookahead:", "look_ahead:")
-    with pytest.raises(ConfigError, match=r"config\.yaml: unknown key 'run.look_ahead'.*did you mean 'lookahead'"):
-        _ = open_run(str(folder)).config
+def test_a_config_of_another_version_is_refused_with_its_key_and_its_samples_are_read(folder):
+    replace(folder / "config.yaml", "steps_ahead:", "ahead:")
+    said = r"config\.yaml: unknown key 'rollout\.ahead'; it is called .*\. Another version of siirl_dask wrote"
+    for read in (lambda: open_run(str(folder)).config, lambda: read_identity(str(folder))):
+        with pytest.raises(ConfigError, match=said):
+            read()
+    assert open_run(str(folder)).rollouts().num_rows == 4
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
@@ -100,7 +103,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
         read_state(str(folder), 2)
 
 
-def test_a_summary_keeps_what_it_knows_and_refuses_a_status_of_another_version(folder):
+def test_a_summary_of_another_version_is_read_as_far_as_known(folder):
     replace(folder / "summary.json", '"steps"', '"of_a_later_version": 1, "steps"')
     assert open_run(str(folder)).summary.steps == 2
     replace(folder / "summary.json", '"complete"', '"paused"')
@@ -114,7 +117,7 @@ def test_a_damaged_dag_is_refused_and_named(folder):
         _ = open_run(str(folder)).dag
 
 
-def test_a_run_that_has_not_come_so_far_is_told_from_a_damaged_one(folder):
+def test_absent_files_of_a_run_are_named(folder):
     for name in ("summary.json", "metrics.jsonl"):
         (folder / name).unlink()
     run = open_run(str(folder))

@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine, inside the worker's process."""
+"""Runs vLLM as a rollout engine inside a worker's process."""

@@ -1,4 +1,4 @@
-"""Generates with vLLM, inside this process: rows of any length at once, prompts read once for all their samples."""
+"""Generates with vLLM inside this process: rows of any length at once, each prompt read once for all samples."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from vllm.platforms import current_platform  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: E402
 
-_FORGETS = 2  # the sleep level at which weights are let go of
+_FREES_WEIGHTS = 2  # the sleep level at which vLLM frees the weights
 
 
 class VllmEngine:
     """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``.
 
     With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each method alike, each with
-    work of its own.
+    a queue of its own.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class VllmEngine:
         if not Path(model.path).is_dir():
             raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
-        self._ranks.refuse_one_card(device)
+        self._ranks.check_devices(device)
         settings = llm_arguments(model, rollout, device, self._ranks)
         self._parameters, tokenizer, self._end_tokens = _describe(model)
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
         self._llm = self._start(model, settings, given_options(rollout, device))
-        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # in its world, forgotten or closed
+        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
@@ -80,13 +80,14 @@ class VllmEngine:
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
-        """One response per prompt, in order. ValueError for a prompt without tokens, ConfigError for one that leaves no
-        room for ``max_tokens``.
+        """Return one response per prompt, in order.
+
+        ValueError for a prompt without tokens, ConfigError for one that leaves no room for ``max_tokens``.
         """
         return serve_all(self, prompts, seeds, sampling)
 
     def serve(self, queue: RequestQueue) -> None:
-        """Generate until there is no more to take. A row that is done makes room for the next at once."""
+        """Generate until the queue is empty. A row that is done makes room for the next at once."""
         self._wake()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
@@ -102,8 +103,9 @@ class VllmEngine:
                 engine.abort_request(list(running))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every parameter, and forget what was computed with those before. ValueError, with everything as it
-        was, if the names or shapes do not fit; RunError when vLLM fails half way.
+        """Replace every parameter and reset the prefix cache.
+
+        ValueError, before anything changes, if the names or shapes do not fit; RunError when vLLM fails half way.
         """
         if self._broken:
             raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
@@ -127,21 +129,23 @@ class VllmEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache, and the weights to the host's memory or altogether, as ``rollout.vllm.sleep_level`` says.
-        Nothing on a CPU, where all memory is the host's.
+        """Free the KV cache and, as ``rollout.vllm.sleep_level`` says, move the weights to the host or free them.
+
+        Does nothing on a CPU, where all memory is the host's.
         """
         if self._sleep_level and not self._asleep:
             self._llm.sleep(self._depth())
             self._asleep = True
 
     def close(self) -> None:
-        """Free the weights and the cache; nothing can be generated any more."""
+        """Free the weights and the KV cache; the engine cannot be used any more."""
         self._finish()
         if hasattr(self, "_llm"):
             del self._llm
             gc.collect()  # an engine and its parts know each other
 
-    def _start(self, model: ModelConfig, settings: Mapping[str, Any], given: str) -> LLM:
+    def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str) -> LLM:
+        """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``, when it cannot run."""
         gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
         gc.freeze()  # until it is closed: vLLM collects five times as it starts, through all that was imported
         if model_parallel_is_initialized():
@@ -156,12 +160,13 @@ class VllmEngine:
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(
-                f"model.path={model.path!r}: vLLM cannot run it with {given}: {_innermost(error)}; change what "
+                f"model.path={model.path!r}: vLLM cannot run it with {options}: {_innermost(error)}; change what "
                 "does not fit or take rollout.engine=transformers"
             ) from error
 
     def _wake(self) -> None:
-        if self._asleep and self._depth() == _FORGETS:
+        """Bring the weights back. RunError when they are gone and no new ones came."""
+        if self._asleep and self._depth() == _FREES_WEIGHTS:
             raise RunError(
                 "vLLM let go of its weights (rollout.vllm.sleep_level=2) and none were loaded since: expected a node "
                 "that loads weights after each update, or rollout.vllm.sleep_level=1"
@@ -171,17 +176,17 @@ class VllmEngine:
             self._asleep = False
 
     def _depth(self) -> int:
-        """The level of its sleep. The folder's weights are needed until others come: nobody would load them again."""
+        """Return the level of sleep. The folder's weights stay until others come: nobody would load them again."""
         return self._sleep_level if self.version else min(self._sleep_level, 1)
 
     def _eager(self) -> Any:
-        """Without torch.compile on a CPU, where it would spend 23 seconds in a C++ compiler."""
+        """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
     def _admit(self, queue: RequestQueue, running: dict[str, Any]) -> bool:
-        """Have vLLM begin with what there is room for. Whether there is anything more to do."""
-        taken = queue.next(self._max_rows - len(running), wait=not running) if len(running) < self._max_rows else ()
-        for ticket, request in taken:
+        """Pass vLLM as many requests as there is room for. Return whether any are under way."""
+        room = self._max_rows - len(running)
+        for ticket, request in queue.next(room, wait=not running) if room else ():
             self._check_room(request)
             name = str(next(self._numbers))
             params = request_params(request.seed, request.sampling, self._end_tokens, request.begun)
@@ -190,16 +195,18 @@ class VllmEngine:
         return bool(running)
 
     def _check_room(self, request: GenerationRequest) -> None:
+        """Raise ConfigError for a request whose prompt and response may be longer than the KV cache."""
         check_prompts([request.prompt])
-        length, most = len(request.prompt), request.sampling.max_tokens
-        if length + most > self._longest:
+        length, max_tokens = len(request.prompt), request.sampling.max_tokens
+        if length + max_tokens > self._longest:
             raise ConfigError(
-                f"rollout.max_response_length={most}: with a prompt of {length} tokens more than the "
+                f"rollout.max_response_length={max_tokens}: with a prompt of {length} tokens more than the "
                 f"{self._longest} that vLLM has room for; lower it or data.max_prompt_length, or give more "
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
     def _generation(self, output: RequestOutput) -> Generation:
+        """Return vLLM's output as a Generation. RunError for a log-probability that is not finite."""
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
         assert sample.logprobs is not None
@@ -211,9 +218,7 @@ class VllmEngine:
 
 
 def _build(path: str, settings: Mapping[str, Any]) -> LLM:
-    """An engine that has generated a token: some of what vLLM cannot do shows only then. Nothing is left of one that
-    fails.
-    """
+    """Build vLLM and generate one token, since some of what it cannot do shows only then. A failure cleans up."""
     try:
         llm = LLM(model=path, **settings)
     except Exception:
@@ -236,6 +241,7 @@ def _shut_down(llm: LLM, world: EngineWorld) -> None:
 
 
 def _describe(model: ModelConfig) -> tuple[WeightLoader, HuggingFaceTokenizer, list[int]]:
+    """Read names and shapes of the parameters, tokenizer and end tokens. ConfigError for a folder that has none."""
     try:
         parameters = WeightLoader.of_folder(model.path)
         tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model.path, local_files_only=True), model.path)
@@ -248,7 +254,7 @@ def _describe(model: ModelConfig) -> tuple[WeightLoader, HuggingFaceTokenizer, l
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """On a CPU the head is a packed copy of the embedding, which a reload leaves as it was: log-probs off by 2."""
+    """Pack a tied head again: on a CPU it is a packed copy of the embedding, which a reload leaves as it was."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -257,7 +263,7 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """vLLM wraps what went wrong; the first cause says it."""
+    """Return the first line of the first cause, which vLLM wraps in exceptions of its own."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).strip().splitlines() if "validation error" not in line]

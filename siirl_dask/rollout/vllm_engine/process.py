@@ -1,4 +1,4 @@
-"""What vLLM needs of the process it lives in, and what it must leave there as it was. Import this before vLLM."""
+"""Prepares a process for vLLM, and undoes what vLLM changes there. Import this before vLLM."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about NUMA nodes from each worker; read when torch is imported
 }
-"""Best there before the process starts; what is set already stays, but for the first two."""
+"""Environment variables, best set before the process starts; a value that is set stays, but for the first two."""
 _REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 
 
 def prepare() -> None:
-    """Set the environment and take what cannot be imported out of vLLM's way."""
+    """Set the environment, and keep vLLM from optional packages that cannot be imported."""
     for name, value in ENVIRONMENT.items():
         if name in _REQUIRED:
             os.environ[name] = value
@@ -46,9 +46,7 @@ def prepare() -> None:
 
 @contextmanager
 def untouched(interface: str = "lo") -> Iterator[None]:
-    """Undo what building an engine does to its process: random states and ``torch.set_num_threads`` set anew, and
-    sockets anywhere but on the network interface that is named.
-    """
+    """Restore random states and ``torch.set_num_threads``, and bind vLLM's gloo sockets to ``interface`` alone."""
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     python, numpy, before = random.getstate(), np.random.get_state(), os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = interface

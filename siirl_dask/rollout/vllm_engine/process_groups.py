@@ -1,9 +1,8 @@
-"""vLLM's own world of torch.distributed, apart from that of the process it lives in.
+"""Keeps vLLM's process groups in a world of torch.distributed apart from the worker's.
 
-vLLM makes a process group of as many ranks as there are, and takes the default one where there is one. A worker's
-default group spans all workers, so that an engine would wait there for workers that are not in it. An engine is one
-rank or, with ``rollout.tensor_parallel_size``, a few: its groups are made in a world of their own, and no other finds
-or destroys them.
+vLLM takes the process's default group where there is one. A worker's default group spans all workers, so an engine
+would wait there for workers that are not in it. An engine is one rank or, with ``rollout.tensor_parallel_size``, a few:
+its groups are made in a world of their own, where nobody else finds or destroys them.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ _FIRST_NAME = 1_000_000  # groups are found by name in the whole process: these 
 
 
 class EngineRanks:
-    """The ranks of one engine, neighbours in their role, and what they find each other by."""
+    """The ranks of one engine, which are neighbours in their role, and the store and group by which they meet."""
 
     def __init__(self, role: Rank, size: int) -> None:
-        """``size`` of ``role`` are an engine; all ranks of the role must call. ConfigError when ``size`` does not
-        divide them.
+        """``size`` neighbours of ``role`` form an engine; all ranks of the role must call.
+
+        ConfigError when ``size`` does not divide the role's ranks.
         """
         if role.size % size:
             raise ConfigError(
@@ -57,11 +57,11 @@ class EngineRanks:
         self._group = ProcessGroupGloo(PrefixStore("requests", self._store), self.rank, size, options)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """What each rank gives, in the order of ranks; all of them must call. RuntimeError when one is gone."""
+        """Return the messages of all ranks, in order; all of them must call. RuntimeError when one is gone."""
         return [message] if self._group is None else all_gather_bytes(self._group, message)
 
-    def refuse_one_card(self, device: Device) -> None:
-        """ConfigError where two ranks have one accelerator, on which nccl and hccl take no two; all ranks must call."""
+    def check_devices(self, device: Device) -> None:
+        """Raise ConfigError when two ranks share an accelerator, which nccl and hccl refuse; all ranks must call."""
         if self.size == 1 or device.kind is DeviceKind.CPU:
             return
         cards = [card.decode() for card in self.gather(device.card.encode())]
@@ -72,25 +72,23 @@ class EngineRanks:
             )
 
     def join(self, backend: str) -> None:
-        """Make the default group of the world that is entered, where vLLM finds it. Nothing for one rank alone, for
-        which vLLM makes it.
-        """
+        """Make the default group of the entered world, where vLLM finds it; for a single rank vLLM makes its own."""
         if self.size > 1:
             store = PrefixStore("world", self._store)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
 
 def _interface(host: str) -> str:
-    """Name of the network interface that has the address ``host``, as gloo wants it."""
-    found: dict[str, Any] = psutil.net_if_addrs()
-    for name, addresses in found.items():
+    """Return the name of the network interface that has the address ``host``; gloo wants names."""
+    interfaces: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
         if any(address.address == host for address in addresses):
             return name
     raise ConfigError(f"rollout.tensor_parallel_size: no network interface has this worker's address {host!r}")
 
 
 class EngineWorld(c10d._World):
-    """torch's record of process groups, with tables of its own; torch keeps one a process, in one variable."""
+    """A record of process groups with tables of its own; torch keeps one record per process, in one variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +107,7 @@ class EngineWorld(c10d._World):
 
     @property
     def group_count(self) -> int:
+        """The number of the next group, part of its name."""
         return self._count
 
     @group_count.setter
@@ -117,7 +116,7 @@ class EngineWorld(c10d._World):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """torch.distributed is this world's inside; outside it is what it was."""
+        """Make torch.distributed use this world inside the block, and the process's own one again after it."""
         outside = c10d._world
         c10d._world = self
         try:
@@ -129,7 +128,7 @@ class EngineWorld(c10d._World):
 
 
 def _register_again(name: Any, group: Any) -> None:
-    """Destroying one world's groups takes the names of all off the process's list."""
+    """Register a group's name again if it is missing: destroying one world's groups clears the names of all."""
     try:
         _resolve_process_group(name)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""How ``vllm.LLM`` is called for what ``rollout`` says. Import vllm_process before this."""
+"""Translates ``rollout.*`` into the arguments of ``vllm.LLM``. Import ``process`` and prepare it before this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that d
 
 
 def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
-    """All but the model. ConfigError for ``rollout.vllm.engine_kwargs`` that it has not, or that are ours to set."""
+    """Return all arguments but the model. ConfigError for ``engine_kwargs`` that are unknown or set here."""
     on_cpu = device.kind is DeviceKind.CPU
     cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
@@ -56,21 +56,25 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
 
 
 def given_options(rollout: RolloutConfig, device: Device) -> str:
-    """The options that vLLM was called with, other than its defaults, by the names of the configuration; for errors."""
-    given = {f"rollout.{name}": getattr(rollout, name) for name in _SHARED if _differs(rollout, RolloutConfig(), name)}
+    """Return the options that differ from the defaults, by the names of the configuration, for error messages."""
+    shared = [name for name in _SHARED if _differs(rollout, RolloutConfig(), name)]
+    options = {f"rollout.{name}": getattr(rollout, name) for name in shared}
     names = [field.name for field in fields(VllmConfig) if _differs(rollout.vllm, VllmConfig(), field.name)]
-    given |= {f"rollout.vllm.{name}": getattr(rollout.vllm, name) for name in names}
+    options |= {f"rollout.vllm.{name}": getattr(rollout.vllm, name) for name in names}
     if device.kind is DeviceKind.CPU:
-        given = {"rollout.vllm.kv_cache_memory": CPU_CACHE, **given}
-    return ", ".join(f"{name}={value}" for name, value in given.items()) or "its defaults"
+        options = {"rollout.vllm.kv_cache_memory": CPU_CACHE, **options}
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "its defaults"
 
 
-def _differs(given: object, default: object, name: str) -> bool:
-    return bool(getattr(given, name) != getattr(default, name))
+def _differs(config: object, default: object, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(default, name))
 
 
 def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:
-    """vLLM's own takes the first device that it sees, and looks for its rank in the environment."""
+    """Return an executor on device ``index`` that knows its rank.
+
+    vLLM's own executor takes the first device that it sees, and reads its rank from the environment.
+    """
 
     class InWorker(ExecutorWithExternalLauncher):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
         def _distributed_args(self) -> tuple[str, int, int]:

@@ -1,8 +1,8 @@
-"""Chooses tokens inside vLLM, by the draw that every engine uses.
+"""Chooses tokens inside vLLM with the TokenSampler that every engine uses.
 
 vLLM itself samples greedily from what this processor leaves: one token, whose logit is its log-probability. So a token
-depends on its row's seed and position alone, whatever else is in the batch or was taken out of it and put back, and
-its log-probability is that of the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
+depends on its row's seed and position alone, whatever else is in the batch and however often the row was preempted. Its
+log-probability is that of the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 
 LOGPROBS_MODE = "processed_logits"
-"""What vLLM must report of the chosen token: the logit that ``apply`` leaves."""
+"""vLLM's ``logprobs_mode``: it must report the logit that ``apply`` leaves."""
 _KEY = "siirl_dask"
 
 
 def request_params(seed: int, sampling: Sampling, end_tokens: list[int], begun: int = 0) -> SamplingParams:
-    """What vLLM is told of one row, ``begun`` tokens of whose response are in its prompt."""
+    """Return vLLM's parameters of one row, whose prompt ends with ``begun`` tokens of its response."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=sampling.max_tokens,
@@ -45,17 +45,19 @@ class _Row:
     seed: int
     sampling: Sampling
     begun: int
+    """Response tokens at the end of the prompt."""
     tokens: list[int]
-    """Those generated so far: vLLM's own list, which grows."""
+    """Tokens generated so far: vLLM's own list, which grows."""
 
 
 class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
-    """vLLM makes one and tells it which row of the batch is whose."""
+    """A vLLM logits processor; vLLM makes one and tells it which request each row of the batch belongs to."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
+        """Return False: the processor decides which token is chosen."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -65,10 +67,10 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, tokens in batch_update.added:
-            given: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
+            row: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
             self._rows.pop(index, None)
-            if given is not None:  # vLLM's own warm-up has none
-                self._rows[index] = _Row(given["seed"], Sampling(**given["sampling"]), given["begun"], tokens)
+            if row is not None:  # vLLM's own warm-up has none
+                self._rows[index] = _Row(row["seed"], Sampling(**row["sampling"]), row["begun"], tokens)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -77,11 +79,11 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
                 self._rows[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Leave each row one token, with its log-probability as logit. [B, V] -> [B, V]."""
-        ways: dict[Sampling, list[int]] = {}
+        """Mask all but one token of each row, and make its log-probability its logit. [B, V] -> [B, V]."""
+        alike: dict[Sampling, list[int]] = {}
         for index in sorted(self._rows):
-            ways.setdefault(self._rows[index].sampling, []).append(index)
-        for sampling, indices in ways.items():
+            alike.setdefault(self._rows[index].sampling, []).append(index)
+        for sampling, indices in alike.items():
             self._choose(logits, sampling, indices)
         return logits
 
@@ -90,7 +92,7 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
         positions = np.array([row.begun + len(row.tokens) for row in rows], dtype=np.uint64)
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         at = torch.tensor(indices, device=logits.device)
-        scores = logits if len(indices) == len(logits) else logits[at]  # one way of sampling for all: no copy
+        scores = logits if len(indices) == len(logits) else logits[at]  # all rows are sampled alike: no copy
         tokens, logprobs = TokenSampler(sampling)(scores, seeds, positions)
         logits[at] = -torch.inf
         logits[at, tokens] = logprobs.to(logits.dtype)

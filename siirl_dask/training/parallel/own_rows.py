@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRows:
-    """This rank's response tokens in a micro-batch whose C response tokens the whole group computes."""
+    """Selects this rank's response tokens from the C of a micro-batch that the whole group computes."""
 
     mask: Tensor
     """[C] bool."""

@@ -26,7 +26,7 @@ class Route:
     """An all-to-all that takes scores from the ranks that computed them to the ranks that own the rows."""
 
     ranks: Rank
-    """This rank in its sequence-parallel group."""
+    """Rank of this process in its sequence-parallel group."""
     sent: Sequence[int]
     """[n], scores computed here for the rows of each rank, in the order of rows."""
     received: Sequence[int]
