@@ -129,7 +129,7 @@ def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview)
 
 @contextmanager
 def _written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
-    """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless the block renamed it."""
+    """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless it was renamed."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{Path(path).name}.{uuid4().hex}.tmp"
