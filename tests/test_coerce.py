@@ -1,5 +1,4 @@
-"""Plain values become what an annotation asks for, or are refused with the value, what was expected and the nearest
-spelling."""
+"""Plain values are converted to the type of an annotation, or refused with the nearest spelling."""
 
 from __future__ import annotations
 

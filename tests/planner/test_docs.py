@@ -1,4 +1,4 @@
-"""What docs/dags.md shows is so."""
+"""The examples and tables of docs/dags.md hold."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_same_changes_in_python_make_the_same_dag(tmp_path, monkeypatch):
 
 
 def keys(data):
-    """Of the object and of the objects in its lists; not of those whose keys are names of the user's."""
+    """Yield the keys of an object and of the objects in its lists, but for keys that are the user's names."""
     for key, value in data.items():
         yield key
         if key in ("memory", "chains", "edges", "links"):

@@ -1,4 +1,4 @@
-"""What ``siirl-dask plan`` prints."""
+"""The text of ``siirl-dask plan``."""
 
 from __future__ import annotations
 
