@@ -32,8 +32,8 @@ def _writes_versions(*, rollout: RolloutConfig) -> Changes:
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample ``rollout.n`` responses to each prompt.
 
-    Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are the groups that are complete by now, of this step and of earlier ones: see
-    ``partial_rollout.py``.
+    Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are those of
+    the groups that are complete by now, from this step and from earlier ones: see ``partial_rollout.py``.
     """
     samplings = [_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:

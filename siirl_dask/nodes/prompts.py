@@ -99,7 +99,7 @@ def skip_step(ctx: Context, dropped: Sequence[int], total: int, max_prompt_lengt
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:
-    """Return each row's own limit of response tokens, None where it has none. DataError for a value that is no limit."""
+    """Return each row's own limit of response tokens, None where it has none. DataError for other values."""
     if MAX_TOKENS not in rows.column_names:
         return [None] * int(rows.num_rows)
     limits: list[object] = rows[MAX_TOKENS].to_pylist()
