@@ -38,7 +38,7 @@ _FAMILIES = {
 
 
 def tiny_tokenizer(*, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer without merges: a token is a byte, and any text survives. AutoTokenizer loads it."""
+    """Return a byte-level tokenizer without merges: a token is a byte. AutoTokenizer loads it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, PAD, END])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

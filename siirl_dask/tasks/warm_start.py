@@ -27,7 +27,7 @@ def warm_start(
     accuracy: float,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
-    """Train the model in ``folder`` in place until it answers ``accuracy`` of ``held_out``. RunError if it never does."""
+    """Train the model in ``folder`` until it answers ``accuracy`` of ``held_out``. RunError if it never does."""
     with no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
