@@ -24,6 +24,11 @@ _EVAL_OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command. Ends the process with a message and an exit code where it fails."""
+    exit_with_message(lambda: _dispatch(_parse(arguments)))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("siirl-dask", description=__doc__, epilog=EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"run": "train as CONFIG says", "plan": "show what CONFIG would do; start nothing"}.items():
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         chosen.overrides += more
-    exit_with_message(lambda: _dispatch(chosen))
+    return chosen
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:

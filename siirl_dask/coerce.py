@@ -100,19 +100,19 @@ class Coercer:
         raise self.error(f"{where}={value!r}: expected {_EXPECTED[kind]} ({kind.__name__})")
 
     def _items(self, value: Any, hint: Any, where: str) -> Any:
-        """Lists and mappings, item by item; a value whose annotation says nothing that can be checked stays."""
+        """Convert lists and mappings item by item; a value whose annotation cannot be checked stays as it is."""
         kind, arguments = get_origin(hint) or hint, get_args(hint)
         if _is_kind(kind, Mapping) and not isinstance(value, Mapping):
             raise self.error(f"{where}={value!r}: expected a mapping")
-        if isinstance(value, Mapping):
-            item_hint = arguments[1] if _is_kind(kind, Mapping) and arguments else Any
-            return {key: self(item, item_hint, f"{where}.{key}") for key, item in value.items()}
         listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         if _is_kind(kind, Sequence):
             length = len(arguments) if kind is tuple and arguments and arguments[-1] is not Ellipsis else None
             if not listed or (length is not None and len(value) != length):
                 count = length or "any number of"
                 raise self.error(f"{where}={value!r}: expected a list of {count} values, as in [0, 1]")
+        if isinstance(value, Mapping):
+            item_hint = arguments[1] if _is_kind(kind, Mapping) and arguments else Any
+            return {key: self(item, item_hint, f"{where}.{key}") for key, item in value.items()}
         if not listed:
             return value
         hints = [item for item in arguments if item is not Ellipsis] or [Any]

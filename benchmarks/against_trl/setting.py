@@ -1,4 +1,4 @@
-"""What both sides are given of a run."""
+"""Settings of a run that both sides are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page says whatever was measured."""
+"""Texts of the page that do not depend on what was measured."""
 
 INTRODUCTION = """\
 # Next to TRL

@@ -12,6 +12,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.runs.checkpoints import checkpoint_url, read_state
+from siirl_dask.runs.folder import check_writable
 from siirl_dask.runs.reader import open_run
 
 _LAST = ("config.json", "adapter_config.json")
@@ -100,6 +101,7 @@ def check_unused(url: str, option: str) -> None:
         raise ConfigError(str(error)) from error
     if fs.isfile(path) or (fs.exists(path) and fs.ls(path, detail=False)):
         raise ConfigError(f"there is something at {url!r} already: choose another {option}, or remove it")
+    check_writable(url, write=False, option=option)
 
 
 def _put(folder: Path, url: str) -> None:

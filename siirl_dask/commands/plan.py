@@ -44,11 +44,19 @@ def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
 
 
 def _assumed(config: Config) -> list[str]:
-    """A note on each dataset whose columns could only be assumed."""
+    """Return a note on the datasets that are not there yet; none where all are."""
     urls = dict.fromkeys([config.data.url, config.validation.url, config.validation.test_url])
     absent = [url for url in urls if url is not None and not exists(url)]
+    if not absent:
+        return []
     columns = ", ".join(f"{column.name}: {column.type}" for column in assumed_columns(config))
-    return [f"nothing is at {url} yet; assumed the columns that the config names ({columns})" for url in absent]
+    note = f"no dataset is at {', '.join(absent)} yet; assumed the columns that the config names ({columns})"
+    if absent != [config.data.url]:
+        note += f", and {config.data.batch_size} rows to validate on"
+    made = config.data.prepare is not None and config.data.url in absent
+    return [
+        f"{note}; a run calls data.prepare={config.data.prepare} first" if made else f"{note}; a run needs that data"
+    ]
 
 
 def _memory(config: Config, found: Sequence[WorkerMemory], workers: Sequence[str]) -> str:

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-from rich.console import Console
 from siirl_storage import join, open_table
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_config_file
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
-from siirl_dask.observe import Report, Sample, render_report
+from siirl_dask.observe import PipeConsole, Report, Sample, render_report
 
 _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
@@ -24,7 +23,7 @@ _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     """Train as the shipped config says and show what came of it. A run of an earlier quickstart is replaced."""
     file = load_config_file(config_file, overrides)
-    config, console = file.config, Console()
+    config, console = file.config, PipeConsole()
     console.print(
         "GRPO on one machine: a small model learns to sort digits. "
         f"{_workers(config, 'rollout')} workers generate, {_workers(config, 'policy')} learn."

@@ -36,12 +36,12 @@ def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence
     add_resume_options(parser)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")
-    given = parser.parse_intermixed_args(arguments)
 
     def start() -> Run:
-        config = load(given.config, given.overrides)
+        options = parser.parse_intermixed_args(arguments)
+        config = load(options.config, options.overrides)
         dag = training(config)
-        train(config, dag, validation(config) if validation else None, given)
+        train(config, dag, validation(config) if validation else None, options)
         return open_run(config.run.url)
 
     return exit_with_message(start)
@@ -53,10 +53,11 @@ def add_resume_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="go on with the run though CONFIG is not what it was")
 
 
-def train(config: Config, dag: DAG, validation: DAG | None, given: argparse.Namespace) -> None:
+def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
+    """Run the training as ``--fresh`` and ``--force`` say."""
     from siirl_dask.driver.run import run  # dask and torch: seconds that `plan` and `--help` need not wait for
 
-    run(config, dag, validation, fresh=given.fresh, force=given.force)
+    run(config, dag, validation, fresh=options.fresh, force=options.force)
 
 
 def exit_with_message(work: Callable[[], _T]) -> _T:
@@ -66,9 +67,7 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     hide()
     sys.path.insert(0, str(Path.cwd()))  # functions named module:function in a config are looked for here too
     try:
-        result = work()
-        sys.stdout.flush()
-        return result
+        return _with_output_flushed(work)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -79,8 +78,22 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
         sys.exit(130 if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
 
 
+def _with_output_flushed(work: Callable[[], _T]) -> _T:
+    """Return the result of ``work`` once all that it printed is written, also where argparse prints help and exits.
+
+    BrokenPipeError when whoever read the output has closed it; at the end of the process that could only be shown.
+    """
+    try:
+        result = work()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return result
+
+
 def _end_for_closed_pipe() -> NoReturn:
-    """Whoever read the output, such as ``head``, has enough: end quietly, as a program that SIGPIPE ends does."""
+    """End quietly with the status of a program that SIGPIPE ends: the reader, such as ``head``, has enough."""
     # Python flushes standard output once more at its end, and would complain again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)

@@ -6,18 +6,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 import dask
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Nanny, Status
 
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
+logger = logging.getLogger("siirl_dask.driver")
 _PATIENCE = 3.0  # seconds that workers have to close by themselves after a run that is complete
 _HASTE = 0.5  # the same after a failure or Ctrl-C, which has to be over within five
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
@@ -73,19 +74,27 @@ def _local(config: Config) -> Iterator[LocalCluster]:
 
 
 def _close(cluster: LocalCluster, patience: float) -> None:
-    """Close in order; a worker that does not come out of what it is doing in time is killed, and none is left over."""
-    late = threading.Timer(patience, _kill, [[nanny.pid for nanny in cluster.workers.values() if nanny.pid]])
+    """Close in order; a worker that is busy for more than ``patience`` seconds is killed, and none is left over."""
+    nannies, loop = list(cluster.workers.values()), cluster.loop
+    assert loop is not None  # only a client without a loop of its own has none
+    late = threading.Timer(patience, loop.add_callback, [_kill, nannies])
     late.start()
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
+    except TimeoutError:
+        logger.warning("Dask did not close its cluster in %g s: what is left ends with this process", _CLOSE_TIMEOUT)
     finally:
         late.cancel()
 
 
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _kill(nannies: Sequence[Nanny]) -> None:
+    """Kill the worker processes; runs on the cluster's event loop, where no nanny can act between the two steps."""
+    for nanny in nannies:
+        if nanny.status is Status.running:
+            nanny.close_gracefully(reason="siirl-dask-kill")  # or it would start the worker anew
+        if nanny.pid:
+            with suppress(ProcessLookupError):
+                os.kill(nanny.pid, signal.SIGKILL)
 
 
 async def _prepare_processes() -> None:

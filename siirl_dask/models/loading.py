@@ -1,4 +1,4 @@
-"""Loads what a Hugging Face folder holds, and refuses, by name, a folder that does not hold it."""
+"""Loads models from Hugging Face folders; a folder that cannot be loaded is a ConfigError with its path."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from transformers import PreTrainedModel
 from siirl_dask.errors import ConfigError
 
 
-def load_pretrained(kind: Any, path: str, dtype: torch.dtype, what: str) -> PreTrainedModel:
-    """The model in ``path`` as ``kind`` (a class of transformers such as AutoModelForCausalLM) loads it, all of its
-    weights from the folder. ConfigError, which begins with ``what``, when it cannot be.
+def load_pretrained(kind: Any, path: str, dtype: torch.dtype, subject: str) -> PreTrainedModel:
+    """Load the model in ``path`` with ``kind``, a class of transformers such as AutoModelForCausalLM.
+
+    ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights.
     """
-    with refused_by_name(path, what):
+    with refused_by_name(path, subject):
         model, info = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{what}: its weights lack {missing}, which would be random numbers")
+        raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
-def refused_by_name(path: str, what: str) -> Iterator[None]:
-    """What transformers raises inside over the folder ``path`` becomes a ConfigError; it draws no progress bars."""
+def refused_by_name(path: str, subject: str) -> Iterator[None]:
+    """Turn errors of transformers over the folder ``path`` into a ConfigError beginning with ``subject``."""
     if not Path(path).is_dir():
-        raise ConfigError(f"{what}: no such folder; expected one that transformers loads")
+        raise ConfigError(f"{subject}: no such folder; expected one that transformers loads")
     try:
         with no_progress_bars():
             yield
-    except Exception as error:  # anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"{what}: transformers cannot load it: {error}") from error
+    except Exception as error:  # transformers raises anything from OSError to KeyError here
+        raise ConfigError(f"{subject}: transformers cannot load it: {error}") from error
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws one for every file it reads or writes."""
+    """Disable transformers' progress bars, one for every file, inside the ``with`` block."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""How large a model is, from its folder: parameters by the headers of its weight files, widths by its config."""
+"""Reads a model's size from its folder: parameters from the headers of its weight files, widths from its config."""
 
 from __future__ import annotations
 
@@ -14,81 +14,89 @@ from siirl_storage import open_fs
 from siirl_dask.errors import ConfigError
 
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
-_LARGEST_HEADER = 10**8  # bytes, by the specification of safetensors
+_LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """How many numbers, in how many tensors, and how many of them in the largest."""
+    """Counts of a model's parameters."""
 
     total: int
+    """Elements of all tensors."""
     tensors: int
+    """Number of tensors."""
     largest: int
+    """Elements of the largest tensor."""
     layer: int = 0
-    """In the largest of its layers, where names tell them apart."""
+    """Elements of the largest layer; 0 where names do not tell layers apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What workers that share a model's layers must divide; None for what its config does not know."""
+    """Widths of a model's layers, which workers that split them must divide; None where its config does not say."""
 
     heads: int | None
+    """Attention heads."""
     kv_heads: int | None
+    """Heads of keys and values."""
     intermediate: int | None
-    """Of the MLP of each layer."""
+    """Width of each layer's MLP."""
     vocabulary: int | None
+    """Tokens of the vocabulary."""
 
 
 def count_parameters(path: str) -> ModelSize | None:
-    """Of the ``*.safetensors`` in a folder, on any fsspec URL; None when there are none. ConfigError for damage."""
+    """Count the parameters in a folder's ``*.safetensors``, on any fsspec URL; None without such files. ConfigError for
+    damaged ones.
+    """
     sizes = {name: prod(shape) for name, shape in weight_shapes(path).items()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
-        if found := _LAYER.search(name):
-            layers[found[0]] = layers.get(found[0], 0) + size
+        if match := _LAYER.search(name):
+            layers[match[0]] = layers.get(match[0], 0) + size
     layer = max(layers.values(), default=0)
     return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """By name, of the same; empty when there are none."""
+    """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without such files."""
     fs, folder = open_fs(path)
-    return dict(found for name in fs.glob(f"{folder}/*.safetensors") for found in _in_file(fs, name))
+    return dict(shape for name in fs.glob(f"{folder}/*.safetensors") for shape in _shapes_in(fs, name))
 
 
-def _in_file(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Such a file begins with the length of its header, 8 bytes little-endian, and the header, JSON."""
+def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Read one file's header: its length in 8 bytes little-endian, then JSON."""
     try:
         with fs.open(name, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        yield from [(key, tuple(map(int, it["shape"]))) for key, it in header.items() if key != "__metadata__"]
+        yield from [(key, tuple(map(int, tensor["shape"]))) for key, tensor in header.items() if key != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {name} is no safetensors file: {error}") from error
 
 
 def read_widths(path: str) -> Widths | None:
-    """Of a folder, on any fsspec URL; None when it has no ``config.json``. ConfigError for damage."""
+    """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
     fs, folder = open_fs(path)
     if not fs.exists(file := f"{folder}/config.json"):
         return None
     try:
-        given = json.loads(fs.cat_file(file))
-        said = given.get("text_config", given)
-        found = said if all(map(said.get, _WIDTHS)) else _with_defaults(given)
-    except Exception as error:  # what transformers raises for a config that it refuses is of many kinds
+        config = json.loads(fs.cat_file(file))
+        text = config.get("text_config", config)
+        widths = text if all(map(text.get, _WIDTHS)) else _with_defaults(config)
+    except Exception as error:  # transformers raises many kinds of errors for a config that it refuses
         raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
-    return Widths(*(value if isinstance(value := found.get(name), int) else None for name in _WIDTHS))
+    return Widths(*(value if isinstance(value := widths.get(name), int) else None for name in _WIDTHS))
 
 
-def _with_defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What transformers makes of a config that leaves some of them out, or has other names for them."""
-    from transformers import CONFIG_MAPPING  # two seconds, which most configs need not
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Let transformers complete a config that leaves widths out or has other names for them."""
+    from transformers import CONFIG_MAPPING  # takes two seconds, and most configs do without
 
-    if given.get("model_type") not in CONFIG_MAPPING:
-        return given
-    config = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given)).get_text_config()
-    return {name: getattr(config, name, None) for name in _WIDTHS}
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return config
+    text = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
+    return {name: getattr(text, name, None) for name in _WIDTHS}

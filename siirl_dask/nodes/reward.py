@@ -1,4 +1,4 @@
-"""Scoring responses."""
+"""Nodes that score responses: by a reward function or by a reward model."""
 
 from __future__ import annotations
 
@@ -29,54 +29,59 @@ from siirl_dask.training import RewardModel
 
 logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a prompt or a response in an error
-_TOLD = 3  # rows of a step that are told one by one, of those that may fail
+_LISTED = 3  # failed rows of a step that are logged one by one, where they are allowed
 
 
 @declares(
     reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), depends_on_options=reads_option("columns")
 )
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
-    """The scorer's reward of each row; its function also gets ``columns``, by name.
+    """Add the scorer's reward of each row; its function also gets ``columns``, by name.
 
-    A row whose function fails stops the run with RewardError, unless ``rewards.max_failures`` allows as many as there
-    are in the step: then its reward is null, and it is left out of the loss. A made-up score never trains.
+    A row whose function fails gets a null reward and is left out of the loss, unless more rows of the step fail than
+    ``rewards.max_failures`` allows: that stops the run with RewardError. A made-up score never trains.
     """
     scorer: Scorer = ctx.resource
     scores = scorer.score(table.select(dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])).to_pylist())
-    failed = [at for at, given in enumerate(scores) if given.failure is not None]
-    _judge(ctx, table, scores, failed)
+    failed = [index for index, result in enumerate(scores) if result.failure is not None]
+    _check_failures(ctx, table, scores, failed)
     ctx.log("reward/failures", len(failed), Reduce.SUM)
-    rewards = [given.reward for given in scores]
-    given = [reward for reward in rewards if reward is not None]
-    ctx.log("reward/mean", given)
-    ctx.log("reward/std", given, Reduce.STD)
-    for name in sorted({name for score in scores for name in score.parts} - {REWARD}):
-        ctx.log(f"reward/{name}", [score.parts[name] for score in scores if name in score.parts])
+    rewards = [result.reward for result in scores]
+    valid = [reward for reward in rewards if reward is not None]
+    ctx.log("reward/mean", valid)
+    ctx.log("reward/std", valid, Reduce.STD)
+    for name in sorted({name for result in scores for name in result.parts} - {REWARD}):
+        ctx.log(f"reward/{name}", [result.parts[name] for result in scores if name in result.parts])
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
-    parts = [[*score.parts.items()] for score in scores]
+    parts = [[*result.parts.items()] for result in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
 
-def _judge(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
-    """RewardError when more rows failed than may, on all workers together: those without a failed row raise too."""
+def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
+    """Raise RewardError on all workers when more rows failed on all of them together than may; log allowed failures.
+
+    A worker whose own rows exceed the bound has stopped scoring, and still takes part in the sum: its peers, which may
+    have no failed row, wait there.
+    """
     scorer: Scorer = ctx.resource
     (total,) = ctx.all_sum([len(failed)])
     if total <= scorer.max_failures:
-        for at in failed[:_TOLD]:
-            logger.warning("left out of the loss: %s", _tell(ctx, table, at, scores[at]))
-        if len(failed) > _TOLD:
-            logger.warning("step %d: left out of the loss: %d more rows", ctx.step, len(failed) - _TOLD)
+        for index in failed[:_LISTED]:
+            logger.warning("left out of the loss: %s", _describe(ctx, table, index, scores[index]))
+        if len(failed) > _LISTED:
+            logger.warning("step %d: left out of the loss: %d more rows", ctx.step, len(failed) - _LISTED)
         return
     allowed = f"rewards.max_failures={scorer.max_failures}"
     if not failed:
         raise RewardError(f"reward {scorer.name} failed for {total:.0f} rows of step {ctx.step} elsewhere ({allowed})")
-    more = f"; it failed for {total:.0f} rows of the step ({allowed})" if total > 1 else ""
-    raise RewardError(_tell(ctx, table, failed[0], scores[failed[0]]) + more)
+    count = f"; it failed for at least {total:.0f} rows of the step ({allowed})" if total > 1 else ""
+    raise RewardError(_describe(ctx, table, failed[0], scores[failed[0]]) + count)
 
 
-def _tell(ctx: Context, table: pa.Table, at: int, score: Score) -> str:
+def _describe(ctx: Context, table: pa.Table, index: int, score: Score) -> str:
+    """Return what failed, and the row that it failed for."""
     scorer: Scorer = ctx.resource
-    row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(at, 1).to_pylist()[0]
+    row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(index, 1).to_pylist()[0]
     return (
         f"reward {scorer.name} {score.failure}: row {row[ROW_ID]} of step {ctx.step}, "
         f"prompt {row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
@@ -85,14 +90,14 @@ def _tell(ctx: Context, table: pa.Table, at: int, score: Score) -> str:
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REWARD))
 def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
-    """The reward model's score of each row, prompt and response. RewardError with the row that got no finite one."""
+    """Add the reward model's score of each row, prompt and response. RewardError names a row with no finite score."""
     model: RewardModel = ctx.resource
     scores = model.scores(pack_rows(table).rows)
     if not scores.isfinite().all():
-        at = int((~scores.isfinite()).nonzero()[0])
+        index = int((~scores.isfinite()).nonzero()[0])
         raise RewardError(
-            f"the reward model gave {scores[at].item()}: expected a finite number (row {table[ROW_ID][at].as_py()} "
-            f"of step {ctx.step}); with model.dtype=bfloat16, try float32"
+            f"the reward model gave {scores[index].item()}: expected a finite number "
+            f"(row {table[ROW_ID][index].as_py()} of step {ctx.step}); with model.dtype=bfloat16, try float32"
         )
     ctx.log("reward/mean", scores.tolist())
     ctx.log("reward/std", scores.tolist(), Reduce.STD)

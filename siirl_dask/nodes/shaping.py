@@ -1,4 +1,4 @@
-"""What is added to rewards: a price of leaving the reference, a penalty for responses that end at the limit."""
+"""Nodes that add penalties to rewards: for leaving the reference policy, and for responses near the length limit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from siirl_dask.schema import (
 
 @columns(reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS], optional=[RESPONSE_MASK], writes=fields(KL_PENALTY))
 def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor], Tensor] = k1) -> pa.Table:
-    """Each token's ``-coefficient * kl(old, reference)``. The role's KLController sets the coefficient, and adapts it
-    to the mean over the tokens of all its workers.
+    """Add each token's penalty ``-coefficient * kl(old, reference)``.
+
+    The role's KLController holds the coefficient, and adapts it after each step to the mean divergence of the response
+    tokens on all its workers.
     """
     controller: KLController = ctx.resource
     mask, offsets = response_mask(table)
@@ -47,9 +49,10 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
 def penalise_overlong(
     ctx: Context, table: pa.Table, *, max_length: int, buffer: int | None = None, factor: float = 1.0
 ) -> pa.Table:
-    """DAPO's soft penalty (arXiv:2503.14476): beyond ``max_length - buffer`` tokens up to ``factor`` is taken away.
+    """Subtract DAPO's soft penalty for long responses (arXiv:2503.14476).
 
-    ``buffer`` is a fifth of ``max_length`` unless it is given, as in the paper.
+    It is 0 up to ``max_length - buffer`` tokens of the response and rises linearly to ``factor`` at ``max_length``.
+    ``buffer`` defaults to a fifth of ``max_length``, as in the paper.
     """
     buffer = max(1, max_length // 5) if buffer is None else buffer
     lengths = values(pc.list_value_length(table[RESPONSE_IDS]))

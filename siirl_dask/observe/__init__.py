@@ -1,8 +1,9 @@
-"""What a run shows and leaves behind of itself: metrics, TensorBoard, progress, a summary, a report and a plot.
+"""Shows and records a run: metrics, TensorBoard, progress, a summary, a report and a plot.
 
-Everything here observes. Each function takes ``run.url`` and knows where in it its file lies.
+Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
+from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
@@ -28,6 +29,7 @@ __all__ = [
     "EvalResult",
     "Message",
     "MetricsLog",
+    "PipeConsole",
     "Progress",
     "Record",
     "Report",

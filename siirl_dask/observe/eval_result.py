@@ -1,4 +1,4 @@
-"""An evaluation's numbers: ``metrics.json``, and a table that a terminal shows."""
+"""The numbers of an evaluation, written as ``metrics.json`` and printed as a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask import __version__
+from siirl_dask.observe.console import PipeConsole
 
 FILE = "metrics.json"
 _ALL = "all"
@@ -24,36 +24,42 @@ _ORDER = ("mean", "pass", "best", "maj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """What came of an evaluation. Nothing in it depends on how many workers there were."""
+    """The result of an evaluation. It does not depend on the number of workers."""
 
     model: str
-    """The run or the folder."""
+    """Folder or URL of the run, or the Hugging Face folder."""
     step: int | None
-    """Of the run's checkpoint; null for a folder."""
+    """Step of the run's checkpoint; null for a folder."""
     data: str
+    """URL of the dataset."""
     reward: str
     """Name of the reward function."""
     prompts: Mapping[str | None, int]
-    """How many of each source; None are those without one."""
+    """Number of prompts from each source; those without a source are under None."""
     samples: int
-    """In all, and per prompt ``n``."""
+    """Number of samples in all."""
     n: int
+    """Samples per prompt."""
     k: Sequence[int]
+    """Values of k for which pass@k is estimated."""
     temperature: float
     top_p: float
     max_tokens: int
+    """Longest response, in tokens."""
     seed: int
     failures: int
     """Samples whose reward function failed."""
     dropped_prompts: int
-    """Longer than ``data.max_prompt_length``."""
+    """Prompts longer than ``data.max_prompt_length``, which were not answered."""
     truncated: float
     """Share of samples that ended at ``max_tokens``."""
     metrics: Mapping[str, float]
-    """As ``pass@8`` over all prompts and ``pass@8/gsm8k`` over those of a source."""
+    """Numbers by name: ``pass@8`` over all prompts, ``pass@8/gsm8k`` over those of one source."""
     version: str = __version__
+    """Version of siirl_dask that wrote the result."""
 
     def to_json(self) -> str:
+        """Return the text of ``metrics.json``."""
         named = {name: count for name, count in self.prompts.items() if name is not None}
         prompts = {_ALL: sum(self.prompts.values()), "sources": named}
         return json.dumps({**asdict(self), "prompts": prompts}, indent=2, allow_nan=False) + "\n"
@@ -66,8 +72,8 @@ def write_eval_result(url: str, result: EvalResult) -> None:
 
 
 def print_eval_result(result: EvalResult, url: str) -> None:
-    """Print the numbers, and where they and all the samples lie."""
-    console, table = Console(), eval_result_table(result)
+    """Print the numbers, and the folder of the samples."""
+    console, table = PipeConsole(), eval_result_table(result)
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)
@@ -75,14 +81,14 @@ def print_eval_result(result: EvalResult, url: str) -> None:
 
 
 def eval_result_table(result: EvalResult) -> Table:
-    """A row for each source and one for all prompts; a column for each number."""
-    found = {name: matched.groups() for name in result.metrics if (matched := _NAME.fullmatch(name))}
-    kinds = sorted({(kind, int(k)) for kind, k, _ in found.values()}, key=lambda one: (_ORDER.index(one[0]), one[1]))
+    """Return a table with a row for each source and one for all prompts, and a column for each number."""
+    parsed = {name: matched.groups() for name in result.metrics if (matched := _NAME.fullmatch(name))}
+    kinds = sorted({(kind, int(k)) for kind, k, _ in parsed.values()}, key=lambda one: (_ORDER.index(one[0]), one[1]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("source")
     for heading in ("prompts", *(f"{kind}@{k}" for kind, k in kinds)):
         table.add_column(heading, justify="right")
-    sources = sorted({source for *_, source in found.values() if source})
+    sources = sorted({source for *_, source in parsed.values() if source})
     for source in (*sources, None):
         end = f"/{source}" if source else ""
         values = (result.metrics.get(f"{kind}@{k}{end}") for kind, k in kinds)

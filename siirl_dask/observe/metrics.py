@@ -1,6 +1,6 @@
-"""A run's numbers: merged from what every worker logged, then one JSON line per step in ``<run.url>/metrics.jsonl``.
+"""The metrics of a run: the workers' metrics are merged, and ``<run.url>/metrics.jsonl`` gets one JSON line per step.
 
-metrics = merge([unpack(message) for message in messages])      # in worker order, for the same last bits each time
+metrics = merge([unpack(message) for message in messages])      # in worker order: equal to the last bit each time
 log.write(Record(step=7, phase="train", seconds=1.9, metrics=values(metrics)))
 """
 
@@ -20,6 +20,7 @@ from siirl_dask.errors import DataError
 from siirl_dask.planner import Phase
 
 Message = dict[str, list[Any]]
+"""Packed metrics, as they travel from a worker to the driver."""
 
 FILE = "metrics.jsonl"
 MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
@@ -27,23 +28,23 @@ MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
 
 
 class Record(TypedDict):
-    """What is known of one step, or of one pass over the validation or test data."""
+    """One line of the file: a training step, or a pass over the validation or test data."""
 
     step: int
-    """train: which step this was, the first is 1. validation and test: how many steps had been trained before."""
+    """Training: number of the step, from 1. Validation and test: steps trained before."""
     phase: Phase
     seconds: float
     metrics: dict[str, float | None]
-    """None where nothing was logged, or, read back from the file, where the value was no finite number."""
+    """Values by name; None where nothing was logged and, in a record read back, where the value was not finite."""
 
 
 def pack(metrics: Mapping[str, Metric]) -> Message:
-    """``{name: [reducer, weight, total, squares, low, high]}``: plain values, about 60 bytes a metric in msgpack."""
+    """Return ``{name: [reducer, weight, total, squares, low, high]}``, about 60 bytes a metric in msgpack."""
     return {name: [m.reduce.value, m.weight, m.total, m.squares, m.low, m.high] for name, m in metrics.items()}
 
 
 def unpack(message: object) -> dict[str, Metric]:
-    """What ``pack`` packed. ValueError, naming the metric, for anything else: the message came over the network."""
+    """Return the metrics of a message. ValueError naming the metric if it is malformed: it came over the network."""
     if not isinstance(message, dict):
         raise ValueError(f"a message of metrics is a dict, not {type(message).__name__}")
     return {_checked_name(name): _unpack_one(name, entry) for name, entry in message.items()}
@@ -73,12 +74,12 @@ def _numbers(entries: Iterable[object]) -> list[float]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """A float, or an integer that msgpack can hold (a larger one would overflow ``float``)."""
+    """Return whether ``value`` is a float, or an integer that msgpack can hold (larger ones overflow ``float``)."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Several workers' metrics as one; the parts are left as they are. ValueError if two disagree on a reducer."""
+    """Merge the metrics of several workers; the parts stay unchanged. ValueError if two disagree on a reducer."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -93,19 +94,19 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float | None]:
-    """The one number each metric stands for, by name in order; None where nothing was logged."""
+    """Return the value of each metric, sorted by name; None where nothing was logged."""
     return {name: metrics[name].value for name in sorted(metrics)}
 
 
 class MetricsLog:
     """Appends records to ``<url>/metrics.jsonl``; each is in the file when ``write`` returns.
 
-    Only local files are appended to. Elsewhere the file is put again, whole: object stores cannot append, and gcsfs
-    answers mode ``ab`` by overwriting. A step is about 1 kB, so that costs 1 MB a step after 1,000 steps.
+    Only local files are appended to. Elsewhere the whole file is written again: object stores cannot append, and gcsfs
+    answers mode ``ab`` by overwriting. A step is about 1 kB, so after 1,000 steps each costs 1 MB.
     """
 
     def __init__(self, url: str, until: int | None = None) -> None:
-        """``until``: a run goes on after this step; what is there of later ones is dropped, for they are done again."""
+        """Open the log; records of steps after ``until`` are dropped, since a resumed run repeats them."""
         self._fs, self._path = open_fs(join(url, FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
@@ -113,11 +114,12 @@ class MetricsLog:
         if until is not None:
             records = [(line, _decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
             whole = b"".join(line for line, record in records if record["step"] <= until)
-        if whole != written or not written:  # the last run was killed while writing; or this one is new
+        if whole != written or not written:  # the last start was killed while writing; or this run is new
             write_atomic(self._fs, self._path, whole)
         self._written = b"" if self._appends else whole
 
     def write(self, record: Record) -> None:
+        """Append a record."""
         line = _encode(record)
         if self._appends:
             with self._fs.open(self._path, "ab") as file:
@@ -128,9 +130,9 @@ class MetricsLog:
 
 
 def read_metrics(url: str) -> list[Record]:
-    """Every record of the run at ``url``, by step. Of a step that was done again, after a restart, the later record.
+    """Return every record of the run at ``url``, by step; the later one where a step was repeated after a restart.
 
-    A last line without an end was cut short, and is left out. DataError for any other line that is no record.
+    A last line without a line break was cut short, and is left out. DataError for any other line that is no record.
     """
     name = join(url, FILE)
     fs, path = open_fs(name)
@@ -167,12 +169,12 @@ def _finite(value: float | None) -> float | None:
 
 def _decode(line: bytes, where: str) -> Record:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})") from error
-    match found:
+    match fields:
         case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
             phase in MEASURED and all(value is None or _is_number(value) for value in metrics.values())
         ):
             return Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)
-    raise DataError(f"{where}: expected step, phase, seconds and metrics, got {found!r:.200}")
+    raise DataError(f"{where}: expected step, phase, seconds and metrics, got {fields!r:.200}")

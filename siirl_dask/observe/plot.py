@@ -1,4 +1,4 @@
-"""A run as a picture: mean reward and its spread, validation accuracy and entropy, from ``<run.url>/metrics.jsonl``."""
+"""Plots a run from ``<run.url>/metrics.jsonl``: mean reward and its spread, validation accuracy, entropy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from siirl_dask.planner import Phase
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _GREEN, _ORANGE, _PURPLE = "#0072B2", "#009E73", "#D55E00", "#8E4A84"  # told apart by the colour-blind, too
+_BLUE, _GREEN, _ORANGE, _PURPLE = "#0072B2", "#009E73", "#D55E00", "#8E4A84"  # distinct for the colour-blind, too
 _GREY = "#666666"
 
 
 def plot_run(url: str, png_url: str, title: str | None = None) -> None:
-    """Draw the run at ``url`` into a PNG at ``png_url``, any fsspec URL. The title is the run folder's name by default.
+    """Draw the run at ``url`` into a PNG at ``png_url``, any fsspec URL.
 
-    A panel whose metric was not logged says so.
+    The default title is the name of the run's folder. A panel whose metric was not logged says so.
     """
     records = read_metrics(url)
     fs, path = open_fs(png_url)
@@ -29,10 +29,8 @@ def plot_run(url: str, png_url: str, title: str | None = None) -> None:
 
 
 def draw(records: Sequence[Record], title: str) -> bytes:
-    """The picture, as the bytes of a PNG."""
-    from matplotlib.figure import (
-        Figure,
-    )  # here: it costs half a second. Without pyplot there is no window and no global
+    """Return the plot as the bytes of a PNG."""
+    from matplotlib.figure import Figure  # here: it takes half a second; not pyplot, which has windows and globals
 
     figure = Figure(figsize=(12, 3.7), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
@@ -90,9 +88,9 @@ def _draw_entropy(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def _series(records: Sequence[Record], phase: Phase, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values where the metric has one."""
-    found = [(r["step"], r["metrics"].get(name)) for r in records if r["phase"] == phase]
-    kept = [(step, value) for step, value in found if value is not None]
+    """Return steps and values where the metric has one."""
+    logged = [(r["step"], r["metrics"].get(name)) for r in records if r["phase"] == phase]
+    kept = [(step, value) for step, value in logged if value is not None]
     return [step for step, _ in kept], [value for _, value in kept]
 
 

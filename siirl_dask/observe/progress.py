@@ -1,4 +1,4 @@
-"""What a run shows while it is under way: a bar on a terminal, a line every few steps in a CI log, or nothing."""
+"""Shows the progress of a run: a bar on a terminal, a line every few steps in a CI log, or nothing."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
 
-_LINES = 20  # that a whole run prints where there is no terminal, and more if it is slow:
+_LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
 _SILENCE = 60.0  # seconds after which a step is printed in any case
 
 
 class Pace:
-    """How long is left, from the last 20 steps. (rich's own estimate forgets after 30 s; one step can take minutes.)"""
+    """Estimates the time left from the last 20 steps; rich forgets after 30 s, and a step can take minutes."""
 
     def __init__(self, done: int, now: float) -> None:
         self._marks = deque([(done, now)], maxlen=20)
 
     def mark(self, done: int, now: float) -> None:
-        if done <= self._marks[-1][0]:  # a step is being done again
+        """Note that ``done`` steps are done at the time ``now``."""
+        if done <= self._marks[-1][0]:  # a step is repeated
             self._marks = deque([(done, now)], maxlen=20)
         else:
             self._marks.append((done, now))
 
     def seconds_left(self, total: int, now: float) -> float | None:
-        """Seconds from ``now`` until ``total`` steps are done; None before there is anything to go by."""
+        """Return the seconds from ``now`` until ``total`` steps are done; None before the first step."""
         marks = tuple(self._marks)  # the bar's thread asks while steps are marked
         (first, since), (done, until) = marks[0], marks[-1]
         if done == first:
@@ -39,11 +41,11 @@ class Pace:
 
 
 class Progress:
-    """One run's progress: ``start``, ``step`` and ``validation`` as they come, then ``close``, whatever happened."""
+    """Shows one run: call ``start``, then ``step`` and ``validation`` as they come, then ``close`` in any case."""
 
     def __init__(self, total_steps: int, console: Console | None = None, enabled: bool = True) -> None:
         self._total = total_steps
-        self._console = console or Console()
+        self._console = console or PipeConsole()
         self._enabled = enabled
         self._pace = Pace(0, time.monotonic())
         self._printed_at = 0.0
@@ -53,7 +55,7 @@ class Progress:
             self._task = self._bar.add_task("train", total=total_steps, shown="")
 
     def start(self, dashboard_url: str | None, run_url: str, done: int = 0) -> None:
-        """Say where to look, and begin to count time. ``done`` steps were trained before, by a run that stopped."""
+        """Print where the run is, and begin to count time. A resumed run has trained ``done`` steps before."""
         self._pace = Pace(done, time.monotonic())
         self.note(f"run        {run_url}")
         if dashboard_url:
@@ -63,7 +65,7 @@ class Progress:
             self._bar.start()
 
     def step(self, record: Record) -> None:
-        """A train record: step ``record["step"]`` of the run is done."""
+        """Show that the training step of ``record`` is done."""
         if not self._enabled:
             return
         done, now = record["step"], time.monotonic()
@@ -76,7 +78,7 @@ class Progress:
             self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
 
     def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
-        """One line: the accuracy after ``step`` steps, and what several samples a prompt say, as pass@8."""
+        """Print the accuracy after ``step`` steps, and metrics over several samples a prompt, such as pass@8."""
         accuracy, samples = metrics.get("reward/mean"), metrics.get("samples")
         parts = [
             f"{phase:<10}",
@@ -90,12 +92,12 @@ class Progress:
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print ``text`` above the bar, as it is: no markup, no colours, no breaks."""
+        """Print ``text`` above the bar unchanged: no markup, no colours, no line breaks."""
         if self._enabled:
             self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was found. May be called twice."""
+        """Restore the terminal. May be called twice."""
         if self._bar:
             self._bar.stop()
 
@@ -108,7 +110,7 @@ class Progress:
 
 
 class _TimeLeft(bars.ProgressColumn):
-    """Counts down between steps: rich asks it several times a second, from a thread of its own."""
+    """Counts down between steps: rich renders it several times a second, from a thread of its own."""
 
     def __init__(self, left: Callable[[], str]) -> None:
         super().__init__()
@@ -129,20 +131,20 @@ def _make_bar(console: Console, left: Callable[[], str]) -> bars.Progress:
 
 
 def headline(metrics: Mapping[str, float | None]) -> str:
-    """``reward 0.714  12,345 tokens/s``, or as much of it as was logged."""
+    """Return ``reward 0.714  12,345 tokens/s``, or as much of it as was logged."""
     reward, speed = metrics.get("reward/mean"), metrics.get("tokens_per_second")
     parts = [] if reward is None else [f"reward {reward:.3f}"]
     return "  ".join(parts if speed is None else [*parts, f"{speed:,.0f} tokens/s"])
 
 
 def _is_of_several(name: str) -> bool:
-    """``pass@8`` and ``maj@8`` are; not ``pass@1`` and ``mean@8``, which the accuracy says, nor those of one source."""
+    """Return True for ``pass@8`` and ``maj@8``; not for ``pass@1``, ``mean@8`` (the accuracy), nor for one source's."""
     kind, _, k = name.partition("@")
     return kind != "mean" and k.isdecimal() and int(k) > 1
 
 
 def time_left(seconds: float | None) -> str:
-    """``1:02:03 left``; empty while it is unknown."""
+    """Return ``1:02:03 left``; an empty text while it is unknown."""
     if seconds is None:
         return ""
     minutes, second = divmod(round(seconds), 60)

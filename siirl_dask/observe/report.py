@@ -1,4 +1,4 @@
-"""What a run shows when it ends: its numbers, samples before and after, where the files lie, what to type next.
+"""The report at the end of a run: its numbers, samples before and after, the files, and commands to type next.
 
 console.print(render_report(Report(summary=summary, before=rows, after=rows_now, files=files, next_lines=lines)))
 """
@@ -27,19 +27,21 @@ _COLOURS = {Status.COMPLETE: "green", Status.FAILED: "red", Status.INTERRUPTED: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
+    """Everything that the report shows."""
+
     summary: Summary
     files: Mapping[str, str] = field(default_factory=dict)
-    """What lies where, such as ``{"every sample": "runs/quickstart/rollouts"}``."""
+    """Files by description, such as ``{"every sample": "runs/quickstart/rollouts"}``."""
     before: Sequence[Sample] = ()
-    """Validation rows of the first validation; those whose prompt is in ``after`` too are shown first."""
+    """Rows of the first validation; those whose prompt is in ``after`` too are shown first."""
     after: Sequence[Sample] = ()
-    """Validation rows of the last validation."""
+    """Rows of the last validation."""
     next_lines: Sequence[str] = ()
-    """What to type next, line by line."""
+    """Commands to type next, one a line."""
 
 
 def render_report(report: Report) -> RenderableType:
-    """The report as something that a rich Console prints."""
+    """Return the report as something that a rich Console prints."""
     parts: list[RenderableType] = [_headline(report.summary), _numbers(report.summary)]
     if report.before or report.after:
         parts += [_title("Validation samples, before and after"), _samples(report.before, report.after)]
@@ -115,7 +117,7 @@ def _title(text: str) -> Text:
 
 
 def _text(value: object) -> str:
-    """A prompt, an answer or a response as a few lines of plain text."""
+    """Return a prompt, an answer or a response as a few lines of plain text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = "\n".join(
             _printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m)) for m in value
@@ -125,7 +127,7 @@ def _text(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey: a model can sample escape sequences."""
+    """Return ``text`` without characters that a terminal obeys: a model can sample escape sequences."""
     return "".join(
         c if c.isprintable() or c == "\n" else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -1,4 +1,4 @@
-"""``<run.url>/summary.json``: how a run ended, in numbers a script can compare. Written however it ends."""
+"""``<run.url>/summary.json`` says how a run ended, in numbers that a script can compare. Every run writes it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ FILE = "summary.json"
 
 
 class Status(StrEnum):
+    """How a run ended."""
+
     COMPLETE = "complete"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
@@ -24,45 +26,49 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """Mean reward on data that is not trained on; null where it was not measured."""
+    """Mean rewards on held-out data; null where not measured."""
 
     first: float | None = None
-    """On the validation data, before the first step."""
+    """Mean reward on the validation data before the first step."""
     last: float | None = None
-    """On the validation data, the last time it was measured."""
+    """Mean reward of the last validation."""
     test: float | None = None
-    """On the test data, which is touched once, after the last step."""
+    """Mean reward on the test data, which is used once, after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BytesPerStep:
-    """Bytes that moved for an average step; null where they cannot be measured."""
+    """Bytes moved in an average step; null where they cannot be measured."""
 
     peers: float | None = None
-    """From worker to worker."""
+    """Bytes from worker to worker."""
     scheduler_and_client: float | None = None
-    """Through the scheduler and the client: none of it samples or weights."""
+    """Bytes through the scheduler and the client, none of them samples or weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
+    """The content of ``summary.json``."""
+
     run_id: str
+    """``run.name``."""
     status: Status
     error: str | None = None
-    """What stopped a run that failed or was interrupted."""
+    """Error that stopped the run; None when it is complete."""
     steps: int
     """Steps trained."""
     workers: int
     seconds: float
-    """From the first step's start to the last one's end, validation included, set-up not."""
+    """Seconds from the first step's start to the last one's end, with validation and without set-up."""
     samples_per_second: float | None
-    """Responses generated and trained on, over ``seconds``; null if no step was finished."""
+    """Responses trained on, divided by ``seconds``; null if no step was finished."""
     validation: Accuracy = field(default_factory=Accuracy)
     bytes_per_step: BytesPerStep = field(default_factory=BytesPerStep)
     version: str = __version__
-    """Of siirl_dask."""
+    """Version of siirl_dask that ended the run."""
 
     def to_json(self) -> str:
+        """Return the text of ``summary.json``; numbers that are not finite become null."""
         return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
@@ -73,12 +79,11 @@ def write_summary(url: str, summary: Summary) -> None:
 
 
 def read_summary(url: str) -> Summary:
-    """The summary of the run at ``url``, without fields that a newer version added. DataError if it is no summary."""
+    """Return the summary of the run at ``url``, without unknown fields. DataError if it is absent or damaged."""
     name = join(url, FILE)
     fs, path = open_fs(name)
     try:
-        found = json.loads(fs.cat_file(path))
-        known = _known(Summary, found)
+        known = _known(Summary, json.loads(fs.cat_file(path)))
         known["status"] = Status(known["status"])
         known["validation"] = Accuracy(**_known(Accuracy, known["validation"]))
         known["bytes_per_step"] = BytesPerStep(**_known(BytesPerStep, known["bytes_per_step"]))
@@ -89,10 +94,11 @@ def read_summary(url: str) -> Summary:
         raise DataError(f"{name} is not a run's summary: {type(error).__name__}: {error}") from error
 
 
-def _known(kind: type[Any], found: object) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise TypeError(f"expected an object for {kind.__name__}, got {found!r:.200}")
-    return {f.name: found[f.name] for f in fields(kind) if f.name in found}
+def _known(kind: type[Any], values: object) -> dict[str, Any]:
+    """Return the values of the fields that ``kind`` has."""
+    if not isinstance(values, dict):
+        raise TypeError(f"expected an object for {kind.__name__}, got {values!r:.200}")
+    return {f.name: values[f.name] for f in fields(kind) if f.name in values}
 
 
 def _without_nan(value: Any) -> Any:

@@ -216,7 +216,7 @@ def _edge(
 ) -> Edge:
     schema = make_schema({name: source.produced[name].type for name in columns})
     target = stage.node
-    rows = Rows.REPLICATED if layout.replicated else target.rows  # where the guide is in place and replicated
+    rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)  # where the guide is in place and replicated
     return Edge(source.node.name, target.name, sources, layout.workers, rows, _by_minibatch(stage), schema, guide)
 
 

@@ -84,7 +84,8 @@ class Node:
     role: str
     after: Sequence[str] = ()
     """Its parents: one name, or several. A tuple once the node is made."""
-    rows: Rows = Rows.ANYWHERE
+    rows: Rows | str = Rows.ANYWHERE
+    """Layout of its rows among the workers of its role, or its name. A ``Rows`` once the node is made."""
     save_as: str | None = None
     """Table of the run in which every worker writes its part of the output."""
     lag: int = 0
@@ -107,6 +108,7 @@ class Node:
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
+        object.__setattr__(self, "rows", self._checked_rows())
         if not self.after and self.rows is not Rows.ANYWHERE:
             raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
         if not isinstance(self.lag, int) or self.lag < 0 or (self.lag and not self.after):
@@ -115,6 +117,13 @@ class Node:
         # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
         if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
             raise PlanError(f"{self.label} writes {changed} of rows that exist: only new_rows=True may")
+
+    def _checked_rows(self) -> Rows:
+        valid = [str(policy) for policy in Rows]
+        if self.rows not in valid:
+            hint = did_you_mean(str(self.rows), valid)
+            raise PlanError(f"{self.label} has rows={self.rows!r}: expected one of {valid}{hint}")
+        return Rows(self.rows)
 
     @property
     def label(self) -> str:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from siirl_dask.coerce import Coercer
-from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.errors import PlanError
 from siirl_dask.planner.contract import check_options
 from siirl_dask.planner.dag import DAG, Node, Role, Rows
 from siirl_dask.planner.names import canonical, resolve
@@ -102,16 +102,12 @@ def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
     for key in ("name", "run", "role"):
         if not isinstance(spec.get(key), str):
             raise PlanError(f"{what} has {key}={spec.get(key)!r}: expected name, run and role, each a text")
-    rows = str(spec.get("rows") or Rows.ANYWHERE)
-    valid = [str(policy) for policy in Rows]
-    if rows not in valid:
-        raise PlanError(f"{what} has rows={rows!r}: expected one of {valid}{did_you_mean(rows, valid)}")
     return Node(
         name=spec["name"],
         fn=_bound(spec["run"], spec.get("with"), what),
         role=spec["role"],
         after=_names(spec.get("after"), f"{what}: after") or (),
-        rows=Rows(rows),
+        rows=spec.get("rows") or Rows.ANYWHERE,
         save_as=spec.get("save_as"),
         reads=_names(spec.get("reads"), f"{what}: reads"),
         writes=_schema(spec.get("writes"), f"{what}: writes"),

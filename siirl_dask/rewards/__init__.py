@@ -1,6 +1,7 @@
-"""Reward functions. Any function of this shape is one: name it in the config as ``module:function``, or pass it.
+"""Reward functions, and the scorer that calls one for each row.
 
-``build_scorer`` is a role's ``build``: it calls the function for each row.
+A reward function has the signature of ``RewardFn``; a config names it as ``module:function``, a recipe takes the
+function itself. ``build_scorer`` is the ``build`` of a role that scores.
 """
 
 from siirl_dask.rewards.code_execution.cases import code_execution

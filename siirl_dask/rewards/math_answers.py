@@ -1,4 +1,4 @@
-"""Mathematical equality, by the math-verify library: 1/2, 0.5 and a LaTeX fraction are one answer."""
+"""Rewards for mathematical answers: equal expressions, a number after ``####``, an answer after ``Answer:``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from decimal import Decimal, InvalidOperation
 
 from siirl_dask.errors import ConfigError
 
+_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
+_ANY_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
+_STATED_ANSWER = re.compile(r"\banswer[ \t*_]*:(.*)$", re.IGNORECASE | re.MULTILINE)
+_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+_NO_MEANING = re.compile(r"\\[,;!() \[\]]|\\left|\\right|\$|\s|\*\*|__")  # spaces, delimiters, bold type
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+
 
 def math_answer(prompt: object, response: str, answer: object, **extra: object) -> float:
-    r"""1.0 when the response's answer (in ``\boxed{}``, LaTeX or plain) equals ``answer``, else 0.0.
+    r"""Return 1.0 when the response's answer (in ``\boxed{}``, LaTeX or plain) equals ``answer``, else 0.0.
 
-    ``answer`` may be LaTeX or plain. ValueError where it is no mathematics, ConfigError without the extra ``math``. A
-    hard expression can take minutes to compare: set ``rewards.processes`` and ``rewards.timeout``.
+    math-verify compares: 1/2, 0.5 and a LaTeX fraction are equal. ``answer`` may be LaTeX or plain. ValueError where it
+    is no mathematics, ConfigError without the extra ``math``. A hard expression can take minutes to compare: set
+    ``rewards.processes`` and ``rewards.timeout``.
     """
     try:
         from math_verify import parse, verify
@@ -20,95 +30,80 @@ def math_answer(prompt: object, response: str, answer: object, **extra: object) 
         raise ConfigError("math_answer needs math-verify: pip install 'siirl_dask[math]'") from error
     text = str(answer).strip()
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-    # Its own timeouts use signals, which reach main threads only; rewards.timeout stands in for them.
+    # math-verify's timeouts use signals, which work in main threads only: rewards.timeout stands in for them.
     expected = parse(marked, parsing_timeout=None)
     if not expected:
         raise ValueError(f"answer {answer!r:.200} is no mathematics that math-verify can read")
     return float(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
-_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED = re.compile(rf"####\s*({_NUMBER})")
-_ANY = re.compile(rf"(?<![\w.]){_NUMBER}")
-
-
 def gsm8k(prompt: object, response: str, answer: object, *, flexible: bool = False, **extra: object) -> float:
-    """1.0 when the response's number after its last ``####`` equals the answer's, else 0.0. ``flexible`` takes the last
-    number of the response where nothing is marked.
+    """Return 1.0 when the response's number after its last ``####`` equals the answer's, else 0.0.
 
-    Commas, a dollar sign and zeros behind the point do not matter. ``answer`` is a number or a solution that ends with
-    a marked one; ValueError where it holds neither.
+    ``flexible`` takes the response's last number where none is marked. Commas, a dollar sign and zeros behind the point
+    do not matter. ``answer`` is a number, or a solution that ends with a marked one as in GSM8K (arXiv:2110.14168);
+    ValueError where it holds neither.
     """
-    expected = _marked(str(answer)) or _whole(str(answer))
+    solution = str(answer)
+    expected = _last_match(_MARKED_NUMBER, solution)
+    if expected is None and re.fullmatch(_NUMBER, solution.strip()):
+        expected = solution.strip()
     if expected is None:
         raise ValueError(f"answer {answer!r:.200} holds no number: expected one, or '#### ' and one")
-    given = _marked(response) or (_last(response) if flexible else None)
-    return float(given is not None and _value(given) == _value(expected))
-
-
-def _marked(text: str) -> str | None:
-    found = _MARKED.findall(text)
-    return found[-1] if found else None
-
-
-def _last(text: str) -> str | None:
-    found = _ANY.findall(text)
-    return found[-1] if found else None
-
-
-def _whole(text: str) -> str | None:
-    found = re.fullmatch(_NUMBER, text.strip())
-    return found[0] if found else None
-
-
-def _value(number: str) -> Decimal:
-    return Decimal(re.sub(r"[$,]", "", number))
-
-
-_STATED = re.compile(r"\banswer[ \t*_]*:(.*)$", re.IGNORECASE | re.MULTILINE)
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-_NOTHING = re.compile(r"\\[,;!() \[\]]|\\left|\\right|\$|\s|\*\*|__")
+    number = _last_match(_MARKED_NUMBER, response)
+    if number is None and flexible:
+        number = _last_match(_ANY_NUMBER, response)
+    return float(number is not None and _to_decimal(number) == _to_decimal(expected))
 
 
 def dapo_math(prompt: object, response: str, answer: object, **extra: object) -> float:
-    r"""1.0 when the response's answer is ``answer``, else -1.0. Its answer is the rest of the line after its last
-    ``Answer:``, or where there is nothing, what its last ``\boxed{}`` holds.
+    r"""Return 1.0 when the response's answer is ``answer``, else -1.0 (DAPO, arXiv:2503.14476).
 
-    Compared as numbers where both are, else as text; spaces, dollar signs, ``\text{}`` and a full stop do not matter.
+    The response's answer is the rest of the line after its last ``Answer:``; where that is empty or missing, the
+    content of its last ``\boxed{}``. Both are compared as numbers where they are numbers, else as text; spaces, dollar
+    signs, ``\text{}`` and a full stop do not matter.
     """
-    stated = _STATED.findall(response)
-    given = stated[-1] if stated and stated[-1].strip() else last_boxed(response)
-    return 1.0 if given is not None and _normal(given) == _normal(str(answer)) else -1.0
-
-
-def _normal(text: str) -> Decimal | str:
-    boxed = last_boxed(text)
-    text = _TEXT.sub(r"\1", text if boxed is None else boxed)
-    text = _NOTHING.sub("", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).rstrip(".")
-    try:
-        number = Decimal(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
-    except InvalidOperation:
-        return text
-    return number if number.is_finite() else text
-
-
-_BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+    stated = _last_match(_STATED_ANSWER, response)
+    response_answer = stated if stated and stated.strip() else last_boxed(response)
+    same = response_answer is not None and _normalise(response_answer) == _normalise(str(answer))
+    return 1.0 if same else -1.0
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last ``\boxed{...}`` whose braces close; None without one. Takes linear time."""
-    opened: list[int | None] = []  # where what is boxed begins, of each brace that is open
+    r"""Return the content of the last ``\boxed{...}`` whose braces close, or None. Takes linear time."""
+    open_braces: list[int | None] = []  # for each, where the content of its \boxed begins; None for a plain brace
     last = (-1, "")
     for brace in _BRACE.finditer(text):
         match brace[0]:
             case "\\{" | "\\}":
                 continue
             case "{":
-                opened.append(None)
+                open_braces.append(None)
             case "}":
-                begin = opened.pop() if opened else None
+                begin = open_braces.pop() if open_braces else None
                 if begin is not None and begin > last[0]:
                     last = (begin, text[begin : brace.start()])
             case _:
-                opened.append(brace.end())
+                open_braces.append(brace.end())
     return last[1] if last[0] >= 0 else None
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = pattern.findall(text)
+    return matches[-1] if matches else None
+
+
+def _to_decimal(number: str) -> Decimal:
+    return Decimal(re.sub(r"[$,]", "", number))
+
+
+def _normalise(text: str) -> Decimal | str:
+    """Return the number that an answer is, or its text without what does not matter."""
+    boxed = last_boxed(text)
+    text = _TEXT_COMMAND.sub(r"\1", text if boxed is None else boxed)
+    text = _NO_MEANING.sub("", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).rstrip(".")
+    try:
+        number = Decimal(_THOUSANDS_COMMA.sub("", text))
+    except InvalidOperation:
+        return text
+    return number if number.is_finite() else text

@@ -1,1 +1,1 @@
-"""What a run leaves behind under its URL: config, DAG, checkpoints, tables of rows."""
+"""Reads and writes a run's folder: config, DAG, checkpoints, tables of rows. Needs neither torch nor Dask."""

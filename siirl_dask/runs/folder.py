@@ -1,11 +1,11 @@
-"""What lies under ``run.url``: how a run describes itself there, and what of an earlier start is removed."""
+"""The folder at ``run.url``: writes and compares a run's identity, and removes what an earlier start left."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -43,7 +43,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
 }
-"""Groups and keys that extend or observe a run: what is learned does not depend on them."""
+"""Groups and keys that may differ when a run is resumed: what is learned does not depend on them."""
 _Spec = Mapping[str, Any]
 
 
@@ -52,29 +52,35 @@ class RunIdentity:
     """The part of a run that decides its results: configuration and training DAG, as plain data."""
 
     values: Mapping[str, Any]
-    """By ``group.key``, without those that may change."""
+    """Configuration values by ``group.key``, without those that may change."""
     dag: _Spec
+    """The training DAG; empty where the start was killed before it wrote one."""
 
     @staticmethod
     def of(config: Config, dag: DAG) -> RunIdentity:
+        """Return the identity of a run of ``dag`` under ``config``."""
         return RunIdentity(_deciding(config), dag_to_spec(dag))
 
     def digest(self) -> str:
+        """Return 16 hexadecimal digits that are equal for equal identities."""
         text = json.dumps([dict(self.values), self.dag], sort_keys=True)
         return sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: RunIdentity) -> list[str]:
-        """Each as ``trainer.lr: 1e-06 -> 2e-06``, from this one to the other. A DAG that was not written yet is any."""
+        """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 -> 2e-06``.
+
+        A DAG that was not written yet equals any.
+        """
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
-        mine, others = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
+        old, new = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
         free = tuple(f".with.{key}" for key in _MAY_CHANGE)  # as options of a role or node
-        names = [name for name in {**mine, **others} if mine.get(name) != others.get(name) and not name.endswith(free)]
-        return [f"{name}: {_shown(mine.get(name))} -> {_shown(others.get(name))}" for name in names]
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.endswith(free)]
+        return [f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names]
 
 
 def read_identity(url: str) -> RunIdentity | None:
-    """The identity of the run at ``url``; None if there is none. ConfigError if it cannot be read."""
+    """Return the identity of the run at ``url``; None if there is no run. ConfigError if it cannot be read."""
     try:
         fs, path = open_fs(url)
         if not fs.exists(f"{path}/{CONFIG_FILE}"):
@@ -82,14 +88,30 @@ def read_identity(url: str) -> RunIdentity | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    config = load_text(text, join(url, CONFIG_FILE))
-    return RunIdentity(_deciding(config), dag)
+    return RunIdentity(_deciding(recorded_config(text, url)), dag)
+
+
+def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration ``text`` that the run at ``url`` recorded, with overrides, ``key=value``.
+
+    ConfigError for unusable overrides, and, with what can still be read, when another version wrote the run.
+    """
+    file = join(url, CONFIG_FILE)
+    try:
+        recorded = load_text(text, file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can be read, but to "
+            "resume, evaluate or export it takes that version; a run of this version needs another run.name or "
+            "run.url, or --fresh, which removes what is there"
+        ) from error
+    return load_text(text, file, overrides) if overrides else recorded
 
 
 def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
-    """Write ``config.yaml`` and ``dag.json``; ``replace``: over those that are there.
+    """Write ``config.yaml`` and ``dag.json``; with ``replace`` over existing ones.
 
-    ConfigError when another run has taken the folder meanwhile.
+    ConfigError when another run has taken the folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
     text = dump(config).encode()
@@ -100,20 +122,26 @@ def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
     write_atomic(fs, f"{path}/{DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
 
 
-def check_writable(url: str, *, write: bool = True) -> None:
-    """ConfigError unless a run can write below ``url``. Without ``write`` only a local folder can be judged."""
-    fs, path = open_fs(url)
+def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> None:
+    """Raise ConfigError, naming ``option``, unless files can be written below ``url``.
+
+    Without ``write`` nothing is tried, so only a local folder can be judged.
+    """
+    try:
+        fs, path = open_fs(url)
+    except StorageError as error:
+        raise ConfigError(f"{option}={url!r}: {error}") from error
     if isinstance(fs, LocalFileSystem):
         folder = Path(path)
         parent = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.url={url!r}: {str(parent)!r} is no folder that this user can write to")
+            raise ConfigError(f"{option}={url!r}: {str(parent)!r} is no folder that this user can write to")
     if write:
-        _probe(fs, path, url)
+        _probe(fs, path, f"{option}={url!r}")
 
 
-def _probe(fs: AbstractFileSystem, path: str, url: str) -> None:
-    """Write a file and remove it again, and the folder with it where there was none."""
+def _probe(fs: AbstractFileSystem, path: str, setting: str) -> None:
+    """Write a file and remove it again, and the folder with it if it did not exist. ConfigError if that fails."""
     existed, file = fs.exists(path), f"{path}/.writable-{uuid4().hex}"
     try:
         write_atomic(fs, file, b"")
@@ -121,18 +149,18 @@ def _probe(fs: AbstractFileSystem, path: str, url: str) -> None:
         if not existed and fs.exists(path):  # object stores have no folders
             fs.rmdir(path)
     except Exception as error:  # each store has errors of its own: no bucket, no credentials, no connection
-        raise ConfigError(f"run.url={url!r} cannot be written: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
-    """Tables that a run keeps: those of its nodes, and that of the test phase."""
+    """Return the names of the tables that a run saves: those of its nodes, and that of the test phase."""
     return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
-    """What was kept of steps after step ``done``, and of the test; with none done, of all of them.
+    """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
 
-    They are done again, perhaps by other workers: parts of both must not lie side by side.
+    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side.
     """
     for table in tables:
         fs, root = open_fs(join(url, table))
@@ -143,35 +171,41 @@ def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
 
 
 def remove_summary(url: str) -> None:
-    """It tells how the run ended, and the run goes on."""
+    """Delete ``summary.json``: it says how the run ended, and the run is resumed."""
     fs, path = open_fs(join(url, _SUMMARY))
     if fs.exists(path):
         fs.rm_file(path)
 
 
 def remove_run(url: str, tables: Iterable[str]) -> None:
-    """All that a run writes, and nothing else. Its checkpoints go first and its ``config.yaml`` last: until then there
-    is a run here, which can be gone on with or removed again.
+    """Delete everything that a run writes, and nothing else.
+
+    Its checkpoints go first and its ``config.yaml`` last: until then the folder holds a run, which can be resumed or
+    removed again.
     """
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
-    remove_steps(url, {*tables, *_kept_before(fs, path)}, 0)
+    remove_steps(url, {*tables, *_saved_tables(fs, path)}, 0)
     events = [file for file in _listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
             fs.rm_file(file)
 
 
-def _kept_before(fs: AbstractFileSystem, path: str) -> set[str]:
+def _saved_tables(fs: AbstractFileSystem, path: str) -> set[str]:
+    """Return the names of the tables that ``dag.json`` says the run saved."""
     try:
         names = {node.get("save_as") for node in _read_dag(fs, path).get("nodes", ())}
     except ConfigError:
-        return set()  # a damaged file is removed like a whole one, and tells of no tables
+        return set()  # a damaged file is removed like any other, and names no tables
     return {name for name in names if isinstance(name, str) and _TABLE.fullmatch(name)}
 
 
 def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
-    """Empty where a start was killed before it wrote it. Options that it does not have yet are given their defaults."""
+    """Return the DAG as plain data; options that it lacks get their defaults.
+
+    It is empty where a start was killed before it wrote one.
+    """
     if not fs.exists(f"{path}/{DAG_FILE}"):
         return {}
     try:
@@ -182,11 +216,11 @@ def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
     try:
         return dag_to_spec(dag_from_spec(roles, nodes))
     except PlanError:
-        return spec  # it was of functions that are no more: a difference like any other
+        return spec  # it names functions that no longer exist: a difference like any other
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    """The configuration's values by key, without those that may change."""
+    """Return the configuration's values by key, without those that may change."""
     values = {}
     for key in config_keys():
         if key not in _MAY_CHANGE and key.split(".")[0] not in _MAY_CHANGE:
@@ -216,5 +250,5 @@ def _shown(value: Any) -> str:
 def _listed(fs: AbstractFileSystem, folder: str) -> list[str]:
     try:
         return [str(path).rstrip("/") for path in fs.ls(folder, detail=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

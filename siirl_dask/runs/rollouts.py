@@ -1,4 +1,4 @@
-"""Every sample a run has generated, as one table for SQL: DuckDB reads the Parquet parts where they lie."""
+"""SQL over every sample that a run generated, as one table: DuckDB reads the Parquet parts in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from siirl_storage import join, open_fs
+from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.errors import DataError
 
@@ -21,7 +21,7 @@ _OVERVIEW = (
 
 
 def query(url: str, sql: str) -> pa.Table:
-    """The answer to ``sql`` over the table ``rollouts`` of the run at ``url``: one row a sample, with its ``step``.
+    """Return the answer to ``sql`` over the table ``rollouts`` of the run at ``url``: a row per sample, with ``step``.
 
     DataError if there is no such table or the SQL is wrong.
     """
@@ -30,16 +30,19 @@ def query(url: str, sql: str) -> pa.Table:
 
 
 def render(url: str, sql: str | None = None) -> str:
-    """As ``query``, drawn as text; without SQL the number of samples and the mean reward of each step."""
+    """Return the answer as text; without SQL the number of samples and the mean reward of each step."""
     with _answer(url, sql or _OVERVIEW) as relation:
         return str(relation)
 
 
 @contextmanager
 def _answer(url: str, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
-    import duckdb  # for those who query: whoever reads a config need not load it
+    import duckdb  # here, so that reading a config does not load it
 
-    fs, path = open_fs(join(url, "rollouts"))
+    try:
+        fs, path = open_fs(join(url, "rollouts"))
+    except StorageError as error:
+        raise DataError(str(error)) from error
     if not fs.glob(f"{path}/step=*/*.parquet"):
         raise DataError(f"{url!r} holds no rollouts: expected the folder of a run that has finished a step")
     local = "file" in fs.protocol if isinstance(fs.protocol, tuple) else fs.protocol == "file"

@@ -1,4 +1,4 @@
-"""What every Critic must do, as tests to inherit.
+"""Conformance tests of a Critic, to inherit.
 
 class TestMyCritic(CriticTests):
     @classmethod
@@ -41,7 +41,7 @@ _LOSS = partial(value_clip, clip=1e6)
 
 
 class CriticTests:
-    """Conformance of a critic; ``make_critic`` builds one from a Hugging Face folder, in float32, on a CPU."""
+    """Conformance of a critic. ``make_critic`` builds one from a Hugging Face folder, in float32, on a CPU."""
 
     @classmethod
     def make_critic(cls, folder: Path, config: TrainerConfig, rank: Rank) -> Critic:
@@ -55,10 +55,10 @@ class CriticTests:
     def build(self, folder: Path, **settings: object) -> Critic:
         return self.make_critic(folder, TrainerConfig(**{"lr": 1e-2, **settings}), Rank())  # type: ignore[arg-type]
 
-    def test_before_it_has_learned_it_foresees_nothing(self, folder: Path) -> None:
+    def test_values_are_zero_before_the_first_update(self, folder: Path) -> None:
         assert torch.equal(self.build(folder).values(random_rows(LENGTHS)), torch.zeros(32))
 
-    def test_it_learns_to_foresee_the_returns(self, folder: Path) -> None:
+    def test_values_learn_to_predict_the_returns(self, folder: Path) -> None:
         critic = self.build(folder)
         rows = random_rows(LENGTHS)
         losses = [critic.update([_batch(critic, rows)], _LOSS)["loss"] for _ in range(60)]
@@ -66,7 +66,7 @@ class CriticTests:
         error = (critic.values(rows) - signs(rows)).square().mean()
         assert error < 0.2
 
-    def test_a_value_does_not_depend_on_its_own_token_or_later_ones(self, folder: Path) -> None:
+    def test_a_value_depends_on_earlier_tokens_only(self, folder: Path) -> None:
         critic = self.build(folder)
         rows = random_rows([(3, 6)])
         critic.update([_batch(critic, rows)], _LOSS)
@@ -77,14 +77,14 @@ class CriticTests:
         assert torch.equal(before[:3], after[:3])
         assert not torch.allclose(before[3:], after[3:])
 
-    def test_values_are_those_of_rows_one_by_one(self, folder: Path) -> None:
+    def test_values_of_packed_rows_equal_those_of_single_rows(self, folder: Path) -> None:
         critic = self.build(folder, max_tokens_per_micro_batch=20)
         rows = random_rows(LENGTHS)
         critic.update([_batch(critic, rows)], _LOSS)
         alone = [critic.values(random_rows(LENGTHS, range(row, row + 1))) for row in range(len(LENGTHS))]
         assert_close(critic.values(rows), torch.cat(alone), atol=1e-5, rtol=0)
 
-    def test_a_masked_token_is_not_learned_from(self, folder: Path) -> None:
+    def test_masked_tokens_do_not_reach_the_loss(self, folder: Path) -> None:
         critic = self.build(folder)
         seen: list[ValueInputs] = []
 
@@ -97,7 +97,7 @@ class CriticTests:
         critic.update([_batch(critic, rows, mask)], loss)
         assert torch.equal(torch.cat([inputs.returns for inputs in seen]), signs(rows)[mask])
 
-    def test_returns_that_are_not_finite_stop_it_before_a_step(self, folder: Path) -> None:
+    def test_nonfinite_returns_stop_training_before_a_step(self, folder: Path) -> None:
         critic = self.build(folder)
         rows = random_rows(LENGTHS)
         before = copied_weights(critic)
@@ -106,16 +106,14 @@ class CriticTests:
             critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
         assert_same_tensors(copied_weights(critic), before)
 
-    def test_its_parameters_have_the_models_shapes_and_one_head(self, folder: Path) -> None:
+    def test_weights_are_the_decoders_and_one_head(self, folder: Path) -> None:
         weights = copied_weights(self.build(folder))
         model = {name: p.shape for name, p in load_model(folder).named_parameters() if name.startswith("model.")}
         head = {name: tensor for name, tensor in weights.items() if name not in model}
         assert {name: weights[name].shape for name in model} == model
         assert sum(tensor.numel() for tensor in head.values()) == load_model(folder).config.hidden_size + 1
 
-    def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_training_resumes_from_a_checkpoint_bit_for_bit(self, folder: Path, tmp_path: Path) -> None:
         steady, stopped, fresh = (self.build(folder) for _ in range(3))
         for critic in (steady, stopped):
             critic.update([_batch(critic, random_rows(LENGTHS))], _LOSS)
@@ -126,10 +124,10 @@ class CriticTests:
         assert seen[0] == seen[1]
         assert_same_tensors(copied_weights(fresh), copied_weights(steady))
 
-    def test_two_ranks_learn_what_one_does(self, folder: Path, tmp_path: Path) -> None:
-        """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""
+    def test_two_ranks_learn_like_one(self, folder: Path, tmp_path: Path) -> None:
+        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no rank has any."""
         module = sys.modules[type(self).__module__]
-        cloudpickle.register_pickle_by_value(module)  # a rank may not find the subclass's file by its name
+        cloudpickle.register_pickle_by_value(module)  # a rank may be unable to import the subclass's module
         try:
             both = run_ranks(2, partial(_learn, self.make_critic, folder), tmp_path)
         finally:
@@ -142,15 +140,16 @@ class CriticTests:
 
 
 def _learn(make_critic: object, folder: Path, rank: Rank) -> dict[str, object]:
+    """Learn from three mini-batches. Returns this rank's metrics, values and weights."""
     assert callable(make_critic)
     critic: Critic = make_critic(folder, TrainerConfig(lr=1e-4), rank)
 
-    def mine(first: int, last: int, rows_of_rank_0: int) -> ValueBatch:
+    def own_batch(first: int, last: int, rows_of_rank_0: int) -> ValueBatch:
         cut = first + rows_of_rank_0
         rows = range(first, last) if rank.size == 1 else range(first, cut) if rank.rank == 0 else range(cut, last)
         return _batch(critic, random_rows(LENGTHS, rows))
 
-    metrics = critic.update([mine(0, 7, 2), mine(0, 4, 4), mine(0, 0, 0)], _LOSS)
+    metrics = critic.update([own_batch(0, 7, 2), own_batch(0, 4, 4), own_batch(0, 0, 0)], _LOSS)
     seen: dict[str, object] = {
         "metrics": metrics,
         "values": critic.values(random_rows(LENGTHS)),

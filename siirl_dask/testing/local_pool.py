@@ -224,7 +224,7 @@ def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[
                 root=ranked.index(joins[0]),
                 device="cpu",
                 stop=stop,
-                most=stream_bytes,
+                max_bytes=stream_bytes,
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The ranks of a process group, as processes on this machine."""
+"""Runs the ranks of a process group as processes on this machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
-    """Call ``function(rank)`` in ``size`` new processes that share a gloo group on loopback; what each returned.
+    """Call ``function(rank)`` in ``size`` new processes that share a gloo group on loopback. Returns their results.
 
-    Results are tensors, numbers, strings and containers of them. ``folder`` is an empty one for what they exchange.
-    An exception in a rank is raised here, with its traceback.
+    Results are tensors, numbers, strings and containers of them; ``folder`` is an empty folder to exchange them. An
+    exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
     prepare_processes()
@@ -39,6 +39,6 @@ def _run_rank(rank: int, size: int, payload: bytes, folder: str) -> None:
     try:
         result = cloudpickle.loads(payload)(Rank(rank, size, dist.group.WORLD))
         torch.save(result, f"{folder}/result-{rank}")
-        dist.barrier()  # a rank that is done must not take the group from one that is not
+        dist.barrier()  # a rank that is done must not destroy the group under another
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a model says of its tokens, by a plain forward pass of one row: what engines and trainers are held against."""
+"""Log-probs by a plain forward pass of one row, as the reference for engines and trainers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from siirl_dask.training import PackedRows, TokenScores, TrainBatch, build_train
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """In float32, ready to be run."""
+    """Load the model of ``folder`` in float32, in evaluation mode."""
     with no_progress_bars():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
@@ -30,9 +30,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 def response_scores(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of every token of the vocabulary at each place of the response. [len(response), V], with
-    gradient.
-    """
+    """Return log-probs of the whole vocabulary at each response position. [len(response), V], with gradient."""
     logits: Tensor = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
     return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
@@ -40,28 +38,30 @@ def response_scores(
 def response_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of each token of the response. [len(response)], with gradient."""
+    """Return the log-prob of each response token. [len(response)], with gradient."""
     scores = response_scores(model, prompt, response, temperature)
     return scores.gather(1, torch.tensor(response, dtype=torch.int64)[:, None]).squeeze(1)
 
 
 def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -> TokenScores:
-    """What a trainer says of the rows, each of them by itself."""
+    """Score each row by itself, as a Trainer scores packed rows."""
     logprobs, entropy = [], []
     for row, prompt in split_rows(rows):
-        given = row[:prompt].tolist(), row[prompt:].tolist()
-        scores = response_scores(model, *given, temperature)
-        logprobs.append(response_logprobs(model, *given, temperature))
+        tokens = row[:prompt].tolist(), row[prompt:].tolist()
+        scores = response_scores(model, *tokens, temperature)
+        logprobs.append(response_logprobs(model, *tokens, temperature))
         entropy.append(-(scores.exp() * scores).sum(-1).detach())
     return TokenScores(torch.cat(logprobs), torch.cat(entropy))
 
 
 PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
-"""Of one token and of many, and two alike."""
+"""Prompts of one token and of many, two of them of equal length."""
 
 
-def assert_says_what_the_trainer_says(engine: RolloutEngine, folder: Path, after: Sequence[int]) -> None:
-    """Log-probs of what is sampled, within 1e-4 in float32, after so many updates with the weights of each."""
+def assert_agrees_with_trainer(engine: RolloutEngine, folder: Path, after: Sequence[int]) -> None:
+    """Check that engine and trainer agree on log-probs of samples, within 1e-4, after each number of updates in
+    ``after``. The engine loads the trainer's weights after every update.
+    """
     sampling = Sampling(max_tokens=6, temperature=0.7)
     trainer = build_trainer(
         Device("w0"),
@@ -86,7 +86,7 @@ def assert_says_what_the_trainer_says(engine: RolloutEngine, folder: Path, after
 
 
 def pack_samples(prompts: Sequence[Sequence[int]], samples: Sequence[Generation]) -> PackedRows:
-    """Prompts and what was sampled for them, as a trainer takes them."""
+    """Pack prompts and their samples into rows for a trainer."""
     rows = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
     return PackedRows(
         torch.tensor([token for row in rows for token in row]),

@@ -1,11 +1,11 @@
-"""What every Trainer must do, as tests to inherit.
+"""Conformance tests of a Trainer, to inherit.
 
     class TestMyTrainer(TrainerTests):
         @classmethod
         def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
             return MyTrainer(folder, config, temperature, rank)
 
-pytest collects what is inherited; ``folder`` is a tiny random model in float32.
+pytest collects the inherited tests; ``folder`` is a tiny random model in float32.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
 
 class TrainerTests:
-    """Conformance of a trainer; ``make_trainer`` builds one from a Hugging Face folder, in float32, on a CPU.
+    """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32, on a CPU.
 
-    It runs in other processes as well, one a rank, where ``rank.group`` is a gloo process group.
+    ``make_trainer`` also runs in other processes, one per rank, where ``rank.group`` is a gloo process group.
     """
 
     families: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
-    """Model families it must score as a plain forward pass does."""
+    """Model families whose scores must equal those of a plain forward pass."""
 
     @classmethod
     def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
@@ -68,9 +68,9 @@ class TrainerTests:
     @pytest.fixture(scope="class")
     @classmethod
     def two_ranks(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-        """What each of two ranks saw of ``_learn``; processes cost seconds, so it is run once."""
+        """Results of ``_learn`` on each of two ranks, computed once because processes take seconds to start."""
         module = sys.modules[cls.__module__]
-        cloudpickle.register_pickle_by_value(module)  # a rank may not find the subclass's file by its name
+        cloudpickle.register_pickle_by_value(module)  # a rank may be unable to import the subclass's module
         try:
             return run_ranks(2, partial(_learn, cls.make_trainer, folder), tmp_path_factory.mktemp("ranks"))
         finally:
@@ -80,7 +80,7 @@ class TrainerTests:
         config = TrainerConfig(**{"lr": 1e-3, **settings})  # type: ignore[arg-type]
         return self.make_trainer(folder, config, temperature, Rank())
 
-    def test_scores_are_those_of_a_plain_forward_pass(self, tmp_path: Path) -> None:
+    def test_scores_equal_a_plain_forward_pass(self, tmp_path: Path) -> None:
         rows = random_rows(LENGTHS)
         for family in self.families:
             folder = tiny_model(tmp_path / family, seed=3, family=family, tied=family != "llama")
@@ -90,11 +90,11 @@ class TrainerTests:
             assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
 
     @pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]], ids=["no rows", "no responses"])
-    def test_without_response_tokens_there_are_no_scores(self, folder: Path, lengths: Lengths) -> None:
+    def test_rows_without_responses_have_no_scores(self, folder: Path, lengths: Lengths) -> None:
         scores = self.build(folder).logprobs(random_rows(lengths))
         assert (scores.logprobs.shape, scores.entropy.shape) == ((0,), (0,))
 
-    def test_loss_and_gradient_norm_are_those_of_the_mean_over_tokens(self, folder: Path) -> None:
+    def test_loss_and_gradient_norm_are_a_mean_over_tokens(self, folder: Path) -> None:
         trainer = self.build(folder)
         batch = _batch(trainer, random_rows(LENGTHS))
         model = load_model(folder)
@@ -106,7 +106,7 @@ class TrainerTests:
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
-    def test_good_responses_become_likelier_and_bad_ones_less(self, folder: Path) -> None:
+    def test_an_update_raises_good_responses_and_lowers_bad_ones(self, folder: Path) -> None:
         trainer = self.build(folder)
         rows = random_rows([(3, 6), (3, 6)])
         before = trainer.logprobs(rows).logprobs
@@ -115,7 +115,7 @@ class TrainerTests:
         good, bad = (trainer.logprobs(rows).logprobs - before).split(6)
         assert good.sum() > 0 > bad.sum()
 
-    def test_micro_batches_change_nothing_but_memory(self, folder: Path) -> None:
+    def test_the_micro_batch_size_does_not_change_the_update(self, folder: Path) -> None:
         results = []
         for budget in (1, 20, 100_000):
             trainer = self.build(folder, max_tokens_per_micro_batch=budget)
@@ -125,7 +125,7 @@ class TrainerTests:
             assert metrics == pytest.approx(results[0][0], abs=1e-5)
             assert_close(logprobs, results[0][1], atol=1e-4, rtol=0)
 
-    def test_the_loss_function_sees_each_token_with_its_own_numbers(self, folder: Path) -> None:
+    def test_the_loss_function_gets_each_tokens_own_columns(self, folder: Path) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
         batch = _batch(trainer, random_rows(LENGTHS))
         seen: list[LossInputs] = []
@@ -141,10 +141,10 @@ class TrainerTests:
         assert lengths.tolist() == [response for _, response in LENGTHS]
         assert metrics["age"] == pytest.approx(0.0, abs=1e-5)
 
-    def test_tokens_that_are_masked_are_as_if_they_were_not_there(self, folder: Path) -> None:
+    def test_masked_tokens_do_not_reach_the_loss(self, folder: Path) -> None:
         rows = random_rows(LENGTHS)
         mask = torch.arange(response_tokens(rows)) % 3 != 0
-        mask[:4] = False  # a row of which nothing is left
+        mask[:4] = False  # this row keeps no token
         seen: list[LossInputs] = []
 
         def loss(inputs: LossInputs) -> TokenLoss:
@@ -161,20 +161,20 @@ class TrainerTests:
         assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
 
     @pytest.mark.parametrize("budget", [20, 100_000])
-    def test_another_aggregation_weighs_by_all_rows_of_the_minibatch(self, folder: Path, budget: int) -> None:
+    def test_an_aggregation_counts_all_rows_of_the_minibatch(self, folder: Path, budget: int) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
         batch = _batch(trainer, random_rows(LENGTHS))
         metrics = trainer.update([batch], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_sum)
         rows_with_tokens = sum(response > 0 for _, response in LENGTHS)
         assert metrics["loss"] == pytest.approx(batch.old_logprobs.sum().item() / rows_with_tokens, rel=1e-5)
 
-    def test_the_first_steps_learn_at_a_growing_rate(self, folder: Path) -> None:
+    def test_the_learning_rate_rises_during_warmup(self, folder: Path) -> None:
         trainer = self.build(folder, lr=1e-3, warmup_steps=4)
         batch = _batch(trainer, random_rows(LENGTHS))
         rates = [trainer.update([batch], _PPO)["lr"] for _ in range(5)]
         assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
-    def test_a_minibatch_without_tokens_is_skipped_and_counted(self, folder: Path) -> None:
+    def test_a_minibatch_without_tokens_is_counted_and_takes_no_step(self, folder: Path) -> None:
         trainer = self.build(folder)
         before = copied_weights(trainer)
         metrics = trainer.update([_batch(trainer, random_rows([])), _batch(trainer, random_rows([(3, 0)]))], _PPO)
@@ -183,7 +183,7 @@ class TrainerTests:
         assert_same_tensors(copied_weights(trainer), before)
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-    def test_numbers_that_are_not_finite_stop_training_before_a_step(self, folder: Path, number: float) -> None:
+    def test_nonfinite_numbers_stop_training_before_a_step(self, folder: Path, number: float) -> None:
         trainer = self.build(folder)
         rows = random_rows(LENGTHS)
         advantages = torch.ones(response_tokens(rows))
@@ -192,18 +192,16 @@ class TrainerTests:
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
             trainer.update([_batch(trainer, rows, advantages)], _PPO)
         assert_same_tensors(copied_weights(trainer), before)
-        trainer.update([_batch(trainer, rows)], _PPO)  # nothing of it is left behind
+        trainer.update([_batch(trainer, rows)], _PPO)  # the failed update left no trace
         assert all(bool(tensor.isfinite().all()) for tensor in copied_weights(trainer).values())
 
-    def test_weights_are_the_models_parameters_by_their_names(self, folder: Path) -> None:
+    def test_weights_are_the_models_parameters_by_name(self, folder: Path) -> None:
         trainer = self.build(folder)
         assert_same_tensors(
             copied_weights(trainer), {name: p.detach() for name, p in load_model(folder).named_parameters()}
         )
 
-    def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_training_resumes_from_a_checkpoint_bit_for_bit(self, folder: Path, tmp_path: Path) -> None:
         settings: dict[str, Any] = {"schedule": "cosine", "total_steps": 9, "warmup_steps": 1, "ema_decay": 0.5}
         steady, stopped = self.build(folder, **settings), self.build(folder, **settings)
         assert _steps(steady, 0, 2) == _steps(stopped, 0, 2)
@@ -214,7 +212,7 @@ class TrainerTests:
         assert _steps(steady, 2, 4) == _steps(fresh, 2, 4)
         assert_same_tensors(_full_state(fresh), _full_state(steady))
 
-    def test_state_is_there_before_the_first_update_by_the_names_of_the_weights(self, folder: Path) -> None:
+    def test_the_state_is_complete_before_the_first_update(self, folder: Path) -> None:
         state = self.build(folder).state()
         names = [name for name, _ in self.build(folder).weights()]
         assert list(state["model"]) == list(state["optimizer"]) == names
@@ -228,36 +226,33 @@ class TrainerTests:
         with pytest.raises(ValueError, match="expected"):
             self.build(folder).load_state(other)
 
-    def test_two_ranks_learn_what_one_does(self, folder: Path, two_ranks: list[dict[str, object]]) -> None:
-        """Rows are shared unevenly; in the second mini-batch one rank has none, in the third nobody has."""
+    def test_two_ranks_learn_like_one(self, folder: Path, two_ranks: list[dict[str, object]]) -> None:
+        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no rank has any."""
         alone = _learn(self.make_trainer, folder, Rank())
         for seen in two_ranks:
             assert seen["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
             assert_close(seen["logprobs"], alone["logprobs"], atol=1e-4, rtol=0)
 
-    def test_ranks_stay_equal_to_the_last_bit(self, two_ranks: list[dict[str, object]]) -> None:
+    def test_ranks_stay_equal_bit_for_bit(self, two_ranks: list[dict[str, object]]) -> None:
         assert_same_tensors(two_ranks[0]["weights"], two_ranks[1]["weights"])  # type: ignore[arg-type]
 
-    def test_every_rank_stops_when_one_has_numbers_that_are_not_finite(
-        self, two_ranks: list[dict[str, object]]
-    ) -> None:
+    def test_every_rank_stops_if_one_has_nonfinite_numbers(self, two_ranks: list[dict[str, object]]) -> None:
         assert [seen["error"] for seen in two_ranks] == ["TrainingError", "TrainingError"]
 
 
 def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
-    """Three mini-batches, then one that cannot be learned from; what this rank saw of it."""
+    """Learn from three mini-batches, then fail on a fourth. Returns this rank's metrics, scores, weights and error."""
     assert callable(make_trainer)
     trainer: Trainer = make_trainer(folder, TrainerConfig(lr=1e-4), _TEMPERATURE, rank)
     probe = random_rows(LENGTHS)
 
-    def mine(lengths: Lengths, rows_of_rank_0: int) -> TrainBatch:
-        whole = random_rows(lengths)
+    def own_batch(lengths: Lengths, rows_of_rank_0: int) -> TrainBatch:
         if rank.size == 1:
-            return _batch(trainer, whole)
+            return _batch(trainer, random_rows(lengths))
         rows = range(rows_of_rank_0) if rank.rank == 0 else range(rows_of_rank_0, len(lengths))
         return _batch(trainer, random_rows(lengths, rows))
 
-    metrics = trainer.update([mine(LENGTHS, 2), mine(LENGTHS[:4], 4), mine([], 0)], _PPO)
+    metrics = trainer.update([own_batch(LENGTHS, 2), own_batch(LENGTHS[:4], 4), own_batch([], 0)], _PPO)
     seen: dict[str, object] = {
         "metrics": metrics,
         "logprobs": trainer.logprobs(probe).logprobs,
@@ -275,16 +270,17 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
 def _batch(
     trainer: Trainer, rows: PackedRows, advantages: Tensor | None = None, mask: Tensor | None = None
 ) -> TrainBatch:
-    """As the policy is now."""
+    """Make a batch whose old log-probs are the policy's current ones."""
     logprobs = trainer.logprobs(rows).logprobs
-    given = signs(rows) if advantages is None else advantages
-    return TrainBatch(rows=rows, mask=mask, old_logprobs=logprobs, advantages=given, rollout_logprobs=logprobs)
+    advantages = signs(rows) if advantages is None else advantages
+    return TrainBatch(rows=rows, mask=mask, old_logprobs=logprobs, advantages=advantages, rollout_logprobs=logprobs)
 
 
 def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
-    """Metrics of updates that differ by their numbers."""
+    """Take the updates ``first`` to ``last``, each on other rows. Returns their metrics."""
     return [trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO) for at in range(first, last)]
 
 
 def _full_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the full tensors of the state by their path."""
     return {name: full_tensor(tensor) for name, tensor in flat(trainer.state()).items()}

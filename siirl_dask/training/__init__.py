@@ -1,4 +1,4 @@
-"""Trainers that score and learn, and reward models. The ``build_...`` functions are a role's ``build``."""
+"""Policies, references, critics and reward models. Each ``build_...`` function is a role's ``build``."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ __all__ = [
 def build_trainer(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
-    """The policy that learns, one of ``rank.size`` that do so together. ConfigError when ``model.path`` cannot be used.
+    """Build a policy that learns, one of ``rank.size`` that learn together. ConfigError if ``model.path`` is unusable.
 
-    Its log-probabilities are of the distribution that was sampled: at the rollout's temperature.
+    Log-probs are taken at the rollout's temperature, so they describe the distribution that was sampled.
     """
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Policy  # imports transformers
@@ -61,7 +61,7 @@ def build_trainer(
 def build_reference(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
-    """The policy as it was at the start: it scores and never learns, so it has no gradients and no optimiser."""
+    """Build the policy as it was at the start. A reference scores and never learns: no gradients, no optimizer."""
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Reference
 
@@ -70,7 +70,7 @@ def build_reference(
 
 @builds(preflight=check_critic)
 def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
-    """A critic that begins as the model of ``model.path``, one of ``rank.size`` that learn together."""
+    """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.critic import ValueCritic
 
@@ -92,9 +92,9 @@ def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerCon
 def build_reward_model(
     device: Device, rank: Rank, *, model: ModelConfig, max_tokens_per_batch: int = 16384
 ) -> RewardModel:
-    """The scorer of sequences in ``model.path``; ``max_tokens_per_batch``, padding included, go through it at once.
+    """Build the sequence classifier in ``model.path``. A batch holds ``max_tokens_per_batch`` tokens, padding included.
 
-    It reads the policy's tokens: its tokenizer must be the same. ConfigError when the folder cannot be used.
+    The model reads the policy's token ids, so both need the same tokenizer. ConfigError if the folder is unusable.
     """
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel

@@ -1,4 +1,4 @@
-"""A critic on whatever backend its model is placed: the policy's architecture with one number a token."""
+"""A critic on any ModelBackend: the policy's architecture with one number per token instead of logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from siirl_dask.training.trainer import PackedRows, ValueBatch
 
 
 class ValueCritic:
-    """Its head begins at 0, so that it foresees nothing until it has learned to."""
+    """A Critic whose head begins at 0: every value is 0 until the first update."""
 
     def __init__(self, backend: ModelBackend, trainer: TrainerConfig, rank: Rank) -> None:
         self._backend = backend
@@ -30,7 +30,7 @@ class ValueCritic:
 
     @torch.no_grad()
     def values(self, rows: PackedRows) -> Tensor:
-        """[K] float32: before each response token, the reward that is still to come."""
+        """Predict the return before each response token. [K] float32."""
         values = torch.cat([self._network(part) for part in self._backend.micro_batches(rows)]).cpu()
         self._network.reshard()
         return values
@@ -38,31 +38,33 @@ class ValueCritic:
     def update(
         self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
-        """One optimiser step per mini-batch; for the metrics see ``Learner.update``."""
+        """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         return self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the decoder, with what adapters add to it, and of the ``value_head``; what is not sharded
-        is live: copy what you keep.
+        """Yield every full parameter of the decoder, adapters merged, and of the ``value_head``.
+
+        Parameters that are not sharded are live: copy what you keep.
         """
         return full_weights(self._network.merged({}), self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The moving averages of the weights, as ``weights()`` gives those; nothing without ``ema_decay``."""
+        """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
         return full_weights(named, self._backend.device, torch.float32)
 
     def state(self) -> dict[str, Any]:
-        """For its layout see Trainer."""
+        """Return the state to resume from, laid out as ``Trainer.state`` says."""
         return {"model": self._model(), **self._learner.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(self._model(), state["model"], "model")
         self._learner.load_state(state)
 
     def close(self) -> None:
-        """Free the weights; nothing can be foreseen or learned any more."""
+        """Free the weights; predicting and learning are no longer possible."""
         del self._network, self._learner
 
     def _model(self) -> dict[str, Tensor]:

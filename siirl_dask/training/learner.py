@@ -1,4 +1,4 @@
-"""How parameters learn from token losses: a step a mini-batch, on gradients summed over micro-batches and ranks."""
+"""Training on token losses: one optimizer step per mini-batch, on gradients summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,50 +22,52 @@ from siirl_dask.training.trainer import Batch
 
 @dataclass(frozen=True, slots=True)
 class TokenSelection:
-    """Which tokens of a micro-batch are learned from."""
+    """The response tokens of a micro-batch that are learned from: S of its K tokens."""
 
     offsets: Tensor
-    """[R + 1]: where each row's begin, among them."""
+    """[R + 1]. Row r has the selected tokens ``offsets[r]`` to ``offsets[r + 1]``."""
     mask: Tensor | None
-    """[K] bool among the micro-batch's tokens; None, all."""
+    """[K] bool, True on selected tokens. None: all are selected."""
     part: slice
-    """Where the micro-batch's tokens lie among those of the batch."""
+    """Position of the K tokens among the response tokens of the whole batch."""
 
     def from_micro_batch(self, values: Tensor) -> Tensor:
-        """[K of the micro-batch] to those that are kept."""
+        """Select from the micro-batch's numbers. [K] -> [S]."""
         return values if self.mask is None else values[self.mask]
 
     def from_batch(self, values: Tensor) -> Tensor:
-        """[K of the whole batch] to those of the micro-batch that are kept, on its device."""
+        """Select from the whole batch's numbers, and move them to the micro-batch's device. [all] -> [S]."""
         return self.from_micro_batch(values[self.part].to(self.offsets.device))
 
     def attach(self, result: TokenLoss, scores: Tensor) -> TokenLoss:
-        """The same loss, tied to the model's ``scores`` whatever the loss function made of them: where ranks share a
-        model, each must go back through it as often as the others.
+        """Return the same loss, with the model's ``scores`` in its graph even if the loss function ignored them.
+
+        Ranks that share a model must all run the same number of backward passes.
         """
         return TokenLoss(loss=result.loss + scores[:0].sum(), metrics=result.metrics)
 
 
 def select_tokens(batch: Batch, part: MicroBatch, device: torch.device) -> TokenSelection:
+    """Return the tokens of the micro-batch ``part`` that ``batch.mask`` selects, on ``device``."""
     if batch.mask is None:
         return TokenSelection(part.offsets.to(device), None, part.tokens)
     mask = batch.mask[part.tokens]
-    return TokenSelection(_kept_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
+    return TokenSelection(_count_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
 
 
-def _kept_before(mask: Tensor) -> Tensor:
-    """[K] to [K + 1]: how many are kept before each place."""
+def _count_before(mask: Tensor) -> Tensor:
+    """Count the selected tokens before each position. [K] -> [K + 1]."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
 
 
 _LOSS = "loss"
 B = TypeVar("B", bound=Batch)
 Losses = Callable[[B], Iterator[tuple[TokenLoss, Tensor]]]
-"""Of a batch, one micro-batch after the other: the losses of the tokens kept, [K], and their offsets, [R + 1]."""
+"""Function of a batch that yields, per micro-batch, the losses [S] and row offsets [R + 1] of its selected tokens."""
 
 
 class Learner:
-    """Ranks begin with equal parameters and stay equal to the last bit."""
+    """Optimizes a set of parameters. Ranks begin with equal parameters and stay equal bit for bit."""
 
     def __init__(
         self,
@@ -89,11 +91,11 @@ class Learner:
         self._skipped = 0
 
     def update(self, batches: Sequence[B], losses: Losses[B], aggregate: Aggregation) -> dict[str, float]:
-        """One step per mini-batch that has tokens to learn from anywhere.
+        """Take one step per mini-batch that has tokens to learn from on any rank.
 
-        Metrics: ``loss`` and ``grad_norm`` before clipping, means over steps; the loss function's own, means over
-        tokens; ``lr`` of the last step; ``empty_minibatches`` and ``skipped_steps`` that were left out. Without a
-        single step only the last three.
+        Metrics are ``loss`` and ``grad_norm`` (before clipping), means over steps; the loss function's own, means over
+        tokens; the last step's ``lr``; and the counts ``empty_minibatches`` and ``skipped_steps``. Without a step only
+        the last three are there.
         """
         counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
         totals = [Totals(*count) for count in all_reduce(counts.to(self._device), self._group).tolist()]
@@ -121,7 +123,7 @@ class Learner:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """``optimizer``, the live tensors by parameter name, and ``progress``, numbers as tensors of their own."""
+        """Return ``optimizer``, live tensors by parameter name, and ``progress``, counts as tensors."""
         progress = {"steps": self._optimizer.steps, "skipped_steps": self._skipped}
         return {
             "optimizer": self._optimizer.state(),
@@ -129,18 +131,19 @@ class Learner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state()`` gave, once it holds other numbers. ValueError if it is not of such parameters."""
+        """Resume from a loaded ``state()``. ValueError if its names or shapes are not those of the parameters."""
         progress = {name: int(value) for name, value in state["progress"].items()}
         self._optimizer.load_state(state["optimizer"], progress["steps"])
         self._skipped = progress["skipped_steps"]
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the moving average of each parameter; nothing without ``ema_decay``."""
         return self._optimizer.ema()
 
     def _backward(
         self, batch: B, totals: Totals, losses: Losses[B], aggregate: Aggregation
     ) -> tuple[dict[str, float], float]:
-        """Gradients of one mini-batch. Sums of its metrics, and its loss, over all ranks."""
+        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks."""
         self._gradients.zero()
         sums: dict[str, Tensor] = {}
         for result, offsets in losses(batch):
@@ -159,7 +162,7 @@ class Learner:
         return values, loss
 
     def _norm(self) -> float:
-        """Of the gradients, once they are summed over all ranks."""
+        """Sum the gradients over all ranks, if the model has not, and return their norm."""
         if self._shard_group is None:
             self._gradients.reduce(self._group)
         ranks = 1 if self._shard_group is None else dist.get_world_size(self._shard_group)
@@ -167,7 +170,7 @@ class Learner:
         return float(all_reduce(squares, self._shard_group).sqrt())
 
     def _may_step(self, which: str, loss: float, norm: float) -> bool:
-        """Whether the numbers are finite. TrainingError, on every rank alike, when too many in a row were not."""
+        """Return whether the numbers are finite. TrainingError, on every rank, after too many in a row that are not."""
         if isfinite(norm) and isfinite(loss):
             self._skipped = 0
             return True
@@ -179,11 +182,11 @@ class Learner:
 
 
 def _count(batch: Batch) -> tuple[int, int]:
-    """Tokens that are learned from, and rows that have such."""
+    """Count the tokens to learn from, and the rows that have any."""
     offsets = response_offsets(batch.rows)
     if batch.mask is not None:
         if batch.mask.shape != (tokens := int(offsets[-1]),):
             raise ValueError(f"the mask has shape {list(batch.mask.shape)}, expected [{tokens}]: a token each")
-        offsets = _kept_before(batch.mask)[offsets]
+        offsets = _count_before(batch.mask)[offsets]
     lengths = offsets.diff()
     return int(lengths.sum()), int((lengths > 0).sum())

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) in float32 on what a rank holds of the parameters, whole or in shards."""
+"""AdamW (arXiv:1711.05101) in float32 on a rank's part of the parameters: full tensors or shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """Steps along ``gradients``. Its whole state is there from the beginning, so that a checkpoint can be loaded into
-    it.
-    """
+    """Steps along ``gradients``. The state is complete from the start, so a checkpoint can be loaded in place."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainerConfig) -> None:
         self.gradients = FlatGradients(parameters.values())
@@ -46,10 +44,11 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Of the last step."""
+        """Learning rate of the last step; before the first, the configured one."""
         return learning_rate(self._config, max(1, self.steps)) if self.steps else self._config.lr
 
     def step(self) -> None:
+        """Update parameters and moving averages from ``gradients``."""
         self.steps += 1
         for group in self._adam.param_groups:
             group["lr"] = self.lr
@@ -59,32 +58,34 @@ class Optimizer:
             average(list(self._ema.values()), list(self._parts.values()), self.steps)
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
-        """The moving average of each parameter, laid out as the parameter is; none without ``ema_decay``."""
+        """Yield each parameter's moving average, laid out like the parameter; nothing without ``ema_decay``."""
         for name, average in self._ema.items():
             yield name, like_dtensor(self._parameters[name], average)
 
     def state(self) -> dict[str, Any]:
-        """``{name: {"step", "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept: the live tensors."""
+        """Return the live tensors ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, with ``"ema"`` where one is kept."""
         state: dict[str, Any] = {}
         for name, part in self._parts.items():
-            kept = self._adam.state[part]
-            moments = {moment: like_dtensor(self._parameters[name], kept[moment]) for moment in _MOMENTS}
-            state[name] = {"step": kept["step"], **moments}
+            adam = self._adam.state[part]
+            moments = {moment: like_dtensor(self._parameters[name], adam[moment]) for moment in _MOMENTS}
+            state[name] = {"step": adam["step"], **moments}
         for name, average in self.ema():
             state[name]["ema"] = average
         return state
 
     def load_state(self, state: Mapping[str, Any], steps: int) -> None:
+        """Resume after ``steps`` steps. ValueError if names or shapes are not those of ``state()``."""
         copy_state(self.state(), state)
         self.steps = steps
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Of step 1, 2, ...: it rises linearly over ``warmup_steps``, is ``lr`` in the step after them, and falls to what
-    would be ``lr * min_lr_ratio`` in the step after the last.
+    """Return the learning rate of step 1, 2, ...
 
-    linear: ``1 - p``; cosine (arXiv:1608.03983, without restarts): ``(1 + cos(pi p)) / 2``, p the share that is done of
-    the steps after the warm-up. ConfigError for a rate that is to fall and nobody knows until when.
+    The rate rises linearly over ``warmup_steps``, is ``lr`` in the step after them, and falls towards
+    ``lr * min_lr_ratio``, which the step after the last one would have. With p the fraction done of the steps after
+    the warm-up, linear falls as ``1 - p`` and cosine (arXiv:1608.03983, without restarts) as ``(1 + cos(pi p)) / 2``.
+    ConfigError for a falling rate without ``total_steps``.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -93,54 +94,58 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     if config.total_steps is None:
         raise ConfigError(f"trainer.schedule={config.schedule} needs trainer.total_steps: expected a number of steps")
     done = min(1.0, (step - 1 - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
-    left = 1 - done if config.schedule == Schedule.linear else (1 + cos(pi * done)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    factor = 1 - done if config.schedule == Schedule.linear else (1 + cos(pi * done)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
 
 
-_BUCKET = 16 * 2**20  # elements: 64 MiB of float32 a message, which bounds the copies a backend makes
+_BUCKET = 16 * 2**20  # elements; messages of 64 MiB of float32 bound the copies that a collective backend makes
 
 
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:
-    """Sum over the group, in place; every rank gets the same bits. ``None`` is a group of one."""
+    """Sum ``tensor`` over the group in place; every rank gets the same bits. None is a group of one."""
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
 class FlatGradients:
-    """``parameter.grad`` of each parameter is a view of it, so that nothing is copied in or out.
+    """All gradients in one flat tensor. Each ``parameter.grad`` is a view of it, so nothing is copied in or out.
 
-    Of a sharded parameter it holds this rank's shard, which FSDP adds to in place.
+    For a sharded parameter the view is this rank's shard, to which FSDP adds in place.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        held = [(parameter, local(parameter)) for parameter in parameters]
-        self._shard_counts = [shard_count(parameter) for parameter, _ in held]
-        self.flat = torch.zeros(sum(part.numel() for _, part in held), device=held[0][1].device)
-        views = self.flat.split([part.numel() for _, part in held])
-        self.parts = [view.view_as(part) for (_, part), view in zip(held, views, strict=True)]
-        for (parameter, _), part in zip(held, self.parts, strict=True):
+        shards = [(parameter, local(parameter)) for parameter in parameters]
+        self._shard_counts = [shard_count(parameter) for parameter, _ in shards]
+        self.flat = torch.zeros(sum(part.numel() for _, part in shards), device=shards[0][1].device)
+        views = self.flat.split([part.numel() for _, part in shards])
+        self.parts = [view.view_as(part) for (_, part), view in zip(shards, views, strict=True)]
+        for (parameter, _), part in zip(shards, self.parts, strict=True):
             parameter.grad = like_dtensor(parameter, part)
 
     def zero(self) -> None:
+        """Set all gradients to 0."""
         self.flat.zero_()
 
     def reduce(self, group: Any) -> None:
+        """Sum the gradients over the group, in messages of bounded size."""
         for bucket in self.flat.split(_BUCKET):
             all_reduce(bucket, group)
 
     def squares(self, ranks: int = 1) -> Tensor:
-        """[] float64: the sum of the squares; of what several of ``ranks`` hold alike, each counts its share. float32
-        loses the fifth digit over a million elements.
+        """Sum the squares of this rank's gradients. [] float64, since float32 loses the fifth digit over a million.
+
+        A parameter in c < ``ranks`` shards is held by several ranks, and each counts the fraction c / ``ranks`` of it:
+        the sum over all ranks has every parameter once.
         """
         squares = _squares(self.flat.split(_BUCKET))
         for part, count in zip(self.parts, self._shard_counts, strict=True):
-            if count < ranks:  # tensor parallel ranks have embeddings and norms alike
+            if count < ranks:  # tensor parallelism replicates embeddings and norms
                 squares -= (1 - count / ranks) * _squares([part])
         return squares
 
     def clip(self, norm: float, limit: float) -> None:
-        """Scale to ``limit`` if ``norm``, that of all gradients together, is more."""
+        """Scale the gradients to norm ``limit`` if ``norm``, taken over all ranks, is larger."""
         if norm > limit:
             self.flat.mul_(limit / (norm + 1e-6))
 

@@ -1,4 +1,4 @@
-"""Rows packed one after the other for one pass through a model: no token of padding."""
+"""Micro-batches: rows packed one after the other for one pass through a model, without padding."""
 
 from __future__ import annotations
 
@@ -17,50 +17,56 @@ from siirl_dask.training.trainer import PackedRows
 
 Ints = NDArray[np.int64]
 Runs = tuple[tuple[int, int], ...]
-"""``(count, length)`` of neighbouring sequences of equal length, in the order they are packed."""
+"""``(count, length)`` of neighbouring rows of equal length, in packed order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What attention is told of a pack. An object and no tuple: torch.compile would compile a layer again for every
-    number of runs.
-    """
+    """Row lengths of a micro-batch, for attention. No tuple: torch.compile would recompile for each number of runs."""
 
     runs: Runs
     ranks: Rank | None = None
-    """This rank among those that share the pack's tokens; None where none do."""
+    """Rank of this process in its sequence-parallel group; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """R neighbouring rows of a batch, shortest first inside so that attention takes equal lengths in one call.
+    """Neighbouring rows of a batch, packed shortest first so that attention takes equal lengths in one call.
 
-    Where ranks share tokens, T are this rank's of all that the micro-batch has and ``runs`` are of all; ``predicting``
-    and ``targets`` are of the response tokens that T predict, whoever's; ``offsets`` and ``tokens`` of its own rows'.
-    So they are where ranks go through all of it together (``own``), and T are all.
+    A rank's own R rows have K response tokens. Sequence- and tensor-parallel ranks cut the rows of their whole group
+    into micro-batches together, so some fields are of the rank's own rows and others of the group's:
+
+    | field                               | alone    | sequence-parallel         | tensor-parallel    |
+    |-------------------------------------|----------|---------------------------|--------------------|
+    | ``input_ids``, ``position_ids`` [T] | own rows | 1/n of the group's tokens | group's rows       |
+    | ``runs``                            | own rows | group's rows              | group's rows       |
+    | ``predicting``, ``targets`` [C]     | own rows | predicted by those 1/n    | group's rows       |
+    | ``offsets``, ``tokens``             | own rows | own rows                  | own rows           |
+    | ``route``                           | None     | sends [C] to owners' [K]  | None               |
+    | ``own_rows``                        | None     | None                      | selects [K] of [C] |
     """
 
     input_ids: Tensor
-    """[1, T] int64."""
+    """[1, T] int64, in packed order."""
     position_ids: Tensor
     """[1, T] int64, from 0 in each row."""
     runs: Runs
     predicting: Tensor
-    """[K] int64: place in T that predicts each response token; tokens in the batch's row order, not the packed one."""
+    """[C] int64. Index in T of the token that predicts each response token; in the batch's row order, not packed."""
     targets: Tensor
-    """[K] int64: the response tokens."""
+    """[C] int64, the response tokens."""
     offsets: Tensor
-    """[R + 1] int64: row r owns response tokens ``offsets[r]`` to ``offsets[r + 1]`` of K."""
+    """[R + 1] int64. Row r has response tokens ``offsets[r]`` to ``offsets[r + 1]`` of K."""
     tokens: slice
-    """Where the K tokens lie among the response tokens of the whole batch."""
+    """Position of the K tokens among the response tokens of the whole batch."""
     route: Route | None = None
-    """How scores come to the ranks whose rows they are of; None where every rank computes its own."""
+    """All-to-all that takes scores to the ranks that own the rows; None without sequence parallelism."""
     own_rows: TensorParallelRows | None = None
-    """Where ranks go through the same micro-batch, which scores are of this rank's rows."""
+    """Selection of this rank's rows from scores that the whole group computes; None without tensor parallelism."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:
-    """[R + 1]: where each row's response tokens begin among those of all. ValueError if the rows make no sense."""
+    """Return where each row's response tokens begin among those of all rows, [R + 1]. ValueError for malformed rows."""
     lengths = rows.offsets.diff()
     if len(rows.offsets) != len(rows) + 1 or int(rows.offsets[-1]) != len(rows.tokens) or int(rows.offsets[0]) != 0:
         raise ValueError(f"{len(rows)} rows of {len(rows.tokens)} tokens do not have offsets {rows.offsets.tolist()}")
@@ -70,17 +76,16 @@ def response_offsets(rows: PackedRows) -> Tensor:
 
 
 def micro_batches(rows: PackedRows, budget: int) -> list[MicroBatch]:
-    """Rows in their order, in as few as ``budget`` tokens in each allow, and those as even as they can be; a row that
-    is longer goes alone.
+    """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even as possible.
 
-    At least one: of no rows, an empty one.
+    A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch.
     """
     response = response_offsets(rows)
     return [_pack(rows, response, start, stop) for start, stop in _cut(rows.offsets.numpy(), budget)]
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:
-    """One token that predicts nothing, to be gone through after the micro-batches of ``rows``."""
+    """Return a micro-batch of one token that predicts nothing, to run after the micro-batches of ``rows``."""
     responses = int(response_offsets(rows)[-1])
     none, token = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     return MicroBatch(
@@ -95,20 +100,20 @@ def idle_batch(rows: PackedRows) -> MicroBatch:
 
 
 def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
-    """First and last row of each micro-batch: with the smallest budget that needs no more of them."""
+    """Return (start, stop) of each micro-batch, for the smallest budget that needs no more of them."""
     cuts = _filled(offsets, budget)
     low, high = -(-int(offsets[-1]) // len(cuts)), budget
     while low < high:
         middle = (low + high) // 2
-        if len(tried := _filled(offsets, middle)) <= len(cuts):
-            cuts, high = tried, middle
+        if len(smaller := _filled(offsets, middle)) <= len(cuts):
+            cuts, high = smaller, middle
         else:
             low = middle + 1
     return cuts
 
 
 def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
-    """Each has as many rows as there is room for, at least one."""
+    """Fill each micro-batch with as many rows as fit ``budget``, at least one. Returns (start, stop) of each."""
     cuts, start, rows = [], 0, len(offsets) - 1
     while start < rows:
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1)
@@ -118,25 +123,25 @@ def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
 
 
 def _pack(rows: PackedRows, response: Tensor, start: int, stop: int) -> MicroBatch:
-    """Vectorised: thousands of short rows must not cost a loop."""
+    """Pack rows ``start`` to ``stop``. Vectorized: thousands of short rows must not cost a loop."""
     begins, lengths = rows.offsets[start:stop], rows.offsets[start : stop + 1].diff()
     order = lengths.argsort(stable=True)
     packed_lengths = lengths[order]
     packed_begins = packed_lengths.cumsum(0) - packed_lengths
     positions = torch.arange(int(lengths.sum())) - packed_begins.repeat_interleave(packed_lengths)
-    source = positions + begins[order].repeat_interleave(packed_lengths)
+    source = positions + begins[order].repeat_interleave(packed_lengths)  # [T], index of each packed token in the batch
 
     offsets = response[start : stop + 1] - response[start]
     counts = offsets.diff()
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
-    first = rows.prompt_lengths[start:stop].repeat_interleave(counts) + within
-    place = torch.empty_like(begins).scatter_(0, order, packed_begins)
+    in_row = rows.prompt_lengths[start:stop].repeat_interleave(counts) + within  # [K], position of the token in its row
+    place = torch.empty_like(begins).scatter_(0, order, packed_begins)  # [R], where each row begins in the pack
     return MicroBatch(
         input_ids=rows.tokens[source][None],
         position_ids=positions[None],
         runs=tuple((len(list(same)), length) for length, same in groupby(packed_lengths.tolist())),
-        predicting=place.repeat_interleave(counts) + first - 1,
-        targets=rows.tokens[begins.repeat_interleave(counts) + first],
+        predicting=place.repeat_interleave(counts) + in_row - 1,
+        targets=rows.tokens[begins.repeat_interleave(counts) + in_row],
         offsets=offsets,
         tokens=slice(int(response[start]), int(response[stop])),
     )

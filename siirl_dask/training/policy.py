@@ -1,4 +1,4 @@
-"""Policies that score, and that learn as well, on whatever backend their model is placed."""
+"""The Trainers: a reference that scores and a policy that also learns, on any ModelBackend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch
 
 
 class Reference:
-    """A Trainer that scores and does not learn."""
+    """A Trainer that scores and never learns."""
 
     def __init__(
         self, backend: ModelBackend, model: ModelConfig, *, temperature: float, adapters: TrainerConfig | None = None
@@ -32,14 +32,14 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, rows: PackedRows) -> TokenScores:
-        """Scores of the response tokens under the current weights, without gradient."""
+        """Score the response tokens under the current weights, without gradient."""
         parts = [self._network(part) for part in self._backend.micro_batches(rows)]
         self._network.reshard()
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """The same: it is what it began as."""
+        """Score like ``logprobs``: a reference's weights never change."""
         return self.logprobs(rows)
 
     def update(
@@ -48,30 +48,32 @@ class Reference:
         raise TypeError("a reference does not learn: build the role with build_trainer instead of build_reference")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in ``model.dtype``, tied ones once, with what adapters add to it. What is not sharded and in
-        float32 is the live one: copy what you keep.
+        """Yield every full parameter in ``model.dtype``, adapters merged, tied ones once.
+
+        Parameters that are neither sharded nor converted are live: copy what you keep.
         """
         return full_weights(self._network.merged({}), self._backend.device, self._dtype)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Nothing: what does not learn has no averages."""
+        """Yield nothing: a reference has no moving averages."""
         return iter(())
 
     def state(self) -> dict[str, Any]:
-        """For its layout see Trainer; of one that does not learn, only ``model`` holds anything."""
+        """Return the state of ``Trainer.state``; only ``model`` has entries."""
         model = {name: parameter.detach() for name, parameter in self._network.trainable().items()}
         return {"model": model, "optimizer": {}, "progress": {}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(Reference.state(self)["model"], state["model"], "model")
 
     def close(self) -> None:
-        """Free the weights; nothing can be scored any more."""
+        """Free the weights; scoring is no longer possible."""
         del self._network
 
 
 class Policy(Reference):
-    """A Trainer whose ranks begin with the weights of one folder, and learn together."""
+    """A Trainer that learns. Its ranks begin with the weights of one folder and learn together."""
 
     def __init__(
         self, backend: ModelBackend, model: ModelConfig, trainer: TrainerConfig, rank: Rank, *, temperature: float
@@ -83,20 +85,18 @@ class Policy(Reference):
         self._learner = Learner(parameters, trainer, rank, device=backend.device, shard_group=backend.shard_group)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Scores of the response tokens under the weights of the model's folder: without the adapters. TypeError when
-        there are none.
-        """
+        """Score the response tokens without the adapters, so with the folder's weights. TypeError without adapters."""
         with self._network.without_adapters():
             return self.logprobs(rows)
 
     def update(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
-        """One optimiser step per mini-batch; for the metrics see ``Learner.update``."""
+        """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         return self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The moving averages of the weights, as ``weights()`` gives those; nothing without ``ema_decay``."""
+        """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
         return full_weights(named, self._backend.device, self._dtype)
@@ -109,7 +109,7 @@ class Policy(Reference):
         self._learner.load_state(state)
 
     def close(self) -> None:
-        """Free the weights; nothing can be scored or learned any more."""
+        """Free the weights; scoring and learning are no longer possible."""
         super().close()
         del self._learner
 

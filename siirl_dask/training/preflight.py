@@ -1,8 +1,8 @@
-"""Checks roles that learn or score before anything starts: layouts, adapters, and the memory of each worker.
+"""Preflight of policies, references, critics and reward models: layouts, adapters, and each worker's memory.
 
-Bytes a parameter: 16 for a model that learns (weights, gradients and AdamW's two moments in float32), 4 more with a
-moving average of the weights; 4 for a reference. With adapters the model takes 4, and the adapters learn. With
-``trainer.backend=fsdp`` a worker has its shard of that, and the gathered layers of a moment.
+A model that learns takes 16 bytes per parameter (weights, gradients and AdamW's two moments in float32), and 4 more
+with a moving average of the weights. A reference takes 4. With adapters the model takes 4 and the adapters learn. With
+``trainer.backend=fsdp`` a worker holds its shard of that, plus the layers that are gathered at one time.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths, weight_shapes
 from siirl_dask.planner import RoleCost
 
-_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes a parameter
-_GRADIENT = 4  # of _LEARNS: no checkpoint has it
-_GATHERED = 4 * 4  # of the largest parameter: as embeddings and as head, and the gradients of both
+_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
+_GRADIENT = 4  # part of _LEARNS that no checkpoint has
+_GATHERED = 4 * 4  # bytes per element of the largest parameter: embeddings and head, and the gradients of both
 _IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
 def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """The preflight of ``build_trainer``. ConfigError for a layout or adapters that cannot be."""
+    """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or impossible adapters."""
     return _check_learner(options, workers, config, options.get("trainer", config.trainer))
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """The preflight of ``build_critic``. ConfigError for a layout or adapters that cannot be."""
+    """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible adapters."""
     return _check_learner(options, workers, config, options.get("trainer", config.critic))
 
 
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """The preflight of ``build_reference``. ConfigError for a layout that cannot be."""
+    """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     _check_layout(trainer, model, len(workers))
     size = count_parameters(model.path)
@@ -46,7 +46,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
 
 
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """The preflight of ``build_reward_model``."""
+    """Size a role of ``build_reward_model``."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
     return RoleCost(memory=None if size is None else _IN_DTYPE[model.dtype] * size.total)
@@ -76,10 +76,10 @@ def _check_learner(
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
-    """The size of the adapters beside the weights in ``path``; None when there are no weights there. ConfigError when
-    one of ``trainer.lora.targets`` is no layer of theirs.
+    """Return the size of the adapters for the weights in ``path``; None when there are no weights there. ConfigError
+    when one of ``trainer.lora.targets`` names no layer.
     """
-    from siirl_dask.training.model.lora import chosen_targets  # imports torch, for those who have adapters
+    from siirl_dask.training.model.lora import chosen_targets  # imports torch, which only adapters need here
 
     shapes = weight_shapes(path)
     linear: dict[str, list[tuple[int, ...]]] = {}
@@ -94,8 +94,9 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
 
 
 def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
-    """ConfigError where shards, shared tokens or shared layers do not fill a role's workers, or do not fit the heads of
-    its model. Where the model is not on this machine, the workers see its heads when they build the role.
+    """Check that shards, sequence and tensor parallelism fit the role's workers and the model's heads.
+
+    ConfigError if they do not. A model that is not on this machine is checked by the workers when they build the role.
     """
     if trainer.backend is not Backend.torch:
         check_workers(trainer, workers)
@@ -103,50 +104,49 @@ def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> N
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:
-    """ConfigError unless shards, and tokens or layers that are shared, fill the workers of a role."""
+    """Check that the sizes of FSDP, sequence and tensor parallelism divide a role's workers. ConfigError if not."""
     check_divides("trainer.fsdp.shard_size", trainer.fsdp.shard_size or workers, workers)
     check_divides("trainer.fsdp.sequence_parallel", trainer.fsdp.sequence_parallel, workers)
     check_divides("trainer.fsdp.tensor_parallel", trainer.fsdp.tensor_parallel, workers)
 
 
 def check_divides(option: str, size: int, workers: int) -> None:
+    """Check that ``size``, the value of ``option``, divides a role's ``workers``. ConfigError if not."""
     if workers % size:
         raise ConfigError(f"{option}={size}: expected a divisor of the role's {workers} workers")
 
 
 def check_heads(trainer: TrainerConfig, path: str) -> None:
-    """ConfigError where workers cannot share the heads of the model in the folder ``path``, as far as it is there."""
-    tokens, tensors = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
-    if tokens == tensors == 1 or (widths := read_widths(path)) is None:
+    """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
+    sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
+    if sequence == tensor == 1 or (widths := read_widths(path)) is None:
         return
-    if tokens > 1 and (widths.heads is None or widths.heads % tokens):
+    if sequence > 1 and (widths.heads is None or widths.heads % sequence):
         raise ConfigError(
-            f"trainer.fsdp.sequence_parallel={tokens}: expected a divisor of the {widths.heads} heads of {path!r}"
+            f"trainer.fsdp.sequence_parallel={sequence}: expected a divisor of the {widths.heads} heads of {path!r}"
         )
-    shared = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
-    for key, width in shared.items() if tensors > 1 else ():
-        if width is None or width % tensors:
-            raise ConfigError(
-                f"trainer.fsdp.tensor_parallel={tensors}: expected a divisor of {key}={width} of {path!r}"
-            )
+    divided = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
+    for key, width in divided.items() if tensor > 1 else ():
+        if width is None or width % tensor:
+            raise ConfigError(f"trainer.fsdp.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}")
 
 
 def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Parameters on all workers together: each of those that share layers has the embeddings of both ends whole."""
+    """Count the parameters of one replica: each tensor-parallel rank has the embeddings of both ends in full."""
     return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
-    """One worker's bytes of ``total``, which are in shards over the role's workers with fsdp."""
+    """Return one worker's part of ``total`` bytes: all of them, or with fsdp its shard."""
     return total if trainer.backend is Backend.torch else -(-total // (trainer.fsdp.shard_size or workers))
 
 
 def _gathered(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Bytes that fsdp gathers whole for a moment: the embeddings of both ends, and layers that are gathered together,
-    each with their gradients.
+    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, with
+    their gradients.
     """
     if trainer.backend is not Backend.fsdp:
         return 0
-    # units are filled up to gather_size, and the last layer goes beyond it
+    # layers join a group until it has gather_size, so the last one may exceed it
     unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + 4 * size.layer
     return _GATHERED * size.largest + 2 * min(unit, 4 * size.total)

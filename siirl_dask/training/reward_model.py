@@ -1,4 +1,4 @@
-"""A reward model from a Hugging Face folder: a classifier of sequences with one label, whose logit is the score."""
+"""A reward model from a Hugging Face folder: a sequence classifier with one label, whose logit is the score."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from siirl_dask.training.trainer import PackedRows
 
 
 class TorchRewardModel:
-    """Scores whole rows, prompt and response, as token ids of the policy's tokenizer. It never learns."""
+    """A RewardModel in torch. Rows are prompt and response, in token ids of the policy's tokenizer."""
 
     def __init__(self, config: ModelConfig, *, device: str, budget: int) -> None:
-        """``budget``: tokens that go through the model at once, padding included; a row that is longer goes alone."""
+        """``budget`` bounds the tokens of one batch, padding included; a longer row is a batch by itself."""
         dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
         self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._model.config.get_text_config().use_cache = False
@@ -28,9 +28,7 @@ class TorchRewardModel:
 
     @torch.no_grad()
     def scores(self, rows: PackedRows) -> Tensor:
-        """[R] float32, on the CPU: each row's score, whatever rows are beside it. ConfigError for tokens the model does
-        not know.
-        """
+        """Score each row, independent of the rows beside it. [R] float32 on the CPU. ConfigError for unknown tokens."""
         if len(rows.tokens) and int(rows.tokens.max()) >= self._vocabulary:
             raise ConfigError(
                 f"token {int(rows.tokens.max())} is none of the reward model's {self._vocabulary}: "
@@ -43,11 +41,11 @@ class TorchRewardModel:
         return scores
 
     def close(self) -> None:
-        """Free the weights; nothing can be scored any more."""
+        """Free the weights; scoring is no longer possible."""
         del self._model
 
     def _score(self, texts: list[Tensor]) -> Tensor:
-        """Padded on the right, where a causal model does not look."""
+        """Score rows as one batch, padded on the right, where a causal model does not look."""
         device = self._model.device
         padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._pad).to(device)
         lengths = torch.tensor([len(text) for text in texts], device=device)
@@ -57,7 +55,7 @@ class TorchRewardModel:
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Rows of about the same length together, as many as ``budget`` tokens hold when all are as long as the longest."""
+    """Yield batches of row indices, of similar length; each has at most ``budget`` tokens with padding, or one row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[row] > budget:
@@ -69,10 +67,10 @@ def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    what = f"reward model {path!r}"
-    model = load_pretrained(AutoModelForSequenceClassification, path, dtype, what)
+    subject = f"reward model {path!r}"
+    model = load_pretrained(AutoModelForSequenceClassification, path, dtype, subject)
     if model.config.num_labels != 1:
-        raise ConfigError(f"{what}: it has {model.config.num_labels} labels; expected 1, the score")
+        raise ConfigError(f"{subject}: it has {model.config.num_labels} labels; expected 1, the score")
     if model.config.get_text_config().pad_token_id is None:
-        raise ConfigError(f"{what}: give its config.json a pad_token_id, so that rows can be batched")
+        raise ConfigError(f"{subject}: give its config.json a pad_token_id, so that rows can be batched")
     return model

@@ -1,4 +1,4 @@
-"""What trainers must do. Rows are packed, one after the other; nothing here names a backend."""
+"""Protocols of policies, critics and reward models, and the packed rows that they take. No backend is named here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from siirl_dask.algorithms import Aggregation, LossFn, ValueLossFn, token_mean
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """R rows, prompt and response, one after the other without padding: T tokens, K of them in responses."""
+    """R rows, each a prompt and its response, concatenated without padding: T tokens, K of them in responses."""
 
     tokens: Tensor
     """[T] int64."""
     offsets: Tensor
-    """[R + 1] int64: row r is ``tokens[offsets[r]:offsets[r + 1]]`` (the cu_seqlens of variable-length attention)."""
+    """[R + 1] int64. Row r is ``tokens[offsets[r]:offsets[r + 1]]`` (the cu_seqlens of variable-length attention)."""
     prompt_lengths: Tensor
     """[R] int64, each at least 1."""
 
@@ -28,93 +28,94 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of every response token, row after row."""
+    """Scores of every response token, row after row."""
 
     logprobs: Tensor
-    """[K] float32, of the distribution at the trainer's temperature."""
+    """[K] float32, log-probs at the trainer's temperature."""
     entropy: Tensor
-    """[K] float32, nats, of the same distribution."""
+    """[K] float32, entropy in nats of the same distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """This worker's part of one mini-batch."""
+    """One worker's rows of a mini-batch."""
 
     rows: PackedRows
     mask: Tensor | None = None
-    """[K] bool: the response tokens that are learned from; None, all."""
+    """[K] bool, True on response tokens to learn from. None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch(Batch):
-    """What a policy learns from."""
+    """One worker's rows of a mini-batch for a policy."""
 
     old_logprobs: Tensor
-    """[K] float32."""
+    """[K] float32, log-probs under the policy before this step's first update."""
     advantages: Tensor
     """[K] float32."""
     rollout_logprobs: Tensor
-    """[K] float32, from the engine that sampled."""
+    """[K] float32, log-probs from the engine that sampled."""
     reference_logprobs: Tensor | None = None
-    """[K] float32."""
+    """[K] float32, log-probs under the reference."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """[K] each: whatever else a loss asks for, by name."""
+    """[K] each, further columns that a loss asks for, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueBatch(Batch):
-    """What a critic learns from."""
+    """One worker's rows of a mini-batch for a critic."""
 
     old_values: Tensor
-    """[K] float32, before this step's update."""
+    """[K] float32, values before this step's first update."""
     returns: Tensor
-    """[K] float32, what it is to foresee."""
+    """[K] float32, the targets of the values."""
 
 
 class Trainer(Protocol):
-    """Scores and learns. Every rank of its group makes the same calls in the same order, with or without rows."""
+    """A policy that scores and learns. Every rank of the role makes the same calls in order, even without rows."""
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
-        """Scores of the response tokens under the current weights, without gradient."""
+        """Score the response tokens under the current weights, without gradient."""
         ...
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """The same under the weights that training began with. TypeError when they are not there any more: only where
-        adapters learn in their place, they are.
+        """Score the response tokens under the weights that training began with. TypeError if they are gone: they stay
+        only where adapters learn.
         """
         ...
 
     def update(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
-        """One optimiser step per mini-batch, on token losses weighted by ``aggregate`` and summed over all ranks.
+        """Take one optimizer step per mini-batch, on token losses weighted by ``aggregate`` and summed over all ranks.
 
-        Returns the same metrics on every rank: ``loss``, a mean over steps, and the loss function's own, means over
-        tokens. TrainingError when the loss or the gradient is not finite: no step is taken on such numbers.
+        Every rank returns the same metrics: ``loss``, a mean over steps, and the loss function's own, means over
+        tokens. TrainingError if the loss or the gradient is not finite; no step is taken on such numbers.
         """
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every parameter, whole, by the name a rollout engine knows it by; tied ones once."""
+        """Yield every full parameter under the name that a rollout engine has for it; tied ones once."""
         ...
 
     def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The moving averages of the weights, as ``weights()`` gives those; nothing where none are kept."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """All that training goes on from, as torch.distributed.checkpoint saves it and loads it in place: tensors, or
-        DTensors where they are sharded, in nested dicts, there in full also before the first update.
+        """Return the state to resume from, for torch.distributed.checkpoint to save and to load in place.
 
-        ``model``: ``{name: float32 weight}``, by the names of ``weights()``, or where adapters learn, theirs alone.
-        ``optimizer``: ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, and ``"ema"`` where one is kept. ``progress``:
-        counts, a tensor each. Weights and moments are the live ones. A state fits any number of ranks and any backend.
+        The state is nested dicts of tensors (DTensors where sharded), complete also before the first update.
+        ``model`` is ``{name: float32 weight}`` by the names of ``weights()``; where adapters learn, the adapters alone.
+        ``optimizer`` is ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, with ``"ema"`` where one is kept. ``progress``
+        holds counts, one tensor each. Weights and moments are live. A state fits any number of ranks and any backend.
         """
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state()`` gave, once it was loaded into; on every rank. Training then goes on as if it had
-        not stopped, to the last bit on one rank. ValueError if it is the state of another model.
+        """Resume from a state that ``state()`` returned and a checkpoint was loaded into; every rank calls.
+
+        Training continues as if it had not stopped, bit for bit on one rank. ValueError for another model's state.
         """
         ...
 
@@ -122,42 +123,42 @@ class Trainer(Protocol):
 
 
 class Critic(Protocol):
-    """Foresees reward, and learns to. Its ranks make the same calls in the same order, as a Trainer's."""
+    """A model that predicts returns and learns to. Every rank of the role makes the same calls in order."""
 
     def values(self, rows: PackedRows) -> Tensor:
-        """[K]: before each response token, the reward that is still to come, under the current weights."""
+        """Predict the return before each response token under the current weights. [K]."""
         ...
 
     def update(
         self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
-        """As a Trainer's."""
+        """Take one optimizer step per mini-batch; see ``Trainer.update``."""
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every parameter, whole, by name."""
+        """Yield every full parameter by name."""
         ...
 
     def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """As a Trainer's."""
+        """Yield the moving averages of the weights; see ``Trainer.ema_weights``."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """As a Trainer's."""
+        """Return the state to resume from; see ``Trainer.state``."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """As a Trainer's."""
+        """Resume from ``state``; see ``Trainer.load_state``."""
         ...
 
     def close(self) -> None: ...
 
 
 class RewardModel(Protocol):
-    """Gives rewards, and never learns."""
+    """A model that scores rows and never learns."""
 
     def scores(self, rows: PackedRows) -> Tensor:
-        """[R] float32, on the CPU: each row's score, whatever rows are beside it."""
+        """Score each row, independent of the rows beside it. [R] float32 on the CPU."""
         ...
 
     def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""DAG Worker: one process bound to one device, which builds its roles and runs its chain."""
+"""DAG Worker: one process bound to one device builds its roles and runs its chain."""

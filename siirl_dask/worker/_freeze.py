@@ -1,5 +1,7 @@
-"""Imported last by the process that workers are forked from: what has been imported stays out of garbage collections,
-each of which would go through it for half a second and copy the pages that it shares with the other workers.
+"""Freezes the garbage collector; the process that workers are forked from imports this last.
+
+Modules imported by then stay out of collections. Each collection would otherwise take half a second to go through
+them, and copy the pages that the workers share.
 """
 
 import atexit
@@ -7,4 +9,4 @@ import gc
 
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # nanobind, which triton is built with, says at the end that what is frozen was leaked
+atexit.register(gc.unfreeze)  # else nanobind, which triton is built with, reports leaks at exit

@@ -1,4 +1,4 @@
-"""Imported first by the process that workers are forked from, before what it preloads imports transformers."""
+"""Hides broken packages; the process that workers are forked from imports this before transformers."""
 
 from siirl_dask.models.broken_imports import hide
 

@@ -151,6 +151,12 @@ class DAGWorker(WorkerPlugin):
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
         return self._runtime
 
+    def position(self) -> str:
+        """Return what this worker's task is in. Called from another thread than the task's."""
+        if self._runtime is None:
+            return "the building of its roles"
+        return self._runtime.running[-1] if self._runtime.running else "a task of the run"
+
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
@@ -193,7 +199,7 @@ class DAGWorker(WorkerPlugin):
                     root=root,
                     device=devices[self.worker_name].torch_name,
                     stop=self.stop,
-                    most=data.stream_bytes,
+                    max_bytes=data.stream_bytes,
                 )
         return found
 
@@ -270,6 +276,12 @@ def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, co
 def finish_worker(plugin: str, after: None) -> None:
     """Dask task: let go of the roles."""
     _plugin(plugin).finish()
+
+
+def describe_position(plugin: str, dask_worker: Worker) -> str:
+    """Runs on a worker's event loop: return what its task is in, or was when the task does not return."""
+    running = dask_worker.plugins.get(plugin)
+    return running.position() if isinstance(running, DAGWorker) else "a task of a run that has left it"
 
 
 def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:

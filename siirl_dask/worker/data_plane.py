@@ -1,4 +1,4 @@
-"""A worker's place in the data plane of a run: its databuffer, and the transport that joins it to its peers'."""
+"""A worker's part of the data plane: its databuffer, and the transport that connects it to its peers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.worker")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_LARGEST_KEPT = 32 * 2**20  # bytes: glibc takes no more for M_MMAP_THRESHOLD
+_LARGEST_KEPT = 32 * 2**20  # bytes: the largest value that glibc accepts for M_MMAP_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """How a run moves rows. Times are seconds."""
+    """How a run moves rows."""
 
     way: TransportMode = TransportMode.auto
+    """``data.transport``."""
     limits: Limits = field(default_factory=Limits)
     quadratic_from: int = 0
+    """Tokens at which attention costs a row as much as everything else; 0 balances rows by tokens alone."""
     peer_timeout: float = 5.0
+    """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
+    """Seconds that a request may take at a peer that is alive."""
     stealing: bool = True
     """Workers may take over work from one another."""
     stream_bytes: int = 2**28
@@ -45,6 +49,7 @@ class DataSettings:
 
     @staticmethod
     def of(config: Config) -> DataSettings:
+        """Return the settings that ``config`` describes."""
         data, cluster = config.data, config.cluster
         return DataSettings(
             way=data.transport,
@@ -61,7 +66,7 @@ class DataSettings:
 
 
 class DataPlane:
-    """Lives on a Dask worker, on its event loop."""
+    """Starts, serves and closes a worker's databuffer and transport, on the Dask worker's event loop."""
 
     def __init__(
         self, worker: Worker, run: str, members: Mapping[str, str], edges: Mapping[str, Edge], settings: DataSettings
@@ -87,7 +92,7 @@ class DataPlane:
         self._handler: Handler = self.databuffer.handle
 
     async def start(self, handler: Handler | None = None) -> None:
-        """Answer peers with ``handler``, or with the databuffer's own."""
+        """Begin to answer peers, with ``handler`` or with the databuffer's own."""
         self._handler = handler or self._handler
         _keep_freed_memory(self._limits.memory // 8)
         await self._comms.start()
@@ -106,23 +111,25 @@ class DataPlane:
             raise
 
     def check(self) -> None:
-        """ConfigError when this machine lacks what the settings name."""
+        """Raise ConfigError if this machine lacks the spill folder that the settings name."""
         folder = self._limits.spill_folder
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"data.spill_directory={folder!r}: worker {self._worker.name!r} has no such folder")
 
     async def close(self) -> None:
+        """Stop answering peers and free all rows."""
         stop_serving(self._worker, self._run)
         self.databuffer.close()
         await self.transport.close()
 
 
-def _keep_freed_memory(most: int) -> None:
-    """Have glibc keep what messages were received into, up to ``most`` bytes: Dask's nanny sets it to give everything
-    back at once, and the next message would fault every page in again.
+def _keep_freed_memory(nbytes: int) -> None:
+    """Have glibc keep up to ``nbytes`` of freed memory for the next messages.
+
+    Dask's nanny has it return freed memory at once, and every message would fault its pages in again.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
-            libc.mallopt(_M_TRIM_THRESHOLD, min(most, 2**31 - 1))
+            libc.mallopt(_M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1))

@@ -1,8 +1,8 @@
-"""Which device each worker of a run computes on.
+"""Assigns each worker of a run the device that it computes on.
 
-A worker's rank says nothing of the devices it sees: hosts differ, and a launcher may show each worker all of a host's
-devices in another order, or one of them. So each tells the others through the run's store what it sees, and all work
-out the same answer from all of that.
+A worker's rank says nothing about the devices visible to it: hosts differ, and a launcher may show each worker all
+devices of its host in another order, or only one. So each worker announces its visible devices through the run's
+store, and all of them compute the same assignment from the announcements.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from siirl_dask.errors import PeerError
 from siirl_dask.worker.stop import StopFlag
 
 logger = logging.getLogger("siirl_dask.worker")
-_SLICE = 0.1  # seconds between two looks whether all have said what they see
-_MOST_DEVICES, _LONGEST_NAME, _MOST_BYTES = 256, 200, 2**16  # of what a peer says
+_SLICE = 0.1  # seconds between two looks whether all workers have announced their devices
+_MAX_DEVICES, _MAX_NAME, _MAX_BYTES = 256, 200, 2**16  # limits on a peer's announcement
 
 
 class Store(Protocol):
-    """What torch.distributed's stores do."""
+    """The part of torch.distributed's stores that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def add(self, key: str, value: int) -> int: ...
@@ -39,18 +39,20 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevices:
-    """The devices that a worker sees, in its own order, by names that are theirs in all of the run; none, its CPU."""
+    """The devices visible to a worker."""
 
     kind: DeviceKind = DeviceKind.CPU
     cards: tuple[str, ...] = ()
+    """Names of the accelerators, unique in the run, in the worker's own order; empty on a CPU."""
 
 
 def find_devices(
     worker: str, workers: Sequence[str], store: Store | None, timeout: float, stop: StopFlag
 ) -> dict[str, Device]:
-    """Every worker's device, in the order of ``workers``; ``worker``, which calls this, computes on its own from here
-    on. ``store`` may be None where it is the only one. PeerError when another has not said within ``timeout`` seconds
-    what it sees.
+    """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
+
+    ``worker`` is the caller. ``store`` may be None for a single worker. PeerError when another worker has not announced
+    its devices within ``timeout`` seconds.
     """
     visible = visible_devices()
     visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
@@ -65,7 +67,7 @@ def find_devices(
 
 
 def visible_devices() -> VisibleDevices:
-    """What this process sees."""
+    """Return the devices visible to this process."""
     if torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return VisibleDevices(DeviceKind.CUDA, tuple(str(device.uuid) for device in devices))
@@ -77,18 +79,21 @@ def visible_devices() -> VisibleDevices:
 
 
 def npu_ids(host: str, count: int, visible: str | None) -> tuple[str, ...]:
-    """They have no id of their own: host and place on it, of which ``visible`` lists those that a process sees."""
-    listed = [place.strip() for place in visible.split(",")] if visible else []
-    places = listed if len(listed) == count else range(count)
-    return tuple(f"{host}/npu{place}" for place in places)
+    """Return names of this process's NPUs, made of host and index, since NPUs have no id of their own.
+
+    ``visible`` is ASCEND_RT_VISIBLE_DEVICES: the indices on the host of the ``count`` visible devices.
+    """
+    listed = [index.strip() for index in visible.split(",")] if visible else []
+    indices = listed if len(listed) == count else range(count)
+    return tuple(f"{host}/npu{index}" for index in indices)
 
 
 def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
-    """Each worker's device: of those that it sees, the first that fewest have taken so far. Those that have fewest to
-    choose from come first, else the order is the run's.
+    """Return each worker's device: the first visible one that the fewest workers have taken so far.
 
-    Where every worker sees all devices of its host, in any order, or one of them, none is shared while another that a
-    sharer sees is free.
+    Workers with the fewest visible devices choose first, others in the order of the run. Where every worker sees all
+    devices of its host, in any order, or one of them, no device is shared while another one visible to a sharer is
+    free.
     """
     takers: Counter[str] = Counter()
     chosen: dict[str, int] = {}
@@ -110,35 +115,37 @@ def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], tak
 def exchange(
     worker: str, workers: Sequence[str], visible: VisibleDevices, store: Store, timeout: float, stop: StopFlag
 ) -> dict[str, VisibleDevices]:
-    """What each of ``workers`` sees, in their order; all of them call this once with the same ``store``. Aborted when
-    the flag is set meanwhile.
+    """Announce ``visible`` and return the visible devices of all ``workers``, in their order.
+
+    All of them call this once with the same ``store``. PeerError after ``timeout`` seconds, Aborted when the flag is
+    set meanwhile.
     """
     keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
     store.set(keys[worker], json.dumps({"kind": str(visible.kind), "cards": visible.cards}))
-    said, deadline = store.add("announced", 1), time.monotonic() + timeout
-    while said < len(workers):
+    announced, deadline = store.add("announced", 1), time.monotonic() + timeout
+    while announced < len(workers):
         if time.monotonic() > deadline:
             missing = [name for name, key in keys.items() if not store.check([key])]
-            raise PeerError(f"workers {missing} did not say within {timeout:g} s which devices they see")
+            raise PeerError(f"workers {missing} did not announce their devices within {timeout:g} s")
         stop.wait(_SLICE)
-        said = store.add("announced", 0)
+        announced = store.add("announced", 0)
     raw = store.multi_get(list(keys.values()))
     return {name: read_visible(name, text) for name, text in zip(keys, raw, strict=True)}
 
 
 def read_visible(worker: str, raw: bytes) -> VisibleDevices:
-    """What ``worker`` said. PeerError for anything that is none, or too much."""
+    """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized announcement."""
     try:
-        said: Any = json.loads(raw) if len(raw) <= _MOST_BYTES else None
-        kind, cards = DeviceKind(said["kind"]), said["cards"]
+        announcement: Any = json.loads(raw) if len(raw) <= _MAX_BYTES else None
+        kind, cards = DeviceKind(announcement["kind"]), announcement["cards"]
     except (ValueError, TypeError, KeyError, RecursionError):
         kind, cards = DeviceKind.CPU, None
     if (
         not isinstance(cards, list)
-        or len(cards) > _MOST_DEVICES
-        or not all(isinstance(card, str) and 0 < len(card) <= _LONGEST_NAME for card in cards)
+        or len(cards) > _MAX_DEVICES
+        or not all(isinstance(card, str) and 0 < len(card) <= _MAX_NAME for card in cards)
         or (kind is DeviceKind.CPU) != (not cards)
         or len(set(cards)) != len(cards)
     ):
-        raise PeerError(f"worker {worker!r} says that it sees {raw[:200]!r}: expected a kind and names of devices")
+        raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
     return VisibleDevices(kind, tuple(cards))

@@ -1,4 +1,4 @@
-"""Runs a chain: it matches over links, and knows no role, no algorithm, no engine and no Dask."""
+"""Runs a chain by matching over its links. Knows no role, no algorithm, no engine and no Dask."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ChainRun:
-    """One passage of a worker through its chain."""
+    """One worker's pass through its chain in one iteration."""
 
     calls: NodeCalls
     lag_window: LagWindow
 
     def run(self, chain: Chain) -> dict[str, Metric]:
-        """Follow the chain's links; returns what was logged. Raises Aborted when it is told to stop between two."""
+        """Follow the chain's links and return the logged metrics. Aborted when the worker is told to stop."""
         traffic = self.calls.runtime.databuffer.traffic
         before = traffic.total
         self._follow(chain.links)

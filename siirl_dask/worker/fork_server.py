@@ -1,5 +1,6 @@
-"""How processes of this machine begin: forked from one that has imported what a worker needs, which would take each of
-them seconds by itself.
+"""Starts the fork server: worker processes are forked from one that has imported everything a worker needs.
+
+The imports would take each worker seconds by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _IMPORTED = [
 
 
 def prepare_processes(environment: Mapping[str, object] | None = None) -> None:
-    """Start what others are forked from, unless it runs. They begin with ``environment`` added to this process's: C
-    libraries read it once. Signals that the calling thread blocks are blocked there as well.
+    """Start the fork server, unless it runs.
+
+    Its processes get ``environment`` besides this process's own, from the start, since C libraries read it once. They
+    block the signals that the calling thread blocks.
     """
     if START_METHOD != "forkserver":
         return

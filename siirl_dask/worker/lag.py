@@ -1,4 +1,4 @@
-"""The iterations that a worker remembers for nodes with a lag, which take their rows from an earlier one."""
+"""Remembers past iterations for nodes with a lag, which take their rows from an earlier iteration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from siirl_dask.planner import Chain, Iteration, Lagged
 
 
 class LagWindow:
-    """Iterations of the phases whose chains have lagged links, back to the oldest that a link may still look at.
+    """Holds the iterations of phases with lagged links, back to the oldest whose rows a link may still need.
 
-    It is made of the ``chains`` of all workers, by phase: rows that one worker still needs, another one holds.
+    ``chains`` are those of all workers, by phase: another worker holds the rows that one worker needs.
     """
 
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
@@ -19,8 +19,9 @@ class LagWindow:
         self._iterations: list[Iteration] = []
 
     def begin(self, iteration: Iteration, completed: int) -> int:
-        """Begin an iteration, when all workers have completed those before number ``completed``. Returns the number of
-        the iteration before which no rows are needed any more.
+        """Begin an iteration, and return the sequence number before which no rows are needed any more.
+
+        All workers have completed the iterations before number ``completed``.
         """
         if iteration.phase in self._lags:
             self._iterations.append(iteration)
@@ -32,8 +33,9 @@ class LagWindow:
         return needed
 
     def lagged(self, iteration: Iteration, steps: int) -> Iteration | None:
-        """The iteration ``steps`` steps earlier; ``iteration`` itself when the pipeline drains; None before there were
-        that many since the last drain.
+        """Return the iteration ``steps`` steps earlier, or ``iteration`` itself when the pipeline drains.
+
+        None while there have been fewer than that since the last drain.
         """
         if iteration.drain:
             return iteration

@@ -1,4 +1,4 @@
-"""Calls a node's function: makes its context, joins its inputs, holds its output against its contract."""
+"""Calls a node's function: makes its context, joins its inputs, checks its output against its contract."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from siirl_dask.worker.runtime import WorkerRuntime
 
 @dataclass(slots=True)
 class NodeCalls:
-    """The node calls of one passage through a chain, and the tables and metrics that they share."""
+    """Calls the nodes of one pass through a chain, and holds the tables and metrics that they share."""
 
     runtime: WorkerRuntime
     iteration: Iteration
     loader: Dataloader
     tables: dict[str, pa.Table] = field(default_factory=dict)
-    """Tables that are there now, by the name of a node or of an edge."""
+    """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    """Metrics logged so far."""
     loaded: Load | None = None
-    """The link that read this worker's prompts; a node that draws more prompts goes on from it."""
+    """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
     def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
-        """The ``columns`` of what the node's function makes of its inputs. NodeError when it breaks its contract."""
+        """Run the node's function and return ``columns`` of its output. NodeError when it breaks its contract."""
         with self.named(node):
             table = self.joined(inputs)
             return checked(node, columns, table, node.fn(self.context_of(node), table))
 
     def joined(self, inputs: Sequence[Input]) -> pa.Table:
+        """Return one table with the columns of all inputs, sorted by row id."""
         return _join([self.tables[item.table].select(item.columns) for item in inputs])
 
     def context(self, role: str) -> Context:
+        """Return a context for ``role``; an empty name gives one without resource and peers."""
         runtime = self.runtime
         context = Context(
             step=self.iteration.step,
@@ -58,6 +61,7 @@ class NodeCalls:
         return context
 
     def context_of(self, node: Node) -> Context:
+        """Return the context that the node's function is called with."""
         context, load = self.context(node.role), self.loaded
         context.state = self.runtime.node_state.setdefault(f"{self.iteration.phase}/{node.name}", {})
         if self.runtime.share_work is not None and context.rank.size > 1:
@@ -70,8 +74,10 @@ class NodeCalls:
 
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:
-        """Errors inside say which node, iteration and worker they are from; one that is none of ours is a NodeError."""
-        where = f"node {node.name!r}, {self.iteration}, worker {self.runtime.device.worker!r}"
+        """Add node, iteration and worker to errors raised inside; any other exception becomes a NodeError."""
+        position = f"node {node.name!r}, {self.iteration}"
+        where = f"{position}, worker {self.runtime.device.worker!r}"
+        self.runtime.running.append(position)
         try:
             yield
         except SiirlError as error:
@@ -81,10 +87,12 @@ class NodeCalls:
             failure = NodeError(f"{where}: {type(error).__name__}: {error}")
             failure.add_note(format_exc())  # a traceback does not cross processes
             raise failure from error
+        finally:
+            self.runtime.running.pop()
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:
-    """The columns of all tables, row by row, sorted by row id. NodeError when they do not hold the same rows."""
+    """Join tables by row id. NodeError when they do not hold the same rows."""
     tables = [_sorted(table) for table in tables]
     first = tables[0]
     columns = {name: first[name] for name in first.column_names}
@@ -104,7 +112,7 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
-    """``columns`` of a node's output. NodeError where the output, made of ``table``, is not as the contract says."""
+    """Return ``columns`` of a node's output for ``table``. NodeError when it differs from the node's contract."""
     if not isinstance(output, pa.Table):
         raise NodeError(f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table")
     contract = node.contract

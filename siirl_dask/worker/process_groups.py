@@ -1,7 +1,7 @@
-"""torch.distributed among the workers of a run: one world, and in it one group per role.
+"""Joins the workers of a run in torch.distributed: one world, and one process group per role.
 
-The first worker hosts the store and tells its peers the port over the data plane. Everything binds to the host that the
-worker itself is reached at, which is loopback for a cluster on one machine.
+The first worker hosts the store and tells its peers the port over the data plane. Everything binds to the worker's own
+address, which is loopback for a cluster on one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "h
 
 
 def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
-    """A store on a free port of ``host``, and the port."""
+    """Return a store on a free port of ``host``, and the port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -39,6 +39,7 @@ def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
 
 
 def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Return a client of the store that another worker hosts."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
@@ -51,9 +52,10 @@ def join(
     host: str,
     timeout: float,
 ) -> dict[str, Rank]:
-    """This worker's rank in each of its roles. ``devices`` are those of all workers, in the order of ranks. Every
-    worker makes every group, in the same order, as torch demands. ConfigError where a role's workers have no common
-    backend.
+    """Make the process groups of all roles and return this worker's rank in each of its own roles.
+
+    ``devices`` are all workers' devices, in the order of ranks. Every worker makes every group, in the same order, as
+    torch demands. ConfigError where a role's workers have no common backend.
     """
     workers = list(devices)
     backends = {role: role_backend(role, [devices[member] for member in members]) for role, members in roles.items()}
@@ -68,10 +70,10 @@ def join(
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
-        group, places, backend = None, [workers.index(member) for member in members], backends[role]
+        group, global_ranks = None, [workers.index(member) for member in members]
         if len(members) > 1:
-            group = collectives.new_group(places, backend, host, timeout)
-        side_group = collectives.new_group(places, "gloo", host, timeout)
+            group = collectives.new_group(global_ranks, backends[role], host, timeout)
+        side_group = collectives.new_group(global_ranks, "gloo", host, timeout)
         if worker in members:
             ranks[role] = Rank(members.index(worker), len(members), group, side_group, host)
     return ranks
@@ -80,26 +82,29 @@ def join(
 def broadcast_group(
     worker: str, devices: Mapping[str, Device], members: Sequence[str], host: str, timeout: float
 ) -> tuple[object, int]:
-    """A group of ``members`` alone, None on other workers, and the first one's rank in it. All workers make it, after
-    ``join``.
+    """Make a process group of ``members``, and return it with the first member's rank in it.
+
+    The group is None on other workers. All workers of the run call this after ``join``.
     """
-    places = [list(devices).index(member) for member in members]
-    backend, root = backend_of(devices[member] for member in members), sorted(places).index(places[0])
-    group = collectives.new_group(places, backend, host, timeout)
+    global_ranks = [list(devices).index(member) for member in members]
+    backend, root = backend_of(devices[member] for member in members), sorted(global_ranks).index(global_ranks[0])
+    group = collectives.new_group(global_ranks, backend, host, timeout)
     if worker not in members:
         return None, root
-    # nccl connects at the first use and blocks until all have come: here nobody is late, and no step is under way
+    # nccl connects at the first use and blocks until all are there: here nobody is late, and no step is under way
     group.broadcast(torch.zeros(1, device=devices[worker].torch_name), root).wait()
     return group, root
 
 
-def uses_broadcast(way: WeightSync, devices: Sequence[Device]) -> bool:
-    """Whether weights go by broadcast between workers on these devices, no worker of which gives and takes. ConfigError
-    where they must and cannot.
+def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
+    """Return whether weights travel by broadcast between workers on these devices.
+
+    No worker among them is both source and sink. ConfigError where ``rollout.weight_sync`` demands a broadcast that the
+    devices cannot do.
     """
     backend = backend_of(devices)
-    if way is not WeightSync.broadcast:
-        return way is WeightSync.auto and backend != "gloo"
+    if weight_sync is not WeightSync.broadcast:
+        return weight_sync is WeightSync.auto and backend != "gloo"
     if backend == "gloo" and any(device.kind is DeviceKind.NPU for device in devices):
         where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
         raise ConfigError(
@@ -110,8 +115,9 @@ def uses_broadcast(way: WeightSync, devices: Sequence[Device]) -> bool:
 
 
 def backend_of(devices: Iterable[Device]) -> str:
-    """What workers on these devices speak over. nccl and hccl refuse two ranks on one device; gloo takes any, through
-    the host's memory.
+    """Return the torch.distributed backend for workers on these devices.
+
+    nccl and hccl refuse two ranks on one device; gloo works on any, through the host's memory.
     """
     devices = list(devices)
     alike = len({device.kind for device in devices}) == 1
@@ -120,8 +126,9 @@ def backend_of(devices: Iterable[Device]) -> str:
 
 
 def role_backend(role: str, devices: Sequence[Device]) -> str:
-    """That of a role with a worker on each of them. ConfigError where gloo is left and cannot be: it takes tensors of
-    CPUs and CUDA devices alone.
+    """Return the backend of a role's process group.
+
+    ConfigError on NPUs that share a card: hccl refuses them, and gloo takes tensors of CPUs and CUDA devices only.
     """
     backend = backend_of(devices)
     if len(devices) == 1 or backend != "gloo" or all(device.kind is not DeviceKind.NPU for device in devices):
@@ -134,13 +141,13 @@ def role_backend(role: str, devices: Sequence[Device]) -> str:
 
 
 def single_ranks(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
-    """The ranks of a run with one worker, which needs no process group."""
+    """Return the ranks of a run with one worker, which needs no process group."""
     return {role: Rank() for role in roles}
 
 
 @dataclass(frozen=True, slots=True)
 class RolePeers:
-    """Collectives among the workers of a role, over its process group."""
+    """Implements ``Context``'s collectives among the workers of a role, over its process group."""
 
     device: Device
     rank: Rank
@@ -160,5 +167,6 @@ class RolePeers:
 
 
 def leave() -> None:
+    """Destroy all process groups of this process, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""What a worker does for a checkpoint: each of its roles that has a state is saved, and restored, by its own group.
+"""Builds a worker's roles, and saves and restores their states for checkpoints.
 
-A role has a state if what it built has ``state()`` and ``load_state(state)``: nested mappings of tensors and plain
-values. One without a tensor is told to the driver instead. One whose ``progress`` is empty never changes, and is left
-out.
+A role has a state if the object that it built has ``state()`` and ``load_state(state)``: nested mappings of tensors and
+plain values. The workers of a role save a state with tensors together; a state without tensors is reported to the
+driver instead. A state whose ``progress`` is empty never changes, and is not saved.
 """
 
 from __future__ import annotations
@@ -23,50 +23,55 @@ from siirl_dask.errors import CheckpointError, RunError, SiirlError
 from siirl_dask.planner import Role
 
 States = dict[str, dict[str, Any]]
+"""A state for each role."""
 
 
 class StateStore(Protocol):
-    """Puts states below a URL and takes them back; all ranks of ``group`` call it alike. CheckpointError."""
+    """Saves states at a URL and loads them; all ranks of ``group`` call it alike. Raises CheckpointError."""
 
     def save(self, url: str, state: dict[str, Any], group: Any) -> Future[None]:
-        """The state may change when this returns; it is written when the future is done."""
+        """Begin to write ``state``, which may change once this returns. The future is done when it is written."""
         ...
 
     def load(self, url: str, state: dict[str, Any], group: Any) -> None:
-        """Fill ``state`` in place."""
+        """Load into ``state``, in place."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeFrom:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint from which a run resumes."""
 
     url: str
     roles: Sequence[str]
-    """Those that have a folder in it."""
+    """Roles that have a folder in the checkpoint."""
     states: Mapping[str, Mapping[str, Any]]
-    """Those of the other roles."""
+    """States of the other roles, by role."""
     positions: Mapping[str, int]
-    """Of the dataloaders, by phase."""
+    """Positions of the dataloaders, by phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """A checkpoint that this worker has begun to write."""
+    """One worker's part of a checkpoint that is being written."""
 
     roles: list[str] = field(default_factory=list)
-    """Those that get a folder."""
+    """Roles whose states go into folders."""
     states: States = field(default_factory=dict)
-    """Of roles whose state holds no tensor."""
+    """States of roles without a tensor, by role."""
     writes: list[Future[None]] = field(default_factory=list)
+    """Futures that are done when the folders are written."""
 
     def as_data(self) -> dict[str, Any]:
-        """What the driver is told of it. States as JSON: what travels would turn tuples and keys into others."""
+        """Return the report for the driver. States are JSON texts: Dask's messages would change tuples and keys."""
         return {"roles": self.roles, "states": {role: json.dumps(state) for role, state in self.states.items()}}
 
 
 class RoleStates:
-    """Of one worker's roles. ``groups``: of each role, a process group of its workers that nothing else uses."""
+    """Saves and restores the states of one worker's roles.
+
+    ``groups`` has a process group of each role's workers that nothing else uses.
+    """
 
     def __init__(self, store: StateStore, resources: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
         self._store = store
@@ -74,18 +79,19 @@ class RoleStates:
         self._groups = {name: groups[name] for name, one in self._resources.items() if _has_tensors(one.state())}
 
     def restore(self, checkpoint: ResumeFrom) -> None:
-        """CheckpointError when a role that learns is not in it, or does not fit."""
+        """Load every role's state. CheckpointError when the checkpoint lacks a role, or its state does not fit."""
         for name, resource in self._resources.items():
             if name not in self._groups:
                 self._load_plain(name, checkpoint.states.get(name))
                 continue
             state = resource.state()
             if name not in checkpoint.roles:
-                raise CheckpointError(f"{checkpoint.url} has nothing of role {name!r} (roles: {checkpoint.roles})")
+                raise CheckpointError(f"{checkpoint.url} has no role {name!r} (roles: {checkpoint.roles})")
             self._store.load(join(checkpoint.url, name), state, self._groups[name])
             resource.load_state(state)
 
     def save(self, url: str) -> SavedStates:
+        """Begin to write every role's state below ``url``. CheckpointError for a state that cannot be saved."""
         saved = SavedStates()
         for name, resource in self._resources.items():
             state = resource.state()
@@ -132,12 +138,13 @@ def _plain(name: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]) -> dict[str, Any]:
-    """What each role that this worker has a rank in builds, in the order of ``ranks``, which is that of its peers too.
+    """Build each role that this worker has a rank in, and return the objects by role.
 
-    On an accelerator whatever has a ``sleep()`` sleeps while the next are built: an engine that is awake would hold the
-    memory they load into. It wakes by itself when it is asked for something.
+    Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator an object with a
+    ``sleep()`` sleeps while the next roles are built: an engine that is awake would hold the memory they load into. It
+    wakes by itself when it is used.
 
-    What a role's build raises on purpose says which role and worker it was; anything else is a RunError that does.
+    A SiirlError from a role's build names the role and the worker in a note; any other exception becomes a RunError.
     """
     build = {role.name: role.build for role in roles}
     resources: dict[str, Any] = {}
@@ -152,7 +159,7 @@ def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]
 
 @contextmanager
 def _named(role: str, worker: str) -> Iterator[None]:
-    """Whatever goes wrong inside is said to be of the role."""
+    """Add role and worker to errors raised inside."""
     where = f"role {role!r}, worker {worker!r}"
     try:
         yield

@@ -1,4 +1,4 @@
-"""What every worker of a run is told before it starts."""
+"""Describes a run to its workers: plans and settings, serialized before they start."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from siirl_dask.worker.role_state import ResumeFrom, StateStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """All that a worker is told about a run: plans and settings, no data."""
+    """Everything that a worker needs to know about a run: plans and settings, no data."""
 
     run: str
-    """Unique to this start of the run; messages of any other are refused."""
+    """Unique name of this start of the run; messages of any other start are refused."""
     url: str
+    """``run.url``, absolute."""
     seed: int
     members: Mapping[str, str]
     """{worker name: address}, in rank order, fixed for the run."""
     phases: bytes
     """The plan and the dataset of each phase, from ``serialize_phases``."""
     builds_from: Phase
-    """The phase whose plan has every role that workers build."""
+    """Phase whose plan has every role that workers build."""
     threads: int
+    """Threads of torch in each worker."""
     data: DataSettings
     store: StateStore | None = None
-    """Where roles' states are saved to and restored from; None, neither is asked for."""
+    """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
-    """The checkpoint that the run resumes from; None for a new run."""
+    """Checkpoint from which the run resumes; None for a new run."""
 
     @staticmethod
     def of(
@@ -52,7 +54,7 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
     ) -> RunSpec:
-        """Of one more start of the run that ``config`` describes."""
+        """Return the spec of a new start of the run that ``config`` describes."""
         return RunSpec(
             run=uuid.uuid4().hex[:12],
             url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
@@ -68,6 +70,7 @@ class RunSpec:
 
     @property
     def plugin(self) -> str:
+        """Name of the run's plugins on scheduler and workers."""
         return f"siirl-{self.run}"
 
     @property
@@ -78,18 +81,20 @@ class RunSpec:
 
 Phases = Mapping[Phase, tuple[Plan, Source]]
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_ELSEWHERE = ("siirl_dask", "siirl_storage", "__main__", "__mp_main__")  # on every worker; by value in any case
+_NEVER_BY_VALUE = ("siirl_dask", "siirl_storage")  # installed on every worker
+_ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
-    """PlanError when something of a node or role cannot travel.
+    """Serialize plans and datasets; modules of the user's own are included by value.
 
-    In one explicit dump: Dask pickles what it can by reference first, and what it then pickles by value is not told to.
+    This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
+    cannot be pickled.
     """
     with _by_value(_own_modules()):
         try:
             return bytes(cloudpickle.dumps(phases))
-        except Exception as error:  # pickling asks any object of the user's
+        except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a module of yours that "
                 f"they use cannot be pickled: {type(error).__name__}: {error}"
@@ -97,10 +102,10 @@ def serialize_phases(phases: Phases) -> bytes:
 
 
 def deserialize_phases(data: bytes) -> Phases:
-    """RunError when this process lacks a package that the nodes and roles use."""
+    """Load what ``serialize_phases`` made. RunError when this process lacks a package that nodes or roles use."""
     try:
         phases: Phases = cloudpickle.loads(data)
-    except Exception as error:  # a module that is imported here may raise anything
+    except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
             "must be installed on the workers, files of yours must be under the working directory or beside the script"
@@ -110,28 +115,33 @@ def deserialize_phases(data: bytes) -> Phases:
 
 @contextmanager
 def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    already = cloudpickle.list_registry_pickle_by_value()
-    mine = [module for module in modules if module.__name__ not in already]
-    for module in mine:
+    """Have cloudpickle serialize ``modules`` by value inside."""
+    before = cloudpickle.list_registry_pickle_by_value()
+    added = [module for module in modules if module.__name__ not in before]
+    for module in added:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        for module in mine:
+        for module in added:
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _own_modules() -> list[ModuleType]:
-    """Modules that are the user's own, wherever in them a plan's functions are."""
+    """Return the imported modules that are the user's own: in the working directory or beside the script."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     folders = {Path.cwd(), *([Path(script).resolve().parent] if script else [])}
     standard = sysconfig.get_path("stdlib") + os.sep
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name.split(".")[0] in _ELSEWHERE or getattr(module, "__name__", None) != name:
+        if (
+            not file
+            or name.split(".")[0] in _NEVER_BY_VALUE + _ALWAYS_BY_VALUE
+            or getattr(module, "__name__", None) != name
+        ):
             continue
         installed = file.startswith(standard) or any(folder in file for folder in _INSTALLED)
         if name.endswith(".py") or (not installed and any(Path(file).is_relative_to(folder) for folder in folders)):
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules

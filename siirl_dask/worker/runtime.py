@@ -1,4 +1,4 @@
-"""What a worker has at hand while it runs its chains."""
+"""The resources and connections of a worker, which its chains use."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ Meter = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRuntime:
-    """The built roles of one worker and its connections, made once a run."""
+    """Holds one worker's built roles and connections, made once a run."""
 
     device: Device
     run_url: str
     run_seed: int
     resources: Mapping[str, Any]
-    """What each role of this worker built, by the role's name."""
+    """The object that each of this worker's roles built, by the role's name."""
     ranks: Mapping[str, Rank]
+    """This worker's rank in each of its roles."""
     peers: Mapping[str, Peers]
     """Collectives among the workers of each of its roles."""
     share_work: Callable[[Iteration, Node, Sequence[Any], Any], Any] | None
-    """Makes a node's items of work open to idle peers; None where stealing is off."""
+    """Offers a node's work items to idle peers; None where work stealing is off."""
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop
     """The event loop that the databuffer lives on; chains run in another thread."""
     stop: StopFlag
     meter: Meter
-    """Shows a link's time by its name wherever the process is watched."""
+    """Times a link under its name on Dask's dashboard."""
     stream_bytes: int
     """Largest table of a weight stream, unless one parameter is larger."""
     broadcasts: Mapping[tuple[str, ...], Broadcast] = field(default_factory=dict)
-    """The run's broadcasts, by the workers that take part; a stream that one can bring goes by it."""
+    """Broadcasts by the workers that take part; a weight stream with one uses it."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What nodes remember from one step to the next (``Context.state``), by phase and name."""
+    """State that nodes keep from step to step (``Context.state``), by phase and name."""
+    running: list[str] = field(default_factory=list)
+    """Node whose function is running, with its iteration; empty between nodes."""

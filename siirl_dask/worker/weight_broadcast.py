@@ -1,8 +1,9 @@
-"""Tensors from the device of one worker to those of others, by broadcasts of flat buffers, never through a table.
+"""Broadcasts tensors from one worker's device to others', as flat buffers, never through a table.
 
-Both sides cut what is announced into the same buffers, of ``most`` bytes or one tensor. The giver fills one while the
-one before it is on its way, the takers load one while the next comes: a device has two at most, and each is let go of
-as soon as nobody refers to a tensor in it. Waits are slices: a worker that is told to stop does, though a peer is dead.
+All sides cut the announced tensors into the same buffers, of at most ``max_bytes`` or one tensor. The sender fills a
+buffer while the one before is on its way; receivers load one while the next arrives. So a device holds at most two, and
+a buffer is freed as soon as nobody refers to a tensor in it. Waits are short slices: a worker that is told to stop
+does, even if a peer is dead.
 """
 
 from __future__ import annotations
@@ -22,35 +23,36 @@ from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 from siirl_dask.worker.stop import StopFlag
 
 Waiting = Callable[[], AbstractContextManager[None]]
-"""Within which it waits for peers."""
-_ALIGNED = 16  # bytes: a view needs its type's own, and kernels read this much at once
+"""Makes a context manager that times a wait for peers."""
+_ALIGNED = 16  # bytes: a view needs the alignment of its type, and kernels read this much at once
 _SHORTEST, _LONGEST = 1e-4, 0.02  # seconds between two looks: a bucket over NVLink takes about 1 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one tensor in a buffer."""
+    """The place of one tensor in a buffer."""
 
     start: int
+    """Offset of the first byte."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def stop(self) -> int:
+        """Offset after the last byte."""
         return self.start + prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
+        """Return the tensor as a view of ``buffer``."""
         return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
-def cut(about: pa.Table, most: int) -> Iterator[tuple[Place, ...]]:
-    """The tensors that ``about`` tells of, in order, as those of one buffer after the other. PeerError for what is no
-    dtype or no shape.
-    """
+def cut(index: pa.Table, max_bytes: int) -> Iterator[tuple[Place, ...]]:
+    """Yield the places of each buffer's tensors, in the order of ``index``. PeerError for a bad dtype or shape."""
     places: list[Place] = []
-    for dtype, shape in zip(about[PARAMETER_DTYPE].to_pylist(), about[PARAMETER_SHAPE].to_pylist(), strict=True):
+    for dtype, shape in zip(index[PARAMETER_DTYPE].to_pylist(), index[PARAMETER_SHAPE].to_pylist(), strict=True):
         place = _place(places[-1].stop if places else 0, dtype, shape)
-        if places and place.stop > most:
+        if places and place.stop > max_bytes:
             yield tuple(places)
             places, place = [], _place(0, dtype, shape)
         places.append(place)
@@ -67,28 +69,31 @@ def _place(after: int, dtype: Any, shape: Any) -> Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """From the first of ``members`` to the others."""
+    """Sends tensors from the first of ``members`` to the others."""
 
     members: tuple[str, ...]
     group: Any
-    """Their process group; None on a worker that is none of them."""
+    """Process group of the members; None on any other worker."""
     root: int
-    """The giver's rank in it."""
+    """Rank of the sender in the group."""
     device: str
-    """This worker's, by torch's name."""
+    """This worker's device, by torch's name."""
     stop: StopFlag
-    most: int
+    max_bytes: int
+    """Largest buffer, unless one tensor is larger."""
 
-    def send(self, about: pa.Table, tensors: Iterator[Tensor], waiting: Waiting) -> int:
-        """Bytes of the buffers that were sent; on a worker that sends none, 0. All ``tensors`` are made on any: they
-        may be gathered from all. NodeError when they are not those that were announced.
+    def send(self, index: pa.Table, tensors: Iterator[Tensor], waiting: Waiting) -> int:
+        """Send ``tensors``, which ``index`` describes, and return the bytes of the buffers sent.
+
+        A worker outside the group makes all tensors and sends 0 bytes: they may be gathered from all workers of the
+        role. NodeError when the tensors are not the announced ones.
         """
         if self.group is None:
             for _ in tensors:
                 self.stop.check()
             return 0
         sent, work = 0, None
-        for places in cut(about, self.most):
+        for places in cut(index, self.max_bytes):
             buffer = self._filled(places, tensors)
             with waiting():
                 self._finish(work)
@@ -97,22 +102,22 @@ class Broadcast:
         with waiting():
             self._finish(work)
         if next(tensors, None) is not None:
-            raise NodeError(f"worker {self.members[0]!r} announced {about.num_rows} tensors, and its node gave more")
+            raise NodeError(f"worker {self.members[0]!r} announced {index.num_rows} tensors, and its node gave more")
         return sent
 
-    def receive(self, about: pa.Table, waiting: Waiting) -> Generator[Tensor]:
-        """What the giver's ``about`` tells of, one after the other. PeerError when it does not come."""
-        cuts = cut(about, self.most)
+    def receive(self, index: pa.Table, waiting: Waiting) -> Generator[Tensor]:
+        """Yield the tensors that ``index`` describes, one after the other. PeerError when they do not arrive."""
+        cuts = cut(index, self.max_bytes)
         coming = self._next(cuts)
         while coming is not None:
             places, buffer, work = coming
             with waiting():
                 self._finish(work)
-            del work  # which refers to the buffer
+            del work  # it refers to the buffer
             coming = None
             for number, place in enumerate(places):
                 yield place.within(buffer)
-                if number == 0:  # by now nobody refers to the buffer before this one
+                if number == 0:  # by now nobody refers to the previous buffer
                     coming = self._next(cuts)
             del buffer
 
@@ -121,11 +126,11 @@ class Broadcast:
         for place in places:
             tensor = next(tensors, None)
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (place.dtype, place.shape):
-                given = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-                told = f"{place.dtype} of shape {list(place.shape)}"
-                raise NodeError(f"worker {self.members[0]!r} announced a tensor, {told}, and its node gave {given}")
+                made = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+                announced = f"{place.dtype} of shape {list(place.shape)}"
+                raise NodeError(f"worker {self.members[0]!r} announced a tensor, {announced}, and its node gave {made}")
             place.within(buffer).copy_(tensor.detach())
-            del tensor  # it may be gathered: one at a time
+            del tensor  # it may be gathered: only one at a time fits
         return buffer
 
     def _next(self, cuts: Iterator[tuple[Place, ...]]) -> tuple[tuple[Place, ...], Tensor, Any] | None:
@@ -146,6 +151,6 @@ class Broadcast:
                 pause = min(2 * pause, _LONGEST)
             if work is not None:
                 work.wait()
-        except RuntimeError as error:  # torch's, of a peer that is gone or of the group's timeout
+        except RuntimeError as error:  # torch raises it for a dead peer and at the group's timeout
             self.stop.check()
             raise PeerError(f"the broadcast from worker {self.members[0]!r} to {self.members[1:]}: {error}") from error

@@ -1,10 +1,10 @@
-"""Weight streams: one node gives a model's weights bit by bit, another takes them, and no worker holds them whole.
+"""Weight streams: a source node yields a model's weights table by table to a sink node; no worker holds all of them.
 
-What travels is a sequence of tables. Table 0 is the stream's index: all rows, without their bytes. A source makes a
-table when every sink has taken the one four before it; a sink asks for the next table and then works on the one that
-has come. Its node may still refer to the last row of the table before that, so at most three tables are there on a
-sink, and four that were made on a source. A worker that is both makes its own share of a table before it asks for all
-of it, so nobody waits for a table that nobody makes.
+A stream is a sequence of tables. Table 0 is its index: all rows, without their bytes. A source makes a table once every
+sink has acknowledged the one four before it, so it holds at most four. A sink requests the next table and then works on
+the one that arrived; its node may still refer to the last row of the table before, so it holds at most three. A worker
+that is both source and sink makes its own share of a table before it requests all of it, so nobody waits for a table
+that nobody makes.
 
 Where a broadcast can bring the tensors from device to device, only the index travels as a table.
 """
@@ -32,11 +32,11 @@ from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.weight_broadcast import Broadcast
 
-_MAX_UNACKED = 4  # tables made here that a sink has yet to take; with 2 a stream took half as long again on busy cores
+_MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as long again on busy cores
 
 
 def run(link: Stream, calls: NodeCalls) -> None:
-    """Have the link's source give its stream and its sink take it, each as far as it is on this worker."""
+    """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
     clock, broadcast = Clock(runtime.meter), runtime.broadcasts.get(link.joins)
     made = _made(link, calls, tensors=broadcast is not None) if link.gives else iter(())
@@ -54,7 +54,7 @@ def run(link: Stream, calls: NodeCalls) -> None:
 
 
 def _relay(link: Stream, calls: NodeCalls, made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> None:
-    """The tables go along the edge, as rows do."""
+    """Send the tables along the edge, as other rows."""
     produced = produce(made, edge, clock)
     if link.takes:
         _take(link, calls, consume(edge, produced, clock), clock)
@@ -65,7 +65,7 @@ def _relay(link: Stream, calls: NodeCalls, made: Iterator[pa.Table], edge: Strea
 def _broadcast(
     link: Stream, calls: NodeCalls, made: Iterator[Any], edge: StreamEdge, broadcast: Broadcast, clock: Clock
 ) -> None:
-    """The index goes along the edge, the tensors from device to device."""
+    """Send the index along the edge, and the tensors from device to device."""
     waiting = partial(clock.running, edge.edge.name)
     if link.gives:
         index = next(made)
@@ -79,8 +79,9 @@ def _broadcast(
 
 
 def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
-    """The stream's index, which one worker of the source gives, and then this worker's share of each table; or, with
-    ``tensors``, every tensor.
+    """Yield the stream's index and then this worker's share of each table; with ``tensors``, every tensor.
+
+    The source's first worker announces the index; the others' index is empty.
     """
     node, source = link.source, link.source.weight_source
     assert source is not None, "the planner makes a Stream only of a node that gives one"
@@ -98,11 +99,11 @@ def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
         yield index if announces else index.slice(0, 0)
         for item in stream.tables:
             yield item if tensors else checked(node, link.columns, table, item)
-            del item  # or it would be there while the next is made
+            del item  # else it would live while the next one is made
 
 
 def _take(link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, tensors: bool = False) -> None:
-    """Have the sink take the stream. What its node leaves is let go of, since others wait for it to be taken."""
+    """Run the sink on the stream. Tables that its node leaves are discarded, since sources wait for their acks."""
     node, sink = link.target, link.target.weight_sink
     assert sink is not None, "the planner makes a Stream only for a node that takes one"
     with calls.named(node), clock.running(node.name), closing(stream.tables):
@@ -115,7 +116,7 @@ def _take(link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, te
 
 @dataclass(frozen=True, slots=True)
 class StreamEdge:
-    """An edge in one iteration, table by table, as a worker's own thread sees it."""
+    """Publishes and pulls the tables of an edge in one iteration, from a worker's own thread."""
 
     edge: Edge
     iteration: Iteration
@@ -124,21 +125,25 @@ class StreamEdge:
     stop: StopFlag
 
     def publish(self, number: int, table: pa.Table) -> None:
+        """Publish table ``number`` of the stream."""
         wait_for(self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop)
 
     def wait_until_acked(self, number: int) -> None:
+        """Wait until every sink has acknowledged table ``number``."""
         wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
 
     def ask_for(self, number: int) -> Future[pa.Table]:
+        """Begin to pull table ``number``."""
         pulling = self.databuffer.pull(self.edge, self.edge, self.iteration, number)
         return asyncio.run_coroutine_threadsafe(pulling, self.loop)
 
     def wait_for(self, coming: Future[pa.Table]) -> pa.Table:
+        """Return a table that was asked for. Aborted when the worker is told to stop."""
         return finished(coming, self.stop)
 
 
 class Clock:
-    """Seconds under each name, without those that pass under another name meanwhile."""
+    """Sums seconds by name; time under an inner name does not count for the outer one."""
 
     def __init__(self, meter: Callable[[str], AbstractContextManager[object]]) -> None:
         self._meter = meter
@@ -147,6 +152,7 @@ class Clock:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
+        """Count the time inside under ``name``."""
         started = time.perf_counter()
         self._within.append(0.0)
         try:
@@ -158,7 +164,7 @@ class Clock:
             self._within[-1] += passed
 
     def timed(self, name: str, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """``tables``, the making of each under ``name``."""
+        """Yield ``tables``, counting the time that each takes to make under ``name``."""
         while True:
             with self.running(name):
                 table = next(tables, None)
@@ -168,12 +174,13 @@ class Clock:
             del table
 
     def log(self, metrics: dict[str, Metric]) -> None:
+        """Add the seconds to ``metrics`` as ``seconds/NAME``."""
         for name, seconds in self._seconds.items():
             metrics.setdefault(f"seconds/{name}", Metric(Reduce.MAX)).add(seconds)
 
 
 def produce(made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterator[None]:
-    """Makes and publishes one table each time it is advanced."""
+    """Make and publish one table each time the iterator is advanced."""
     for number in count():
         with clock.running(edge.edge.name):
             if number >= _MAX_UNACKED:
@@ -183,12 +190,12 @@ def produce(made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterato
             return
         with clock.running(edge.edge.name):
             edge.publish(number, table)
-        del table  # it is freed when it has been taken
+        del table  # it is freed once it is acknowledged
         yield
 
 
 def consume(edge: StreamEdge, produced: Iterator[None], clock: Clock) -> RowStream:
-    """The stream that arrives. ``produced`` is advanced along with it, since this worker may be a source as well.
+    """Return the arriving stream. ``produced`` is advanced with it, since this worker may be a source as well.
 
     NodeError when other rows arrive than the index announced.
     """
@@ -208,7 +215,7 @@ def consume(edge: StreamEdge, produced: Iterator[None], clock: Clock) -> RowStre
 def _following(
     rows: int, ask_for: Callable[[int], Future[pa.Table]], wait_for: Callable[[Future[pa.Table]], pa.Table]
 ) -> Iterator[pa.Table]:
-    """Table after table, until ``rows`` rows have come or a table has none. The next is on its way meanwhile."""
+    """Yield tables until ``rows`` rows have come or a table is empty; the next one is on its way meanwhile."""
     coming = ask_for(1) if rows else None
     try:
         for number in count(2):
@@ -225,7 +232,7 @@ def _following(
 
 
 def check_order(index: pa.Table, tables: Iterator[pa.Table], source: str) -> Generator[pa.Table]:
-    """``tables``, held against the index: consecutive rows of it, up to the last. NodeError for others."""
+    """Yield ``tables``. NodeError unless they hold consecutive rows of ``index``, up to the last."""
     first = 0
     for table in tables:
         expected = index[ROW_ID].slice(first, table.num_rows)

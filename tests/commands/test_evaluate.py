@@ -1,4 +1,4 @@
-"""``siirl-dask eval``: what it takes from a run, what it refuses before anything starts, and how numbers are shown."""
+"""``siirl-dask eval``: it scores as the run did, refuses mistakes before anything starts, and prints a table."""
 
 import json
 from functools import partial
@@ -32,7 +32,7 @@ def here(digits_task, tmp_path, monkeypatch):
 
 
 def recorded(task, url, text=""):
-    """What a run writes down of itself; ``text`` is YAML over the quickstart's."""
+    """Write a run's folder as a run records itself; ``text`` is YAML over the quickstart's."""
     file = url.with_suffix(".yaml")
     file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
     loaded = load_config_file(file, digits_overrides(task, url))
@@ -65,7 +65,7 @@ def test_a_mistake_is_refused_by_name_before_anything_starts(said, arguments, he
     assert not (here / "evaluations").exists()
 
 
-def test_a_run_is_scored_as_its_dag_says_and_not_by_a_key_that_it_did_not_use(digits_task, tmp_path):
+def test_a_run_is_scored_by_the_reward_of_its_dag(digits_task, tmp_path):
     options = {"rewards": {"right": "siirl_dask.rewards:exact_match"}, "weights": {"right": 2.0}}
     role = {"build": "siirl_dask.rewards:build_scorer", "with": {"rewards": "${rewards}"}}
     role["with"]["reward"] = {"run": "siirl_dask.rewards:weighted_sum", "with": options}

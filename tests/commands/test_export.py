@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: the same model as the trainer's, for whoever loads it."""
+"""``siirl-dask export``: the Hugging Face folder holds the trainer's model, for transformers, vLLM and peft."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path)
 
 
 @pytest.mark.parametrize("run", KINDS, indirect=True)
-def test_vllm_says_of_its_tokens_what_transformers_says_of_the_exported_model(run, tmp_path):
+def test_vllm_and_transformers_agree_on_the_exported_model(run, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
     url, base, _ = run
     export(url, str(tmp_path / "out"))

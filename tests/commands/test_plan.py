@@ -54,6 +54,44 @@ def test_workers_replace_those_of_the_config(capsys, digits):
     assert "cluster.workers=0: expected at least 1" in refused(capsys, "--workers=0", "cluster.placement={}")
 
 
+def test_data_that_is_not_there_yet_is_assumed_and_noted(capsys, digits, tmp_path):
+    absent = ["data.url=none/train", "validation.url=none/validation", "validation.test_url=null"]
+    (note, *_) = json.loads(planned(capsys, "--format=json", *digits, *absent, "data.prepare=null"))["notes"]
+    assert note == (
+        "no dataset is at none/train, none/validation yet; assumed the columns that the config names "
+        "(prompt: string, answer: string), and 8 rows to validate on; a run needs that data"
+    )
+    made = planned(capsys, *digits, "data.url=none", "data.prepare=m:make", "rollout.expected_length_column=n")
+    assert "no dataset is at none yet; assumed the columns that the config names (prompt: string, answer" in made
+    assert "n: int64); a run calls data.prepare=m:make first" in made
+    assert "no dataset" not in planned(capsys, *digits)
+
+
+def test_columns_within_one_struct_are_assumed_together(capsys, digits):
+    paths = ["data.url=none", "data.answer=a", "validation.source_column=a.b.c", "rollout.expected_length_column=a.n"]
+    text = planned(capsys, *digits, *paths)
+    assert "(prompt: string, a: struct<b: struct<c: string>, n: int64>)" in text
+    assert "column 'a.': expected a name" in refused(capsys, *digits, "data.url=none", "data.answer=a.")
+    misread = refused(capsys, *digits, "data.url=none", "nodes.reward.reads=[anwser]")
+    assert "node 'reward' reads ['anwser']" in misread
+    assert "did you mean 'answer'?" in misread
+
+
+def test_storage_that_cannot_be_reached_is_named(capsys, digits, monkeypatch):
+    def fail(url):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr("siirl_dask.driver.phases.open_table", fail)
+    said = refused(capsys, *digits, "data.url=s3://bucket/rows")
+    assert "dataset 's3://bucket/rows': its storage cannot be reached: RuntimeError: no credentials" in said
+
+
+def test_a_model_that_is_not_there_yet_bounds_no_weights(capsys, digits):
+    text = " ".join(planned(capsys, *digits, "model.path=none").split())
+    assert "weights -> load_weights ? replicated in parts" in text
+    assert "role 'policy': its model is not on this machine" in text
+
+
 def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):
     assert planned(capsys, *digits, "--workers", "8") == planned(capsys, "--workers", "8", *digits)
     for wrong in (["--wrokers", "8"], ["--format", "pdf"]):
@@ -106,7 +144,7 @@ def memories(overrides):
 
 
 @pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora.rank=4"]])
-def test_a_checkpoint_written_meanwhile_counts_as_much_as_the_trainers_state(digits, options):
+def test_an_asynchronous_checkpoint_counts_as_the_trainers_state(digits, options):
     found, config = memories([*digits, *options]), load(KL, [*digits, *options])
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     tensors = [tensor for tensor in flat(trainer.state()).values() if tensor.ndim]
@@ -226,7 +264,7 @@ def test_published_weights_are_shared_by_those_that_publish_them(digits):
     assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
 
 
-def test_the_shipped_weights_go_in_parts_unless_a_later_step_loads_them(capsys, digits):
+def test_shipped_weights_are_streamed_unless_a_later_step_loads_them(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))["phases"]["train"]
     links = {worker: chain["links"] for chain in given["chains"] for worker in chain["workers"]}
     assert links["2"][-1] == {"do": "give in parts", "what": "weights"}

@@ -1,4 +1,4 @@
-"""A column of expected lengths that cannot be used is refused before anything starts, by ``plan`` as by ``run``."""
+"""An unusable column of expected lengths is refused before anything starts, by ``plan`` and by ``run``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def given(digits_task, tmp_path):
         ("expected", pa.array([1, 0, 3]), "'expected': .* is 0 in row 4: expected at least 1"),
     ],
 )
-def test_a_column_that_cannot_be_used_is_named_with_its_dataset_before_anything_starts(given, column, lengths, said):
+def test_an_unusable_column_is_named_with_its_dataset(given, column, lengths, said):
     config, dag, validation = given(lengths, f"rollout.expected_length_column={column}")
     for start in (describe_run, run):
         with pytest.raises(DataError, match=rf"rollout\.expected_length_column={said}") as caught:
@@ -57,7 +57,7 @@ def test_a_dag_in_which_nobody_reads_it_is_refused(given):
         describe_run(config, dag, validation)
 
 
-def test_prompts_stay_where_they_are_loaded_unless_they_are_to_be_shared(given):
+def test_prompts_stay_where_they_are_loaded_by_default(given):
     lengths = pa.array([1, 2, 3])
     for overrides, rows in {
         (): Rows.ANYWHERE,

@@ -1,4 +1,4 @@
-"""Where a run begins, and what of an earlier start counts or is removed."""
+"""Resuming: the step at which a run begins, and the files of an earlier start that are kept or removed."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -49,7 +49,7 @@ def ended(status, steps):
     return Summary(run_id="run", status=status, steps=steps, workers=1, seconds=1.0, samples_per_second=None)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_unless_it_is_finished(url):
+def test_an_unfinished_run_resumes_from_its_newest_checkpoint(url):
     config, dag = config_and_dag(url, "run.steps=20")
     assert begin(url).exists is False
     write_identity(config, dag, replace=False)
@@ -139,7 +139,7 @@ def test_only_what_a_run_wrote_is_removed(url):
     assert {str(file)[len(path) + 1 :] for file in fs.find(path)} == set(theirs)
 
 
-def test_steps_after_the_checkpoint_are_removed_whole_and_those_before_stay(url):
+def test_only_steps_after_the_checkpoint_are_removed(url):
     for step in (0, 1, 2, 3):
         for table, parts in {"rollouts": 4, "validation": 2, "test": 1}.items():
             write_part(f"{url}/{table}/step={step:06d}", 0, parts, pa.table({"x": [1]}))
@@ -168,7 +168,7 @@ def test_records_of_steps_that_are_done_again_are_dropped(url):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_weights_of_every_shipped_dag_can_be_brought_to_its_engines(path):
+def test_every_shipped_dag_can_load_weights_on_resume(path):
     file = load_config_file(path, ["data.url=x", "model.path=y"])
     brings = weights_dag(dags(file)[0])
     assert [node.name for node in brings.nodes] == ["weights", "load_weights"]
@@ -180,7 +180,7 @@ def publish_by_reward(ctx, table):
     raise NotImplementedError
 
 
-def test_weights_that_are_published_with_rows_cannot_be_brought_before_a_step():
+def test_weights_that_need_rows_cannot_be_loaded_on_resume():
     _, dag = config_and_dag("x")
     nodes = [replace(node, fn=publish_by_reward) if node.name == "weights" else node for node in dag.nodes]
     with pytest.raises(PlanError, match=r"'weights' publishes or loads weights and needs \['reward'\]"):

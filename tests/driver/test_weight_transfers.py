@@ -1,4 +1,4 @@
-"""Which way new weights take: what a plan says of it, and what is refused before anything starts."""
+"""``rollout.weight_sync``: a plan says how new weights travel, and impossible ways are refused before the start."""
 
 from __future__ import annotations
 

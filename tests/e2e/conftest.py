@@ -26,9 +26,13 @@ class Started:
         log = self.url / "metrics.jsonl"
         return log.read_text().count('"phase": "train"') if log.exists() else 0
 
-    def wait_for_steps(self, count, timeout=90):
+    def wait_for_steps(self, count):
+        self.wait_until(lambda: self.steps() >= count)
+
+    def wait_until(self, reached, timeout=90):
+        """Return when ``reached()`` is true; fail when the run ends or ``timeout`` seconds pass before."""
         deadline = time.monotonic() + timeout
-        while self.steps() < count:
+        while not reached():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, f"{self.steps()} steps after {timeout} s"
             with contextlib.suppress(subprocess.TimeoutExpired):

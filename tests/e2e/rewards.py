@@ -1,5 +1,9 @@
 """Rewards that go wrong."""
 
+import os
+import time
+from pathlib import Path
+
 
 def fails_on_the_fifth(prompt, response, answer):
     return 1 / (0 if prompt.endswith("5:") or len(response) > 4 else 1)
@@ -7,3 +11,8 @@ def fails_on_the_fifth(prompt, response, answer):
 
 def gives_nan(prompt, response, answer):
     return float("nan")
+
+
+def never_returns(prompt, response, answer):
+    Path(os.environ["NEVER_RETURNS"]).touch()
+    time.sleep(10**6)

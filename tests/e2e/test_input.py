@@ -1,4 +1,4 @@
-"""What a user gets wrong, and what data brings: a clear error before anything starts, or a defined behaviour."""
+"""Wrong input by the user or in the data meets a clear error before anything starts, or a defined behaviour."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

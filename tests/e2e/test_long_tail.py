@@ -76,7 +76,7 @@ def test_rows_are_the_same_wherever_their_expected_length_takes_them(train, task
 
 
 def fullest(owners, lengths):
-    """What is expected of the worker that has most to do."""
+    """Return the tokens of the worker that has most to do."""
     return max(sum(length for worker, length in zip(owners, lengths, strict=True) if worker == w) for w in set(owners))
 
 

@@ -34,8 +34,8 @@ LORA = ["trainer.lora.rank=8", "trainer.lora.alpha=16", "trainer.lr=3e-3", "algo
 
 @pytest.fixture
 def start(train, digits_task, tmp_path):
-    """As ``train``, of a model whose frozen head can tell tokens apart: that of a random one gives all of them nearly
-    the same probability, whatever its layers say.
+    """Train like ``train``, with a model whose frozen head tells tokens apart: a random head gives all of them nearly
+    the same probability, whatever its layers compute.
     """
     model = shutil.copytree(digits_task.model, tmp_path / "model")
     weights = load_file(model / "model.safetensors")

@@ -20,7 +20,7 @@ EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advan
 
 
 def set_environment(names):
-    """Where this runs: ``os.environ.update`` would travel with a copy of this process's, and change that."""
+    """Change the environment of the process that runs this; a pickled ``os.environ.update`` would change a copy."""
     os.environ.update(names)
 
 

@@ -88,7 +88,7 @@ def test_the_coefficient_of_a_kl_controller_goes_on_and_the_reference_is_not_sav
 
 
 def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(train, tmp_path):
-    """What four workers wrote of the steps after the checkpoint is done again, in two parts in place of four."""
+    """The steps after the checkpoint, which four workers wrote, are repeated by two: two parts replace four."""
     straight = train("straight", *WHOLE)
     shutil.copytree(straight.url, tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step={STEPS:06d}")

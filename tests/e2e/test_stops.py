@@ -1,4 +1,4 @@
-"""How a run ends when it is not allowed to: a killed worker, Ctrl-C, SIGTERM."""
+"""A run that is ended from outside, by a killed worker, Ctrl-C or SIGTERM, ends cleanly and says so."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+
+from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.alone
 
@@ -55,3 +57,37 @@ def test_ctrl_c_and_sigterm_stop_within_5_s_and_say_how_far_it_came(start, sign)
     assert summary["status"] == "interrupted"
     assert f"stopped by the user after {summary['steps']} of 100000 steps" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_whose_reward_never_returns_stops_with_one_line(start, tmp_path, monkeypatch, sign):
+    entered = tmp_path / "entered"
+    monkeypatch.setenv("NEVER_RETURNS", str(entered))
+    run = start("rewards.function=tests.e2e.rewards:never_returns")
+    run.wait_until(entered.exists)
+    os.killpg(run.process.pid, sign) if sign == signal.SIGINT else run.process.send_signal(sign)
+    seconds, out, err = run.end(timeout=60)
+    assert seconds < 15
+    assert (run.process.returncode, out) == (130, "")
+    assert err == "error: stopped by the user after 0 of 3 steps; what was written is whole\n"
+    assert json.loads((run.url / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_stopped_run_on_an_existing_cluster_names_its_busy_workers(start, tmp_path):
+    entered = tmp_path / "entered"
+    with local_cluster(1, env={"NEVER_RETURNS": str(entered)}) as cluster:
+        run = start(
+            "rewards.function=tests.e2e.rewards:never_returns",
+            f"cluster.address={cluster.scheduler_address}",
+            "cluster.workers=1",
+            "cluster.placement={}",
+        )
+        run.wait_until(entered.exists)
+        run.process.send_signal(signal.SIGTERM)
+        _, out, err = run.end(timeout=60)
+        os.kill(cluster.workers[0].pid, signal.SIGKILL)  # its cluster would wait for the reward
+    assert (run.process.returncode, out) == (130, "")
+    warning, error = err.splitlines()
+    assert "worker '0'" in warning
+    assert "node 'reward', train step 1" in warning
+    assert error == "error: stopped by the user after 0 of 3 steps; what was written is whole"

@@ -1,4 +1,4 @@
-"""What those see who watch a run from outside: its sockets, and its nodes by name on the Dask dashboard."""
+"""A run as seen from outside: its sockets, and its nodes by name on the Dask dashboard."""
 
 import ipaddress
 import signal

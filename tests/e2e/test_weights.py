@@ -29,7 +29,7 @@ def load_whole(ctx, table):
 
 
 def die_after_some(ctx, stream):
-    """As a crash does, when a few tables have come."""
+    """End the process after a few tables, like a crash."""
     for number, _ in enumerate(stream.tables):
         if number == 3 and ctx.rank.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapp
 
 
 def same_to_the_last_bit(rows, broadcast):
-    """What was trained; and that the weights, to two engines, were no rows."""
+    """Assert that both runs trained the same, and that the broadcast weights did not travel as rows."""
     for step in (1, 2):
         expected, got = (run.table("rollouts", step).select([*EXACT, "rollout_logprobs"]) for run in (rows, broadcast))
         assert got.equals(expected), step
@@ -111,7 +111,7 @@ def test_shards_that_go_by_broadcast_are_loaded_as_those_that_go_by_rows(train):
 
 
 def ends(train, *overrides, change):
-    """What a run says that ``change`` ends while the first weights come, on a cluster that was there before."""
+    """Return the error of a run on an existing cluster that ``change`` ends while the first weights arrive."""
     one_each = ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}")
     with local_cluster(2) as cluster:
         settings = [f"cluster.address={cluster.scheduler_address}", "cluster.peer_timeout=2", *one_each, *overrides]

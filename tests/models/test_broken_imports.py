@@ -9,7 +9,7 @@ from siirl_dask.models.broken_imports import hide_broken
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """As a wheel that was built for another torch fails: not with an ImportError, and half way."""
+    """A module that fails halfway, without ImportError, like a wheel built for another torch; and one that works."""
     (tmp_path / "broken_one").mkdir()
     (tmp_path / "broken_one" / "__init__.py").write_text("import broken_one.part\nraise OSError('no libcudart')")
     (tmp_path / "broken_one" / "part.py").write_text("")
@@ -21,7 +21,7 @@ def modules(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("modules")
-def test_modules_that_fail_to_import_count_as_absent_and_others_stay():
+def test_modules_that_fail_to_import_count_as_absent():
     assert hide_broken(["broken_one", "sound_one", "never_installed"]) == ["broken_one"]
     assert find_spec("broken_one") is None
     with pytest.raises(ModuleNotFoundError):
@@ -31,7 +31,7 @@ def test_modules_that_fail_to_import_count_as_absent_and_others_stay():
     assert "never_installed" not in sys.modules
 
 
-def test_transformers_models_load_beside_a_torchvision_that_fails(tmp_path):
+def test_transformers_loads_beside_a_broken_torchvision(tmp_path):
     name = "torchvision"
     (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator does not exist')")
     metadata = tmp_path / f"{name}-0.28.0.dist-info"
@@ -47,6 +47,6 @@ def test_transformers_models_load_beside_a_torchvision_that_fails(tmp_path):
     assert done.stdout == "Qwen3ForCausalLM\n", done.stderr
 
 
-def test_importing_the_package_changes_no_finder():
+def test_importing_siirl_dask_leaves_meta_path_alone():
     code = "import sys; before = list(sys.meta_path); import siirl_dask; assert sys.meta_path == before"
     subprocess.run([sys.executable, "-c", code], check=True)

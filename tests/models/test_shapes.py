@@ -1,4 +1,4 @@
-"""What a model's config says of its widths."""
+"""Widths of a model from its config."""
 
 import json
 
@@ -17,7 +17,7 @@ def widths_of(folder, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "widths"),
+    ("config", "widths"),
     [
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 50},
          Widths(6, 2, 96, 50)),
@@ -29,11 +29,11 @@ def widths_of(folder, text):
     ],
     ids=["all", "unknown", "other names", "left out", "nested, left out"],
 )  # fmt: skip
-def test_a_config_says_how_wide_its_layers_are_or_leaves_it_to_transformers(tmp_path, given, widths):
-    assert widths_of(tmp_path, json.dumps(given)) == widths
+def test_widths_come_from_the_config_or_transformers_defaults(tmp_path, config, widths):
+    assert widths_of(tmp_path, json.dumps(config)) == widths
 
 
-def test_a_model_that_was_written_here_says_all_of_it_and_a_folder_without_a_config_nothing(tmp_path):
+def test_a_tiny_model_has_all_widths_and_an_empty_folder_none(tmp_path):
     model = tiny_model(tmp_path / "model", heads=4, kv_heads=2, intermediate=96)
     assert read_widths(str(model)) == Widths(4, 2, 96, 264)
     assert read_widths(str(tmp_path)) is None
@@ -50,6 +50,6 @@ def test_a_model_that_was_written_here_says_all_of_it_and_a_folder_without_a_con
         '{"model_type": "llama", "num_attention_heads": 7}',
     ],
 )
-def test_a_config_that_is_none_is_refused_by_name(tmp_path, text):
+def test_a_damaged_config_is_refused_with_its_folder(tmp_path, text):
     with pytest.raises(ConfigError, match=r"model\.path='.*': its config\.json cannot be read"):
         widths_of(tmp_path, text)

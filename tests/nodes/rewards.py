@@ -1,7 +1,8 @@
-"""Rewards that a process of its own loads: beside the tests it would import all that these do, four seconds each."""
+"""Rewards for child processes: in a module of tests, each child would import all that the tests do, four seconds."""
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 
@@ -47,3 +48,21 @@ def tells_its_process(prompt, response, answer):
         while True:
             pass
     return 1.0
+
+
+def fails_and_counts(prompt, response, answer):
+    """Fail as ``prompt`` says, after touching the file ``response``."""
+    Path(response).touch()
+    match prompt:
+        case "hang":
+            time.sleep(60)
+        case "raise":
+            raise RuntimeError("no")
+    return 1.0
+
+
+async def fails_and_counts_async(prompt, response, answer):
+    Path(response).touch()
+    if prompt == "hang":
+        await asyncio.sleep(60)
+    raise RuntimeError("no")

@@ -1,4 +1,4 @@
-"""Metrics: what workers log must survive the trip, the merge and the file."""
+"""Metrics survive the message, the merge and the file."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_merge_leaves_the_workers_own_metrics_alone():
     assert part["m"].value == 1.0
 
 
-def test_workers_that_disagree_on_a_reducer_are_an_error_with_the_metric_named():
+def test_workers_that_disagree_on_a_reducer_are_refused():
     with pytest.raises(ValueError, match=r"'tokens'.*mean.*sum"):
         merge([{"tokens": Metric(Reduce.MEAN)}, {"tokens": Metric(Reduce.SUM)}])
 
@@ -113,14 +113,14 @@ def test_every_line_is_in_the_file_as_soon_as_it_is_written(url):
         assert [record["step"] for record in read_metrics(url)] == list(range(1, step + 1))
 
 
-def test_nan_and_infinity_are_null_so_that_any_json_reader_takes_the_file(url):
+def test_nan_and_infinity_are_written_as_null(url):
     MetricsLog(url).write(train(1, a=math.nan, b=-math.inf, c=None, d=1.0))
     line = fsspec.open(f"{url}/metrics.jsonl").open().read()
     assert json.loads(line, parse_constant=pytest.fail)["metrics"] == {"a": None, "b": None, "c": None, "d": 1.0}
     assert read_metrics(url) == [train(1, a=None, b=None, c=None, d=1.0)]
 
 
-def test_a_line_cut_short_by_a_kill_is_left_out_and_does_not_spoil_the_next(url):
+def test_a_line_cut_short_is_left_out(url):
     MetricsLog(url).write(train(1))
     fs, path = fsspec.core.url_to_fs(f"{url}/metrics.jsonl")
     fs.pipe_file(path, fs.cat_file(path) + b'{"step": 2, "pha')

@@ -1,4 +1,4 @@
-"""The plot: a PNG from whatever a run has logged so far."""
+"""The plot is a PNG of everything that a run has logged so far."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_dag_that_logs_neither_reward_nor_samples_is_no_error():
     assert "validation  step 1  no accuracy logged" in text_of(progress)
 
 
-def test_a_validation_of_several_samples_shows_what_they_say_and_counts_samples():
+def test_a_validation_of_several_samples_shows_pass_at_k():
     progress = Progress(1, console(terminal=False))
     metrics = {"maj@4": 0.6, "mean@4": 0.5, "pass@1": 0.5, "pass@4": 0.75, "pass@4/gsm8k": 0.7, "reward/mean": 0.5}
     progress.validation(1, metrics | {"samples": 64.0})
@@ -120,7 +120,7 @@ def test_time_left_follows_the_recent_pace_and_runs_down_between_steps():
     assert pace.seconds_left(52, now=242.0) == pytest.approx(10.0)
 
 
-def test_time_left_of_a_resumed_run_does_not_count_the_steps_done_before():
+def test_time_left_of_a_resumed_run_ignores_earlier_steps():
     pace = Pace(50, now=0.0)
     pace.mark(51, now=2.0)
     assert pace.seconds_left(100, now=2.0) == 98.0

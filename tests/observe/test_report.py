@@ -1,4 +1,4 @@
-"""The report at the end: numbers, samples side by side, files, what to type next; what a model wrote is not trusted."""
+"""The report at the end: numbers, samples side by side, files, next commands; escape sequences are removed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_samples_of_the_same_prompt_stand_on_one_line():
     assert all("was" in line and "now" in line for line in lines)
 
 
-def test_a_run_that_failed_early_shows_its_error_and_what_was_not_measured():
+def test_a_run_that_failed_early_shows_its_error():
     failed = Summary(
         run_id="a",
         status=Status.FAILED,

@@ -1,10 +1,13 @@
-"""Checks that a recipe or a script makes the DAG that a config spells, and heeds every key of the algorithm."""
+"""Checks that a recipe, a script or a YAML file makes the DAG that a config spells, and heeds every key of the
+algorithm."""
 
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, fields, replace
 
 from siirl_dask.config import AlgorithmConfig
+from siirl_dask.config.file import load_config_file
 from siirl_dask.driver.phases import dags
-from siirl_dask.errors import SiirlError
+from siirl_dask.errors import UserError
 
 OTHER_VALUES = {
     "advantage": "siirl_dask.algorithms:rloo",
@@ -18,15 +21,22 @@ OTHER_VALUES = {
     "kl_bias_correction": True,
     "entropy_coefficient": 0.25,
     "correction": "siirl_dask.algorithms:masked_is",
-    "correction_options": {"most": 3.0},
+    "correction_options": {"cap": 3.0},
     "minibatches": 3,
     "split_groups": True,
     "epochs": 2,
     "critic_warmup_steps": 2,
 }
 """A value of each ``algorithm.*`` key that is not its default."""
-NEEDS = {"correction_options": {"correction": "siirl_dask.algorithms:truncated_is"}}
-"""Keys that are refused without another one."""
+NEEDS = {
+    "advantage_options": {"advantage": "siirl_dask.algorithms:grpo", "advantage_options": {}},
+    "aggregation_options": {
+        "aggregation": "siirl_dask.algorithms:sequence_mean_token_sum_norm",
+        "aggregation_options": {"length": 5},
+    },
+    "correction_options": {"correction": "siirl_dask.algorithms:truncated_is"},
+}
+"""Functions that have the options."""
 
 
 def same_dag(recipe):
@@ -40,21 +50,34 @@ def same_dag(recipe):
     return compare
 
 
-def check_no_key_is_ignored(recipe, config):
-    """Change each key of the algorithm: the DAG must change, or the recipe refuse."""
+def spelled_by(path):
+    """Return the YAML file's DAG as a function of its config, as recipes are."""
+
+    def dag(config):
+        overrides = [f"algorithm.{key}={json.dumps(value)}" for key, value in asdict(config.algorithm).items()]
+        return dags(load_config_file(path, overrides))[0]
+
+    return dag
+
+
+def check_no_key_is_ignored(recipe, config, refused=()):
+    """Change each key of the algorithm: the DAG must change, or for a key in ``refused`` an error name it."""
     assert {field.name for field in fields(AlgorithmConfig)} == set(OTHER_VALUES)
     for key, value in OTHER_VALUES.items():
         before = replace(config.algorithm, **NEEDS.get(key, {}))
         after = replace(before, **{key: value})
-        if after == before:
+        assert after != before, f"give another value of {key}"
+        made, said = _made(recipe, config, after)
+        if key in refused:
+            assert f"algorithm.{key.removesuffix('_options')}" in said, key
             continue
-        made = _made(recipe, config, after)
-        assert made is None or made != _made(recipe, config, before), key
+        assert not said, key
+        assert made != _made(recipe, config, before)[0], key
 
 
 def _made(recipe, config, algorithm):
-    """What the recipe makes; None where it refuses."""
+    """What the recipe makes, or None and why it refuses."""
     try:
-        return recipe(replace(config, algorithm=algorithm))
-    except SiirlError:
-        return None
+        return recipe(replace(config, algorithm=algorithm)), ""
+    except UserError as error:
+        return None, str(error)

@@ -12,7 +12,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import base_logprobs
 from siirl_dask.planner.contract import bare
 from siirl_dask.rewards import exact_match
-from tests.recipes.keys import check_no_key_is_ignored, same_dag
+from tests.recipes.keys import check_no_key_is_ignored, same_dag, spelled_by
 
 SPELLED = {
     "quickstart": grpo,
@@ -48,6 +48,11 @@ def test_the_validation_of_a_recipe_is_the_one_that_the_yaml_spells(config):
 def test_no_key_of_the_algorithm_is_ignored(name):
     recipe, config = RECIPES[name]
     check_no_key_is_ignored(recipe, load(shipped(config)))
+
+
+@pytest.mark.parametrize("name", [config for _, config in RECIPES.values()])
+def test_no_key_of_the_algorithm_is_ignored_by_a_dag_in_yaml(name):
+    check_no_key_is_ignored(spelled_by(shipped(name)), load(shipped(name)))
 
 
 def test_functions_of_ones_own_take_the_place_of_those_that_the_config_names():

@@ -1,4 +1,4 @@
-"""Rewards that a process of its own loads: beside the tests it would import all that these do."""
+"""Rewards for child processes. In a module of tests, each child would import all that the tests do."""
 
 
 def share_right(prompt, response, answer, **extra):

@@ -1,4 +1,4 @@
-"""Code of a model: what it earns, and that it can do no harm."""
+"""code_execution rewards a model's code by the tests it passes, and the code can do no harm."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes
 
 @pytest.fixture(scope="module", autouse=True)
 def _isolation():
-    """Some kernels and containers forbid it."""
+    """Skip the tests where the kernel or the container does not allow code to be isolated."""
     try:
         passes("", "", Limits())
     except ConfigError as error:
@@ -44,12 +44,12 @@ ECHO = "```python\nfor _ in range(int(input())):\n    print(input().upper() + ' 
         (json.dumps(["assert double(2) == 4", "assert double(3) == 7"]), 0.5),
     ],
 )
-def test_the_share_of_passed_tests(answer, share):
+def test_the_reward_is_the_share_of_passed_tests(answer, share):
     assert code_execution("p", DOUBLE, answer) == share
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_programs_are_compared_by_what_they_print(as_json):
+def test_programs_are_compared_by_their_output(as_json):
     tests = [
         {"input": "2\na\né\n", "output": "A\nÉ"},
         {"input": "1\na\n", "output": "A\n\n"},
@@ -75,16 +75,16 @@ def test_input_of_any_size_reaches_the_program():
         ("```python\n```", 0.0),
     ],
 )
-def test_the_last_code_block_is_what_runs(response, share):
+def test_the_last_code_block_runs(response, share):
     assert code_execution("p", response, "assert double(2) == 4") == share
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit()"])
-def test_leaving_before_the_test_is_no_pass(code):
+def test_a_program_that_exits_before_the_test_does_not_pass(code):
     assert not passes(code, "assert False", QUICK)
 
 
-def test_modules_are_real_ones():
+def test_programs_can_define_dataclasses_and_check_for_main():
     code = """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ def test_answers_without_tests_are_refused(answer):
 @pytest.mark.parametrize(
     "code", ["while True: pass", "import time; time.sleep(60)", "import threading; exec('while 1: 1')"]
 )
-def test_a_program_that_does_not_end_is_stopped_and_the_other_tests_are_not_waited_for(code):
+def test_an_endless_program_is_stopped_and_ends_the_tests_after_it(code):
     began = time.monotonic()
     assert code_execution("p", f"```python\n{code}\n```", ["1"] * 50, seconds=1.0) == 0.0
     assert time.monotonic() - began < 10
@@ -159,7 +159,7 @@ def test_the_network_is_out_of_reach_unless_isolation_is_off(isolate):
     assert (printed, seen) == ((None, False) if isolate else ("in\n", True))
 
 
-def test_files_outside_cannot_be_written_removed_or_made_writable(tmp_path):
+def test_other_files_cannot_be_written_removed_or_made_writable(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("mine")
     code = f"""
@@ -187,7 +187,7 @@ print(os.listdir())
     assert os.listdir(tmp_path) == ["kept"]  # noqa: PTH208
 
 
-def test_it_sees_no_environment_of_anybody(monkeypatch):
+def test_programs_see_no_environment_but_their_own(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "hidden")
     code = "import os; print(sorted(os.environ), os.listdir('/proc'))"
     assert output(code, "", QUICK) == "['HOME', 'LC_CTYPE', 'PATH', 'TMPDIR'] []\n"
@@ -196,12 +196,12 @@ def test_it_sees_no_environment_of_anybody(monkeypatch):
 @pytest.mark.parametrize(
     "code", ["while True: print('x' * 1000)", "print('x' * 10**7)", "import os; os.write(2, b'x' * 10**7)"]
 )
-def test_a_flood_of_output_fails_or_goes_nowhere(code):
+def test_output_beyond_the_limit_fails_or_is_dropped(code):
     printed = output(code, "", replace(QUICK, file_size=10_000))
     assert printed is None or printed == ""
 
 
-def test_files_are_limited_together():
+def test_all_files_of_a_program_share_one_limit():
     code = """
 for i in range(100):
     with open(str(i), "wb") as file:
@@ -212,7 +212,7 @@ for i in range(100):
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_nothing_is_left_over(isolate, tmp_path, monkeypatch):
+def test_no_process_and_no_file_is_left_over(isolate, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     before = set(psutil.pids())
@@ -261,7 +261,7 @@ code_execution("p", "```python\\nopen('ran', 'w')\\n```", "assert 1")
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the command unshare")
-def test_where_code_cannot_be_isolated_it_is_not_run():
+def test_code_that_cannot_be_isolated_is_not_run():
     done = subprocess.run(["unshare", "-r", sys.executable, "-c", REFUSED], capture_output=True, text=True)
     assert done.stdout == "1.0\n"
     assert "ConfigError: code cannot be confined here: [Errno 28] unshare" in done.stderr
@@ -276,12 +276,12 @@ def _command(pid):
 
 
 @pytest.mark.parametrize("limit", ["seconds", "memory", "file_size"])
-def test_limits_of_nothing_are_refused(limit):
+def test_limits_of_zero_are_refused(limit):
     with pytest.raises(ValueError, match=f"{limit}=0: expected more than 0"):
         code_execution("p", DOUBLE, "assert 1", **{limit: 0})
 
 
-def test_a_row_that_the_pool_gives_up_on_leaves_no_program_behind(tmp_path):
+def test_a_row_that_times_out_in_the_pool_leaves_no_program_behind(tmp_path):
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w').write('x')\nimport time\ntime.sleep(60)"
     rewards = RewardsConfig(processes=1, timeout=3.0)

@@ -1,4 +1,4 @@
-"""docs/rewards.md names what there is, with its defaults, and its YAML can be used as it stands."""
+"""docs/rewards.md names every reward, option and key with its default, and its YAML makes DAGs."""
 
 import inspect
 import re
@@ -21,14 +21,14 @@ def test_every_reward_is_named():
     assert functions == set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
 
 
-def test_every_option_that_is_shown_is_taken_with_that_default():
+def test_every_option_has_the_default_that_is_shown():
     shown = re.findall(r"^\| `(\w+)` \| `\{([^}]*)\}` \|", TEXT, re.MULTILINE)
     assert len(shown) > 4
-    for name, options in shown:
+    for name, text in shown:
         parameters = inspect.signature(getattr(rewards, name)).parameters.values()
-        given = yaml.safe_load("{" + options + "}")
-        assert list(given) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY], name
-        for option, value in given.items():
+        options = yaml.safe_load("{" + text + "}")
+        assert list(options) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY], name
+        for option, value in options.items():
             default = inspect.signature(getattr(rewards, name)).parameters[option].default
             assert value in ("...", default), f"{name} {option}: {default}, not {value}"
 

@@ -1,4 +1,4 @@
-"""The ready rewards, on cases worked out by hand."""
+"""The ready rewards give the values that were worked out by hand."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ numbers = st.decimals(-(10**9), 10**9, places=2)
         ("", "42", 0.0),
     ],
 )
-def test_gsm8k_wants_the_marked_number(response, answer, reward):
+def test_gsm8k_compares_the_marked_number(response, answer, reward):
     assert gsm8k("p", response, answer, source="x") == reward
 
 
@@ -56,7 +56,7 @@ def test_gsm8k_compares_numbers_however_they_are_written(number, other):
 
 
 @pytest.mark.parametrize("answer", ["", "none", None, "forty 2 two"])
-def test_an_answer_without_a_number_is_refused(answer):
+def test_gsm8k_refuses_an_answer_without_a_number(answer):
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k("p", "#### 1", answer)
 
@@ -131,12 +131,12 @@ def test_dapo_math_takes_the_answer_line_or_the_box(response, answer, reward):
         ("", 0.0),
     ],
 )
-def test_a_choice_is_what_is_boxed_stated_or_alone_on_the_last_line(response, reward):
+def test_multiple_choice_takes_the_boxed_the_stated_or_the_last_letter(response, reward):
     assert multiple_choice("p", response, "B") == reward
 
 
 @pytest.mark.parametrize("answer", ["", "BC", "7", "Z", None])
-def test_an_answer_that_is_no_choice_is_refused(answer):
+def test_multiple_choice_refuses_an_answer_that_is_no_letter(answer):
     with pytest.raises(ValueError, match="is no choice"):
         multiple_choice("p", "B", answer)
 
@@ -154,11 +154,11 @@ def test_an_answer_that_is_no_choice_is_refused(answer):
         ("", 0.0),
     ],
 )
-def test_the_whole_response_must_have_the_format(response, reward):
+def test_matches_format_compares_the_whole_response(response, reward):
     assert matches_format("p", response, "4") == reward
 
 
-def test_another_pattern_can_be_given():
+def test_matches_format_takes_another_pattern():
     assert matches_format("p", "a\nb", "", pattern="a.b") == 1.0
     assert matches_format("p", "a\nbc", "", pattern="a.b") == 0.0
 
@@ -168,7 +168,7 @@ def test_brevity_falls_from_free_to_limit(length, reward):
     assert brevity("p", "x" * length, "", free=10, limit=20) == reward
 
 
-def test_brevity_without_room_is_refused():
+def test_brevity_refuses_a_limit_that_is_not_above_free():
     with pytest.raises(ValueError, match="expected 0 <= free < limit"):
         brevity("p", "x", "", free=5, limit=5)
 
@@ -177,16 +177,16 @@ def two_parts(prompt, response, answer, *, bonus):
     return {"reward": 2.0, "bonus": bonus}
 
 
-def test_a_weighted_sum_shows_each_of_its_rewards():
+def test_a_weighted_sum_contains_each_of_its_rewards():
     rewards = {"gsm8k": gsm8k, "format": matches_format, "own": two_parts}
-    given = weighted_sum(
+    result = weighted_sum(
         "p", "#### 4", "4", rewards=rewards, weights={"gsm8k": 1.0, "format": 0.5, "own": 0.25}, bonus=7.0
     )
-    assert given == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
+    assert result == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
 
 
 @pytest.mark.parametrize("weights", [{}, {"other": 1.0}, {"gsm8k": 1.0, "other": 1.0}])
-def test_rewards_without_a_weight_and_weights_without_a_reward_are_refused(weights):
+def test_a_weighted_sum_refuses_rewards_and_weights_of_other_names(weights):
     with pytest.raises(ValueError, match="expected the same names"):
         weighted_sum("p", "#### 4", "4", rewards={"gsm8k": gsm8k}, weights=weights)
 
@@ -209,18 +209,18 @@ def test_rewards_without_a_weight_and_weights_without_a_reward_are_refused(weigh
         ("", "4", 0.0),
     ],
 )
-def test_mathematics_that_is_equal_is_rewarded(response, answer, reward):
+def test_math_answer_rewards_equal_expressions(response, answer, reward):
     assert math_answer("p", response, answer) == reward
 
 
-def test_mathematics_is_compared_off_the_main_thread():
-    """There the library's own timeouts, which are signals, raise."""
+def test_math_answer_works_outside_the_main_thread():
+    """The timeouts of math-verify are signals, which raise in other threads."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(math_answer, "p", r"\boxed{\frac12}", "0.5").result() == 1.0
 
 
-def test_an_answer_that_is_no_mathematics_is_refused():
+def test_math_answer_refuses_an_answer_that_is_no_mathematics():
     with pytest.raises(ValueError, match="is no mathematics"):
         math_answer("p", "4", "")

@@ -1,4 +1,4 @@
-"""What a dict of rewards becomes: a column that moves between workers, is kept as Parquet and answers SQL."""
+"""A dict of rewards becomes a column that moves between workers, is saved as Parquet and can be queried with SQL."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def build_nothing(device, rank):
 
 @columns(reads=["prompt"], writes=fields("response"))
 def answer_alike(ctx, table):
-    """Right on even rows, wrong and of another format on odd ones, of which row 3 cannot be scored."""
+    """Give even rows the right answer and odd rows a wrong one in another format; row 3 cannot be scored."""
     ids = table[ROW_ID].to_pylist()
     return table.append_column("response", pa.array(["fails" if i == 3 else "odd" if i % 2 else "7" for i in ids]))
 
@@ -44,7 +44,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("processes", [0, 1])
-def test_parts_travel_are_kept_and_can_be_queried(source, tmp_path, workers, processes):
+def test_parts_move_to_other_workers_and_are_saved_and_queried(source, tmp_path, workers, processes):
     reward = partial(
         weighted_sum, rewards={"right": share_right, "format": FORMAT}, weights={"right": 1.0, "format": 0.5}
     )

@@ -1,3 +1,5 @@
+"""exact_match, and what the scorer accepts as a reward."""
+
 import asyncio
 
 import pytest
@@ -18,13 +20,13 @@ from siirl_dask.rewards import build_scorer, exact_match
         ("", "", 1.0),
     ],
 )
-def test_exact_match_minds_everything_but_white_space_around(response, answer, reward):
-    given = exact_match("what?", response, answer)
-    assert given == reward
-    assert isinstance(given, float)
+def test_exact_match_ignores_white_space_around_and_nothing_else(response, answer, reward):
+    result = exact_match("what?", response, answer)
+    assert result == reward
+    assert isinstance(result, float)
 
 
-def test_columns_the_caller_adds_are_accepted():
+def test_a_reward_accepts_extra_columns():
     assert exact_match("p", "r", "r", data_source="gsm8k") == 1.0
 
 
@@ -41,17 +43,18 @@ def numbers(prompt, response, answer):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_numbers_that_the_column_cannot_hold_are_no_rewards(processes):
-    given = scores_of(numbers, "1e39", "-1e39", "10**400", "3e38", "True", "None", processes=processes)
-    assert [score.reward for score in given] == [None, None, None, 3e38, 1.0, None]
-    assert all(score.failure for score in given if score.reward is None)
+def test_a_reward_that_float32_cannot_hold_is_a_failure(processes):
+    responses = ["1e39", "-1e39", "10**400", "3e38", "True", "None"]
+    scores = scores_of(numbers, *responses, processes=processes, max_failures=4)
+    assert [score.reward for score in scores] == [None, None, None, 3e38, 1.0, None]
+    assert all(score.failure for score in scores if score.reward is None)
 
 
 @pytest.mark.parametrize("name", ["mean", "failures", "overlong_penalty"])
-def test_a_part_cannot_be_named_as_a_metric_that_there_is(name):
-    (given,) = scores_of(numbers, f"{{'reward': 1, '{name}': 2}}")
-    assert given.reward is None
-    assert name in given.failure
+def test_a_part_may_not_have_the_name_of_another_metric(name):
+    (score,) = scores_of(numbers, f"{{'reward': 1, '{name}': 2}}")
+    assert score.reward is None
+    assert name in score.failure
 
 
 async def times_out_by_itself(prompt, response, answer):
@@ -60,8 +63,8 @@ async def times_out_by_itself(prompt, response, answer):
     raise TimeoutError("the server did not answer")
 
 
-def test_a_timeout_of_the_functions_own_is_told_as_such():
+def test_a_timeout_error_of_the_function_itself_is_reported_as_such():
     assert scores_of(times_out_by_itself, "x")[0].failure == "raised TimeoutError: the server did not answer"
-    own, ours = scores_of(times_out_by_itself, "x", "slow", timeout=0.2)
+    own, ours = scores_of(times_out_by_itself, "x", "slow", timeout=0.2, max_failures=2)
     assert own.failure == "raised TimeoutError: the server did not answer"
     assert ours.failure == "took more than 0.2 s"

@@ -19,7 +19,7 @@ from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.engines import EngineTests
-from siirl_dask.testing.reference_model import PROMPTS, assert_says_what_the_trainer_says
+from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer
 from tests.settings import rollout_config
 
 DEVICE = Device("w0")
@@ -47,7 +47,7 @@ class TestVllmEngine(EngineTests):
         return VllmEngine(ModelConfig(path=str(folder)), rollout_of(), DEVICE)
 
     def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
-        assert_says_what_the_trainer_says(engine, folder, after=(0, 1, 5))
+        assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
 
     def test_the_same_seeds_give_what_the_transformers_engine_samples(self, engine, folder):
         expected = TransformersEngine(ModelConfig(path=str(folder)))
@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
 def test_of_each_family_it_says_what_the_trainer_says(tmp_path, family, tied):
     folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
     with running(folder) as engine:
-        assert_says_what_the_trainer_says(engine, folder, after=(0, 1, 5))
+        assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
 
 
 def test_rows_that_make_way_for_others_and_come_back_are_the_same(folder):

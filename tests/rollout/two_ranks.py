@@ -13,7 +13,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.testing.engines import EngineTests
-from siirl_dask.testing.reference_model import PROMPTS, assert_says_what_the_trainer_says, load_model
+from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer, load_model
 from tests.settings import rollout_config
 
 
@@ -67,7 +67,7 @@ class TestTwoRanks(EngineTests):
         return load_model(models / "other")
 
     def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
-        assert_says_what_the_trainer_says(engine, folder, after=(0, 1))
+        assert_agrees_with_trainer(engine, folder, after=(0, 1))
 
 
 def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(models):
@@ -84,7 +84,7 @@ def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(mode
         with running(folder, size, kv_cache_memory="1MiB", enable_prefix_caching=False) as engine:
             given.append([engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls])
             if size == 2:
-                assert_says_what_the_trainer_says(engine, folder, after=(0, 1))
+                assert_agrees_with_trainer(engine, folder, after=(0, 1))
     for together, alone in zip(*given, strict=True):
         assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
         for one, other in zip(together, alone, strict=True):

@@ -1,4 +1,4 @@
-"""The layout of checkpoints: at any moment of writing and pruning, what was committed can be loaded, whole."""
+"""The layout of checkpoints: at any moment of writing and pruning, every committed checkpoint can be loaded."""
 
 import json
 from uuid import uuid4
@@ -72,7 +72,7 @@ starts = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 9), min_
 
 @settings(max_examples=80)
 @given(starts, st.integers(1, 3), st.booleans())
-def test_whatever_moment_a_run_dies_at_what_was_committed_is_there_and_whole(starts, keep, best):
+def test_committed_checkpoints_survive_a_kill_at_any_moment(starts, keep, best):
     """Each start goes on from the newest checkpoint with every step's, until it dies after so many changes."""
     url = f"dying://{uuid4().hex}/run"
     newest = 0
@@ -128,7 +128,7 @@ def test_what_has_no_marker_is_never_given(url):
     claimed = Checkpoints(url, "a", 1).claim(5)
     write_atomic(*open_fs(f"{claimed}/state.json"), State(step=5, roles=[]).to_json())
     assert committed(url) == []
-    with pytest.raises(CheckpointError, match="no whole checkpoint of step 5"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 5"):
         checkpoint_url(url, 5)
 
 
@@ -155,7 +155,7 @@ def test_a_state_that_says_what_none_can_is_refused_by_its_file(tmp_path, change
         read_state(url, 5)
 
 
-def test_workers_that_hold_different_states_of_one_role_make_no_checkpoint():
+def test_different_states_of_one_role_make_no_checkpoint():
     part = {"roles": ["policy"], "states": {"kl": '{"coefficient": 0.1}'}, "positions": {"train": 7}}
     other = {"roles": [], "states": {}, "positions": {"train": 3}}
     state = State.of(4, [part, other, part])

@@ -2,12 +2,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-torch.set_num_threads(1)  # faster than more on models this small, and many times so on a machine that is busy
+torch.set_num_threads(1)  # faster than more threads on models this small, above all on a busy machine
 
 
 @pytest.fixture(autouse=True, scope="module")
 def leave_groups():
-    """FSDP makes a process group also for one rank, and what is run next in this process may want its own."""
+    """Destroy the process group that FSDP makes even for one rank, since the next module may need its own."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""Packed attention by one call for all rows, as on GPUs, against one call for each length. torch's own kernel needs a
-GPU: in its place is one of the same signature that goes through the rows one by one.
+"""Packed attention in one call for all rows, as on GPUs, against one call per length.
+
+``varlen_attn`` needs a GPU, so a function of its signature that takes the rows one by one stands in for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from siirl_dask.training.model.attention import attend_varlen, computed_in, packed_attention, takes_varlen
+from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, takes_varlen
 from siirl_dask.training.model.network import rounding
 from siirl_dask.training.packing import Packing
 
@@ -23,8 +24,9 @@ RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max
 
 
 def reference_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """As torch documents ``varlen_attn``: [T, H, D], [T, H_kv, D] twice -> [T, H, D]; the window is of tokens before a
-    token, all of them with -1, and after it.
+    """Compute what torch documents for ``varlen_attn``. [T, H, D], [T, H_kv, D] twice -> [T, H, D].
+
+    The window counts tokens before a token (-1: all) and after it.
     """
     left, right = window_size
     assert cu_seq_q is cu_seq_k
@@ -33,8 +35,8 @@ def reference_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sca
     outputs = []
     for start, stop in pairwise(cu_seq_q.tolist()):
         q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
-        behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
-        mask = (behind >= -right) & ((behind <= left) | torch.tensor(left == -1))
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        mask = (distance >= -right) & ((distance <= left) | torch.tensor(left == -1))
         one = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         outputs.append(one.transpose(0, 1))
     return torch.cat(outputs)
@@ -52,15 +54,15 @@ def random_heads(runs, heads, seed=0):
     window=st.none() | st.integers(1, 10),
     scaling=st.none() | st.just(0.3),
 )
-def test_all_rows_in_one_call_give_what_a_call_for_each_length_does(runs, heads, window, scaling):
+def test_one_varlen_call_equals_a_call_per_length(runs, heads, window, scaling):
     packed = random_heads(runs, heads)
     expected, _ = packed_attention(
         torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=scaling, sliding_window=window
     )
-    given_ = attend_varlen(reference_varlen, *packed, tuple(runs), scaling, window)
-    assert_close(given_[None], expected)
+    output = attend_varlen(reference_varlen, *packed, tuple(runs), scaling, window)
+    assert_close(output[None], expected)
     for one, other in zip(
-        torch.autograd.grad(given_.square().sum(), packed),
+        torch.autograd.grad(output.square().sum(), packed),
         torch.autograd.grad(expected.square().sum(), packed),
         strict=True,
     ):
@@ -68,8 +70,8 @@ def test_all_rows_in_one_call_give_what_a_call_for_each_length_does(runs, heads,
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_torchs_kernel_takes_what_it_is_called_with(window):
-    """Its shapes are checked without a GPU, on tensors without memory."""
+def test_varlen_attn_accepts_the_arguments(window):
+    """Meta tensors check the shapes without a GPU."""
     runs, calls = ((2, 3), (1, 5)), []
 
     def kernel(*arguments, **options):
@@ -96,19 +98,19 @@ def test_torchs_kernel_takes_what_it_is_called_with(window):
         ("npu", torch.bfloat16, (128, 128), False),
     ],
 )
-def test_torchs_kernel_is_taken_where_it_can_be(device, dtype, widths, taken):
+def test_varlen_attn_is_used_where_it_is_supported(device, dtype, widths, taken):
     assert takes_varlen(device, dtype, *widths) == taken
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_it_computes_in_what_torchs_other_kernels_would(autocast):
+def test_the_compute_dtype_is_that_of_scaled_dot_product_attention(autocast):
     rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert computed_in(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+        assert compute_dtype(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
 
 
 @pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])
-def test_packed_logits_may_be_off_by_a_few_last_digits_of_their_type_and_no_more(dtype, of_largest):
+def test_the_tolerance_of_packed_logits_is_a_few_last_digits_of_their_dtype(dtype, of_largest):
     for largest in (0.5, 1.0, 23.0):
         digit = torch.finfo(dtype).eps * largest
         assert 3 * digit < rounding(largest, dtype) <= of_largest * max(1.0, largest)

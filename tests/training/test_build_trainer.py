@@ -42,17 +42,17 @@ def batch(trainer):
 
 
 @pytest.mark.parametrize("make", [build_trainer, build_reference])
-def test_a_missing_folder_is_named(tmp_path, make):
+def test_a_missing_folder_is_refused(tmp_path, make):
     with pytest.raises(ConfigError, match=r"model\.path='.*nowhere': no such folder"):
         build(tmp_path / "nowhere", make)
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path=.*transformers cannot load it"):
         build(tmp_path)
 
 
-def test_a_model_that_does_more_than_a_linear_head_is_refused(tmp_path):
+def test_a_model_with_a_soft_cap_on_logits_is_refused(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
@@ -64,14 +64,14 @@ def test_a_model_that_does_more_than_a_linear_head_is_refused(tmp_path):
         build(tmp_path)
 
 
-def test_a_reference_scores_and_does_not_learn(folder):
+def test_a_reference_scores_and_refuses_to_learn(folder):
     reference, trainer = build(folder, build_reference), build(folder)
     assert torch.equal(reference.logprobs(ROWS).logprobs, trainer.logprobs(ROWS).logprobs)
     with pytest.raises(TypeError, match="build_trainer"):
         reference.update([batch(trainer)], PPO)
 
 
-def test_log_probabilities_are_of_the_distribution_that_was_sampled(folder):
+def test_logprobs_equal_the_engines_at_the_rollout_temperature(folder):
     trainer = build(folder, temperature=0.5)
     model = ModelConfig(path=str(folder))
     engine = build_engine(
@@ -96,7 +96,7 @@ def test_trained_weights_load_into_an_engine(folder):
     assert_close(scores.logprobs, torch.tensor(sample.logprobs), atol=1e-5, rtol=0)
 
 
-def test_bfloat16_computes_in_it_and_learns_in_float32(folder):
+def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(folder):
     trainer, exact = build(folder, dtype=Dtype.bfloat16, lr=1e-6), build(folder, lr=1e-6)
     assert_close(trainer.logprobs(ROWS).logprobs, exact.logprobs(ROWS).logprobs, atol=0.07, rtol=0)
     assert {tensor.dtype for _, tensor in trainer.weights()} == {torch.bfloat16}
@@ -113,18 +113,18 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters(folder):
     assert torch.linalg.vector_norm(trainer._learner._gradients.flat) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_loss_that_is_not_one_number_a_token_is_refused(folder):
+def test_a_loss_without_one_number_per_token_is_refused(folder):
     trainer = build(folder)
     with pytest.raises(ValueError, match="a token each"):
         trainer.update([batch(trainer)], lambda inputs: TokenLoss(loss=inputs.logprobs.mean()))
 
 
-def test_several_ranks_need_their_group(folder):
+def test_several_ranks_need_a_process_group(folder):
     with pytest.raises(ValueError, match="process group"):
         build(folder, rank=Rank(0, 2))
 
 
-def test_a_sliding_window_is_kept_to_in_packed_rows(folder):
+def test_packed_rows_respect_a_sliding_window(folder):
     file = folder / "config.json"
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
     file.write_text(json.dumps(json.loads(file.read_text()) | window))

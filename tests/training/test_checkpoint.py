@@ -1,4 +1,4 @@
-"""States out to a store and back: exact, from a copy, on another number of ranks; and nothing in them is trusted."""
+"""Checkpoints on a store: exact, written from a copy, loaded on other numbers of ranks, and never trusted."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
 
-ROWS = 7  # of the sharded matrix: more than one rank's share, and no multiple of it
+ROWS = 7  # rows of the sharded matrix, not divisible by the ranks
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def state(weight, lr=1e-3):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_state_comes_back_as_it_was_when_it_was_saved(url, asynchronous):
+def test_a_state_loads_as_it_was_when_it_was_saved(url, asynchronous):
     store, live = DistributedCheckpoint(asynchronous), state(3.0)
     saved = store.save(url, live, None)
     live["model"]["layers.0.weight"].zero_()  # training goes on
@@ -52,8 +52,8 @@ def _sharded(rank, value):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (rank.size,))
-    whole = value * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
-    return {"model": {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "same": torch.full((3,), value)}}
+    full = value * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
+    return {"model": {"sharded": distribute_tensor(full, mesh, [Shard(0)]), "same": torch.full((3,), value)}}
 
 
 def _save_on(url, rank):
@@ -69,7 +69,7 @@ def _save_on(url, rank):
     return back["model"]["sharded"].full_tensor()
 
 
-def test_what_ranks_hold_in_part_comes_back_on_them_and_whole_in_one_process(tmp_path):
+def test_shards_load_on_ranks_and_as_full_tensors_in_one_process(tmp_path):
     (tmp_path / "ranks").mkdir()
     expected = 2.0 * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
     for back in run_ranks(2, partial(_save_on, str(tmp_path / "saved")), tmp_path / "ranks"):
@@ -79,7 +79,7 @@ def test_what_ranks_hold_in_part_comes_back_on_them_and_whole_in_one_process(tmp
     assert model["same"].tolist() == [2.0] * 3
 
 
-def test_a_state_of_other_names_or_shapes_is_refused_by_name(tmp_path):
+def test_a_state_with_other_names_or_shapes_is_refused(tmp_path):
     store, url = DistributedCheckpoint(asynchronous=False), str(tmp_path / "policy")
     store.save(url, state(1.0), None).result()
     with pytest.raises(CheckpointError, match=r"policy could not be read.*model\.unknown"):
@@ -88,7 +88,7 @@ def test_a_state_of_other_names_or_shapes_is_refused_by_name(tmp_path):
         store.load(url, {"model": {"layers.0.weight": torch.zeros(4, 2)}}, None)
 
 
-def test_nothing_is_written_over_a_checkpoint(tmp_path):
+def test_a_checkpoint_is_never_overwritten(tmp_path):
     store, url = DistributedCheckpoint(), str(tmp_path / "policy")
     store.save(url, state(1.0), None).result()
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -97,7 +97,7 @@ def test_nothing_is_written_over_a_checkpoint(tmp_path):
 
 
 class Attack:
-    """What it leaves behind when it is unpickled."""
+    """Makes the folder ``mark`` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -106,7 +106,7 @@ class Attack:
         return os.mkdir, (str(self.mark),)
 
 
-def test_metadata_that_would_run_code_is_refused_and_runs_none(tmp_path):
+def test_metadata_that_would_run_code_is_refused(tmp_path):
     url, mark = tmp_path / "policy", tmp_path / "mark"
     DistributedCheckpoint().save(str(url), state(1.0), None).result()
     (url / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
@@ -117,7 +117,7 @@ def test_metadata_that_would_run_code_is_refused_and_runs_none(tmp_path):
     assert not mark.exists()
 
 
-def test_a_value_that_would_run_code_is_refused_and_runs_none(tmp_path):
+def test_a_value_that_would_run_code_is_refused(tmp_path):
     url, mark = str(tmp_path / "policy"), tmp_path / "mark"
     DistributedCheckpoint(asynchronous=False).save(url, {"progress": {"steps": Attack(mark)}}, None).result()
     assert not mark.exists()
@@ -126,7 +126,7 @@ def test_a_value_that_would_run_code_is_refused_and_runs_none(tmp_path):
     assert not mark.exists()
 
 
-def test_metadata_that_names_files_elsewhere_is_refused(tmp_path):
+def test_metadata_naming_files_in_other_folders_is_refused(tmp_path):
     url = tmp_path / "policy"
     DistributedCheckpoint().save(str(url), state(1.0), None).result()
     text = (url / ".metadata").read_bytes()
@@ -135,7 +135,7 @@ def test_metadata_that_names_files_elsewhere_is_refused(tmp_path):
         read_model(str(url))
 
 
-def test_what_is_no_checkpoint_is_said_so(url):
+def test_a_missing_or_damaged_checkpoint_is_refused(url):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         read_model(url)
     DistributedCheckpoint().save(url, {"progress": {"steps": 1}}, None).result()

@@ -53,11 +53,11 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    found = {}
+    results = {}
     for name, folder in folders.items():
         trainer = policy(folder, config(), temperature=0.7)
-        found[name] = learn(trainer, Rank()) | {"next": advance(trainer, Rank(), 3)}
-    return found
+        results[name] = learn(trainer, Rank()) | {"next": advance(trainer, Rank(), 3)}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def config(**settings):
 
 def in_each_rank(folders, root, world):
     pair = dist.new_group([0, 1])
-    found, trained = {}, {}
+    results, trained = {}, {}
     for name, (size, model, settings) in CASES.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
@@ -81,30 +81,30 @@ def in_each_rank(folders, root, world):
             dtype = options.pop("dtype", Dtype.float32)
             sharded = config(backend="fsdp", **options)
             trainer = policy(folders[model], sharded, temperature=0.7, rank=rank, dtype=dtype)
-            found[name] = learn(trainer, rank)
+            results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
-    found["resumed"] = resumed(trained, root)
-    return found
+    results["resumed"] = resumed(trained, root)
+    return results
 
 
 def resumed(trained, root):
-    """What one layout trained, gone on with in another: weights, and the next update."""
+    """Resume in one layout what another trained. Returns the weights and the metrics of the next update."""
     for old, _ in MOVES:
         if old in trained:
             trainer, rank = trained[old]
             save_state(trainer, root / old, rank)
     dist.barrier()  # else one of two ranks could load before four have saved
-    found = {}
+    results = {}
     for old, new in MOVES:
         if new in trained:
             trainer, rank = trained[new]
             load_state(trainer, root / old, rank)
-            found[f"{old} to {new}"] = copied(trainer), advance(trainer, rank, 3)
-    return found
+            results[f"{old} to {new}"] = copied(trainer), advance(trainer, rank, 3)
+    return results
 
 
 def learn(trainer, rank):
-    """Three updates; rank 0 has most rows, the last of four has none."""
+    """Take three updates. Rank 0 has most rows, the last of four has none."""
     seen = {"metrics": []}
     for at in range(3):
         seen["metrics"].append(advance(trainer, rank, at))
@@ -121,11 +121,11 @@ def copied(trainer):
 
 
 def advance(trainer, rank, at):
-    batch = share(trainer, rank, LENGTHS[at:])
+    batch = own_batch(trainer, rank, LENGTHS[at:])
     return trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
 
 
-def share(trainer, rank, lengths):
+def own_batch(trainer, rank, lengths):
     ends = [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)] if rank.size > 1 else [0, len(lengths)]
     rows = random_rows(lengths, range(ends[rank.rank], ends[rank.rank + 1]))
     logprobs = trainer.logprobs(rows).logprobs
@@ -133,26 +133,26 @@ def share(trainer, rank, lengths):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_sharded_it_learns_what_a_single_process_does(name, seen, alone):
+def test_a_sharded_policy_learns_like_a_single_process(name, seen, alone):
     size, model, _ = CASES[name]
     for rank in range(size):
-        mine, expected = seen[rank][name], alone[model]
-        for metrics, theirs in zip(mine["metrics"], expected["metrics"], strict=True):
+        result, expected = seen[rank][name], alone[model]
+        for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx(theirs, abs=1e-6, rel=1e-6)
-        assert list(mine["weights"]) == list(expected["weights"])
+        assert list(result["weights"]) == list(expected["weights"])
         for key, gradient in expected["gradients"].items():
-            assert_close(mine["gradients"][key], gradient, atol=1e-6, rtol=0)
-            assert_close(mine["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
+            assert_close(result["gradients"][key], gradient, atol=1e-6, rtol=0)
+            assert_close(result["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
 
 
-def test_a_rank_holds_its_share_of_weights_and_moments_and_no_more(seen, alone):
+def test_a_rank_holds_only_its_shard_of_weights_and_moments(seen, alone):
     for name, parts in {"2 ranks": 2, "4 ranks, untied": 4, "2 replicas of 2 shards": 2}.items():
         size, model, _ = CASES[name]
         for rank in range(size):
             assert seen[rank][name]["held"] < 1.1 * alone[model]["held"] / parts
 
 
-def test_a_checkpoint_of_one_layout_goes_on_in_any_other(seen, alone):
+def test_training_resumes_in_another_layout(seen, alone):
     for rank in range(4):
         for name, (weights, metrics) in seen[rank]["resumed"].items():
             assert metrics == pytest.approx(alone["tied"]["next"], abs=1e-6, rel=1e-6), name
@@ -160,28 +160,28 @@ def test_a_checkpoint_of_one_layout_goes_on_in_any_other(seen, alone):
                 assert_close(weights[key], weight, atol=1e-4, rtol=0)
 
 
-def test_bfloat16_gathers_in_it_and_learns_in_float32(seen, alone):
+def test_bfloat16_gathers_in_bfloat16_and_learns_in_float32(seen, alone):
     for rank in range(2):
-        mine = seen[rank]["bfloat16"]
-        assert {weight.dtype for weight in mine["weights"].values()} == {torch.bfloat16}
-        assert {gradient.dtype for gradient in mine["gradients"].values()} == {torch.float32}
-        assert mine["metrics"][0]["grad_norm"] == pytest.approx(alone["tied"]["metrics"][0]["grad_norm"], rel=0.05)
+        result = seen[rank]["bfloat16"]
+        assert {weight.dtype for weight in result["weights"].values()} == {torch.bfloat16}
+        assert {gradient.dtype for gradient in result["gradients"].values()} == {torch.float32}
+        assert result["metrics"][0]["grad_norm"] == pytest.approx(alone["tied"]["metrics"][0]["grad_norm"], rel=0.05)
 
 
 @pytest.mark.parametrize("make", [build_trainer, build_reference, build_critic])
-def test_the_config_names_the_backend(folders, make):
-    given = {"model": ModelConfig(path=str(folders["tied"])), "trainer": config(backend="fsdp")}
+def test_the_config_selects_the_backend(folders, make):
+    arguments = {"model": ModelConfig(path=str(folders["tied"])), "trainer": config(backend="fsdp")}
     if make is not build_critic:
-        given["rollout"] = RolloutConfig()
-    built = make(Device("w0"), Rank(), **given)
+        arguments["rollout"] = RolloutConfig()
+    built = make(Device("w0"), Rank(), **arguments)
     assert all(isinstance(tensor, DTensor) for tensor in built.state()["model"].values())
-    whole_one = make(Device("w0"), Rank(), **given | {"trainer": config()})
+    replicated = make(Device("w0"), Rank(), **arguments | {"trainer": config()})
     rows = random_rows(LENGTHS)
-    scores = [it.values(rows) if make is build_critic else it.logprobs(rows).logprobs for it in (built, whole_one)]
+    scores = [it.values(rows) if make is build_critic else it.logprobs(rows).logprobs for it in (built, replicated)]
     assert_close(*scores, atol=1e-6, rtol=0)
 
 
-def test_a_worker_is_planned_to_hold_its_share(digits_task):
+def test_the_planned_memory_is_a_workers_shard(digits_task):
     learns = 16, {}
     averages = 20, {"trainer.ema_decay": 0.9}
     parameters = count_parameters(str(digits_task.model))
@@ -190,22 +190,22 @@ def test_a_worker_is_planned_to_hold_its_share(digits_task):
             ("torch", each * parameters.total),
             ("fsdp", each * parameters.total // 2 + 16 * parameters.largest + 2 * 4 * parameters.total),
         ):
-            given = {"trainer.backend": backend, **options}
-            overrides = [*digits_overrides(digits_task, "run"), *(f"{key}={value}" for key, value in given.items())]
+            changes = {"trainer.backend": backend, **options}
+            overrides = [*digits_overrides(digits_task, "run"), *(f"{key}={value}" for key, value in changes.items())]
             file = load_config_file(shipped("quickstart"), overrides)
             phases = plan_phases(file.config, *dags(file), worker_names(file.config))
             held = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
-            assert held["policy"] == expected, given
+            assert held["policy"] == expected, changes
 
 
-def test_shards_that_do_not_fill_the_role_are_refused():
+def test_a_shard_size_that_does_not_divide_the_role_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.fsdp\.shard_size=2: expected a divisor of the role's 3 workers"):
         role_mesh(Rank(0, 3), 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="process group of its 3 ranks"):
         role_mesh(Rank(0, 3), None, torch.device("cpu"))
 
 
-def test_weights_that_a_folder_lacks_are_named(tmp_path):
+def test_weights_missing_from_the_folder_are_named(tmp_path):
     folder = tiny_model(tmp_path / "model", tied=False)
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
@@ -214,11 +214,11 @@ def test_weights_that_a_folder_lacks_are_named(tmp_path):
         policy(folder, config(backend="fsdp"))
 
 
-def test_weights_are_gathered_by_the_groups_of_their_own_run_after_another_on_the_same_ranks(folders, tmp_path):
-    run_ranks(2, partial(one_after_the_other, next(iter(folders.values()))), tmp_path)
+def test_a_second_run_on_the_same_ranks_gathers_by_its_own_groups(folders, tmp_path):
+    run_ranks(2, partial(run_twice, next(iter(folders.values()))), tmp_path)
 
 
-def one_after_the_other(folder, rank):
+def run_twice(folder, rank):
     for number in range(2):
         group = dist.new_group([0, 1])
         trainer = build_trainer(

@@ -5,7 +5,7 @@ from torch.testing import assert_close
 from siirl_dask.training.model.logprobs import token_logprobs
 
 
-def given(dtype=torch.float64, bias=True):
+def random_inputs(dtype=torch.float64, bias=True):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(11, 5, generator=generator, dtype=dtype, requires_grad=True)
@@ -20,15 +20,15 @@ def plain(hidden, weight, bias, targets, temperature):
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_give_what_the_whole_gives(chunk, bias):
-    inputs = given(bias=bias)
+def test_chunks_equal_the_full_computation(chunk, bias):
+    inputs = random_inputs(bias=bias)
     for one, other in zip(token_logprobs(*inputs, temperature=0.7, chunk=chunk), plain(*inputs, 0.7), strict=True):
         assert_close(one, other)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["log-probability", "entropy", "both"])
-def test_gradients_are_those_of_finite_differences(which):
-    *leaves, targets = given()
+def test_gradients_equal_finite_differences(which):
+    *leaves, targets = random_inputs()
 
     def result(*tensors):
         logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, chunk=3)
@@ -37,8 +37,8 @@ def test_gradients_are_those_of_finite_differences(which):
     assert torch.autograd.gradcheck(result, leaves)
 
 
-def test_bfloat16_hidden_states_give_float32_results_and_gradients_of_the_weights_own_dtype():
-    hidden, weight, _, targets = given(torch.float32, bias=False)
+def test_bfloat16_hidden_states_give_float32_scores_and_gradients():
+    hidden, weight, _, targets = random_inputs(torch.float32, bias=False)
     logprobs, entropy = token_logprobs(hidden.bfloat16(), weight, None, targets, temperature=1.0)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     logprobs.sum().backward()
@@ -47,11 +47,11 @@ def test_bfloat16_hidden_states_give_float32_results_and_gradients_of_the_weight
     assert_close(weight.grad, expected, atol=0.1, rtol=0.1)
 
 
-def test_no_matrix_of_all_tokens_and_the_vocabulary_is_made(monkeypatch):
+def test_logits_are_never_larger_than_a_chunk(monkeypatch):
     monkeypatch.setattr("siirl_dask.training.model.logprobs._CHUNK_BYTES", 4 * 11 * 2)
     sizes = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: sizes.append(len(a[0])) or linear(*a))
-    logprobs, _ = token_logprobs(*given(torch.float32), temperature=1.0)
+    logprobs, _ = token_logprobs(*random_inputs(torch.float32), temperature=1.0)
     logprobs.sum().backward()
     assert max(sizes) == 2

@@ -1,4 +1,4 @@
-"""Adapters: what they learn is what peft's would, on either backend, and nothing else learns."""
+"""Adapters learn like peft's, on either backend, and nothing else learns."""
 
 import re
 from functools import partial
@@ -52,7 +52,7 @@ from tests.settings import trainer_config
 ROWS = random_rows(LENGTHS)
 LORA = {"lora_rank": 3, "lora_alpha": 8.0}
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
-CASES = {"fsdp": {}, "fsdp, another way": {"gradient_checkpointing": True, "offload": True}}
+CASES = {"fsdp": {}, "fsdp, checkpointed and offloaded": {"gradient_checkpointing": True, "offload": True}}
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +61,19 @@ def folder(tmp_path_factory):
 
 
 def build(folder, make=build_trainer, rank=None, dtype=Dtype.float32, **settings):
-    given = {"model": ModelConfig(path=str(folder), dtype=dtype)}
-    given["trainer"] = trainer_config(**{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings)
+    arguments = {"model": ModelConfig(path=str(folder), dtype=dtype)}
+    arguments["trainer"] = trainer_config(**{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings)
     if make is not build_critic:
-        given["rollout"] = RolloutConfig(temperature=0.7)
-    return make(Device("w0"), rank or Rank(), **given)
+        arguments["rollout"] = RolloutConfig(temperature=0.7)
+    return make(Device("w0"), rank or Rank(), **arguments)
 
 
 def advance(trainer, at=0, rank=None, loss=PPO):
-    """One update; of two ranks the first has most rows, and of one row the only one."""
+    """Take one update. The first of two ranks has most rows."""
     lengths = LENGTHS[at:]
     cut = round(0.6 * len(lengths))
-    mine = {None: None, 0: range(cut), 1: range(cut, len(lengths))}[rank.rank if rank and rank.size > 1 else None]
-    rows = random_rows(lengths, mine)
+    own = {None: None, 0: range(cut), 1: range(cut, len(lengths))}[rank.rank if rank and rank.size > 1 else None]
+    rows = random_rows(lengths, own)
     logprobs = trainer.logprobs(rows).logprobs
     batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
     return trainer.update([batch], loss)
@@ -89,14 +89,14 @@ def copied(trainer):
 
 def learn(trainer, rank=None):
     metrics = [advance(trainer, 0, rank)]
-    found = {"gradients": gradients(trainer)}
+    result = {"gradients": gradients(trainer)}
     metrics += [advance(trainer, at, rank) for at in (1, 2)]
     held = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
-    return found | {"metrics": metrics, "weights": copied(trainer), "held": held, "base": scores(trainer)}
+    return result | {"metrics": metrics, "weights": copied(trainer), "held": held, "base": scores(trainer)}
 
 
 def scores(trainer):
-    """Of the same rows on every rank: with the adapters, and without."""
+    """Score the same rows on every rank, with the adapters and without."""
     return trainer.logprobs(ROWS).logprobs, trainer.base_logprobs(ROWS).logprobs
 
 
@@ -111,38 +111,38 @@ def pair(folder, tmp_path_factory):
 
 
 def on_a_rank(folder, states, rank):
-    found = {"torch": learn(build(folder, rank=rank), rank)}
+    results = {"torch": learn(build(folder, rank=rank), rank)}
     for name, options in CASES.items():
         trainer = build(folder, rank=rank, backend="fsdp", **options)
-        found[name] = learn(trainer, rank)
+        results[name] = learn(trainer, rank)
     save_state(trainer, states / "state", rank)
     fresh = build(folder, rank=rank)
     load_state(fresh, states / "state", rank)
-    return found | {"resumed": copied(fresh)}
+    return results | {"resumed": copied(fresh)}
 
 
 @pytest.mark.parametrize("name", ["torch", *CASES])
-def test_two_ranks_learn_what_one_process_does(name, pair, alone):
+def test_two_ranks_learn_like_one_process(name, pair, alone):
     for seen in pair:
-        mine = seen[name]
-        for metrics, expected in zip(mine["metrics"], alone["metrics"], strict=True):
+        result = seen[name]
+        for metrics, expected in zip(result["metrics"], alone["metrics"], strict=True):
             assert metrics == pytest.approx(expected, abs=1e-5)
         for key in ("gradients", "weights"):
-            assert list(mine[key]) == list(alone[key])
+            assert list(result[key]) == list(alone[key])
             for parameter, tensor in alone[key].items():
-                assert_close(mine[key][parameter], tensor, atol=1e-5, rtol=0)
-        assert_close(mine["base"], alone["base"], atol=1e-5, rtol=0)
+                assert_close(result[key][parameter], tensor, atol=1e-5, rtol=0)
+        assert_close(result["base"], alone["base"], atol=1e-5, rtol=0)
 
 
-def test_a_state_holds_adapters_and_no_more_and_goes_on_on_another_backend(folder, pair, alone):
+def test_a_state_holds_adapters_only_and_loads_on_another_backend(folder, pair, alone):
     parameters = count_adapters(str(folder), trainer_config(**LORA))
     assert alone["held"] == 3 * parameters.total + parameters.tensors + 2  # steps of each, and progress
     for seen in pair:
         assert seen["fsdp"]["held"] < 0.6 * alone["held"]
-        assert_same_tensors(seen["resumed"], seen["fsdp, another way"]["weights"])
+        assert_same_tensors(seen["resumed"], seen["fsdp, checkpointed and offloaded"]["weights"])
 
 
-def test_gradients_are_those_of_peft_on_the_same_batch(folder, alone):
+def test_gradients_equal_those_of_peft(folder, alone):
     trainer, model = build(folder), load_model(folder)
     peft = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, target_modules="all-linear"))
     adapters = trainer.state()["model"]
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_peft_on_the_same_batch(folder, alone):
     assert max(gradient.abs().max() for gradient in learned.values()) > 1e-3
 
 
-def test_the_base_stays_what_it_is_and_adapters_begin_as_nothing(folder):
+def test_base_weights_never_change_and_adapters_begin_without_effect(folder):
     trainer, base = build(folder), load_model(folder)
     before = {name: tensor.clone() for name, tensor in trainer._network.by_name().items()}
     began = copied(trainer)
@@ -175,7 +175,7 @@ def test_the_base_stays_what_it_is_and_adapters_begin_as_nothing(folder):
     }
 
 
-def test_every_start_draws_the_same_numbers_and_leaves_the_others_be(folder):
+def test_every_start_draws_the_same_adapters_and_leaves_other_seeds_alone(folder):
     with torch.random.fork_rng():
         torch.manual_seed(5)
         first = build(folder).state()["model"]
@@ -188,22 +188,22 @@ def test_every_start_draws_the_same_numbers_and_leaves_the_others_be(folder):
     assert not torch.equal(a, first["model.layers.1.self_attn.q_proj.lora_A.weight"])
 
 
-def test_merged_weights_give_an_engine_what_the_trainer_scores(folder):
+def test_merged_weights_score_like_the_trainer(folder):
     trainer = build(folder, lr=3e-2)
     advance(trainer)
     model = load_model(folder)
     model.load_state_dict(copied(trainer), strict=False)
     model.tie_weights()
-    given = [response_logprobs(model, row[:n].tolist(), row[n:].tolist(), 0.7) for row, n in split_rows(ROWS)]
+    logprobs = [response_logprobs(model, row[:n].tolist(), row[n:].tolist(), 0.7) for row, n in split_rows(ROWS)]
     now, before = scores(trainer)
-    assert_close(torch.cat(given).detach(), now, atol=1e-5, rtol=0)
+    assert_close(torch.cat(logprobs).detach(), now, atol=1e-5, rtol=0)
     assert (now - before).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
-def test_the_base_is_the_reference(folder, backend):
+def test_base_logprobs_equal_a_references(folder, backend):
     trainer, reference = build(folder, lr=1e-2, backend=backend), build(folder, build_reference, backend=backend)
-    for _ in range(2):  # and to score without adapters stops nothing from learning
+    for _ in range(2):  # scoring without adapters must not stop learning
         norm = advance(trainer)["grad_norm"]
         now, base = scores(trainer)
         assert_close(base, reference.logprobs(ROWS).logprobs, atol=1e-6, rtol=0)
@@ -216,7 +216,7 @@ def test_the_base_is_the_reference(folder, backend):
         build(folder, lora_rank=0).base_logprobs(ROWS)
 
 
-def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(folder, tmp_path):
+def test_training_resumes_from_a_checkpoint_bit_for_bit(folder, tmp_path):
     settings = {"ema_decay": 0.5, "warmup_steps": 2}
     steady, stopped = build(folder, **settings), build(folder, **settings)
     assert [advance(steady, at) for at in (0, 1)] == [advance(stopped, at) for at in (0, 1)]
@@ -232,7 +232,7 @@ def test_what_was_trained_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(fol
         build(folder, lora_rank=0).load_state(fresh.state())
 
 
-def test_a_critic_learns_by_adapters_and_its_head(folder):
+def test_a_critic_learns_adapters_and_its_head(folder):
     critics = [build(folder, build_critic, backend=backend) for backend in ("torch", "fsdp")]
     states = [critic.state()["model"] for critic in critics]
     assert list(states[0]) == list(states[1])
@@ -250,7 +250,7 @@ def test_bfloat16_learns_in_float32(folder):
     assert {tensor.dtype for _, tensor in trainer.weights()} == {torch.bfloat16}
 
 
-def test_named_targets_alone_get_adapters(folder):
+def test_only_named_targets_get_adapters(folder):
     state = build(folder, lora_targets=["v_proj", "q_proj"]).state()["model"]
     assert {name.split(".")[-3] for name in state} == {"q_proj", "v_proj"}
     parameters = count_adapters(str(folder), trainer_config(**LORA, lora_targets=["v_proj", "q_proj"]))
@@ -267,7 +267,7 @@ def context(resource):
     return Context(step=1, run_seed=0, rank=Rank(), device=Device("w0"), resource=resource)
 
 
-def test_adapters_alone_give_an_engine_the_same_weights(folder, tmp_path):
+def test_an_engine_merges_published_adapters_into_the_same_weights(folder, tmp_path):
     bare = tmp_path / "half"
     tiny_model(bare, seed=1)
     file = bare / "model.safetensors"
@@ -291,7 +291,7 @@ def test_adapters_alone_give_an_engine_the_same_weights(folder, tmp_path):
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def run(request, digits_task, tmp_path):
-    """The folder of a run with a checkpoint, and the trainer as it was."""
+    """Folders of a run with a checkpoint and of its base model, and the trainer that was saved."""
     url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=request.param)
     settings = {"model.path": base, "trainer.ema_decay": 0.9, "trainer.lora.rank": 4, "trainer.lora.alpha": 6.5}
     overrides = [*digits_overrides(digits_task, url), *(f"{key}={value}" for key, value in settings.items())]
@@ -310,11 +310,11 @@ def run(request, digits_task, tmp_path):
 
 def plain_scores(model):
     with torch.no_grad():
-        given = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(ROWS)]
-    return torch.cat(given)
+        logprobs = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(ROWS)]
+    return torch.cat(logprobs)
 
 
-def test_an_exported_run_is_the_merged_model_or_the_adapters_for_peft(run, tmp_path):
+def test_an_export_is_the_merged_model_or_peft_adapters(run, tmp_path):
     url, base, trainer = run
     main(["export", url, str(tmp_path / "merged")])
     main(["export", url, str(tmp_path / "adapter"), "--adapter"])
@@ -330,14 +330,14 @@ def test_an_exported_run_is_the_merged_model_or_the_adapters_for_peft(run, tmp_p
     assert_same_tensors(average, dict(trainer.ema_weights()))
 
 
-def test_adapters_that_are_not_there_or_of_another_model_are_not_exported(run, tmp_path):
+def test_adapters_of_another_model_are_not_exported(run, tmp_path):
     url, base, _ = run
     file = Path(url, "config.yaml")
-    said = file.read_text()
-    file.write_text(said.replace("rank: 4", "rank: 2"))
+    text = file.read_text()
+    file.write_text(text.replace("rank: 4", "rank: 2"))
     with pytest.raises(ConfigError, match=r"adapters of rank \[4\], and the config .* trainer.lora.rank=2"):
         export(url, str(tmp_path / "out"))
-    file.write_text(said)
+    file.write_text(text)
     tiny_model(base, hidden=32)
     with pytest.raises(ConfigError, match="do not fit it; is that folder another model by now"):
         export(url, str(tmp_path / "out"))
@@ -351,12 +351,12 @@ BARE = {
 
 
 @pytest.mark.parametrize("override", BARE)
-def test_values_that_make_no_adapter_are_refused(override):
+def test_invalid_adapter_options_are_refused(override):
     with pytest.raises(ConfigError, match=BARE[override]):
         load_config_file(shipped("quickstart.yaml"), [override])
 
 
-def test_a_run_that_cannot_have_its_adapters_is_refused_before_anything_starts(digits_task, tmp_path):
+def test_impossible_adapters_are_refused_before_anything_starts(digits_task, tmp_path):
     def start(*overrides, text=""):
         file = tmp_path / "run.yaml"
         file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}\n")
@@ -371,7 +371,7 @@ def test_a_run_that_cannot_have_its_adapters_is_refused_before_anything_starts(d
     assert not (tmp_path / "run").exists()
 
 
-def test_the_configs_in_the_docs_are_of_runs_that_can_be(digits_task, tmp_path):
+def test_the_configs_in_the_docs_can_be_planned(digits_task, tmp_path):
     docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Adapters")[2]
     first, second = re.findall(r"```yaml\nbase: quickstart.yaml\n(.*?)```.*?```yaml\n(.*?)```", docs, re.DOTALL)[0]
     for at, text in enumerate((first, f"trainer: {{lora: {{rank: 8}}}}\n{second}")):
@@ -385,7 +385,7 @@ def test_the_configs_in_the_docs_are_of_runs_that_can_be(digits_task, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
-def test_a_worker_is_planned_to_hold_the_weights_once_and_what_learns(digits_task, backend):
+def test_the_planned_memory_is_one_copy_of_the_weights_and_the_adapters(digits_task, backend):
     overrides = [*digits_overrides(digits_task, "run"), "trainer.lora.rank=4", f"trainer.backend={backend}"]
     file = load_config_file(shipped("quickstart"), overrides)
     phases = plan_phases(file.config, *dags(file), worker_names(file.config))

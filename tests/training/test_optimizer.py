@@ -1,4 +1,4 @@
-"""Learning rates, steps, averages and skipped steps, against numbers computed by hand."""
+"""Learning rates, steps, moving averages and skipped steps, against numbers computed by hand."""
 
 from functools import partial
 from math import cos, pi
@@ -55,30 +55,30 @@ def copied(named):
         ({"schedule": "cosine", "total_steps": 4, "min_lr_ratio": 0.5}, [1, 0.75 + cos(pi / 4) / 4, 0.75]),
     ],
 )
-def test_the_learning_rate_of_each_step_is_that_of_its_schedule(settings, rates):
+def test_the_learning_rate_follows_the_schedule(settings, rates):
     config = TrainerConfig(lr=2.0, **settings)
-    given = [learning_rate(config, step) for step in range(1, len(rates) + 1)]
-    assert given == pytest.approx([2.0 * rate for rate in rates])
+    computed = [learning_rate(config, step) for step in range(1, len(rates) + 1)]
+    assert computed == pytest.approx([2.0 * rate for rate in rates])
 
 
-def test_a_rate_that_falls_without_an_end_is_refused():
+def test_a_falling_rate_without_total_steps_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.schedule=linear needs trainer\.total_steps"):
         learning_rate(TrainerConfig(schedule="linear"), 1)
 
 
-def test_a_falling_rate_ends_with_the_run():
+def test_total_steps_are_those_of_the_run_by_default():
     overrides = ["trainer.schedule=cosine", "critic.schedule=linear", "run.steps=10", "algorithm.minibatches=4"]
     file = load_config_file(
         shipped("quickstart_ppo"), [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"]
     )
     assert (file.config.trainer.total_steps, file.config.critic.total_steps) == (7 * 8, 10 * 8)
     assert file.roles["policy"]["with"]["trainer"]["total_steps"] == 7 * 8
-    given = load_config_file(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
-    assert given.config.trainer.total_steps == 500
+    explicit = load_config_file(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
+    assert explicit.config.trainer.total_steps == 500
     assert Config().trainer.total_steps is None
 
 
-def test_two_steps_of_adamw_are_those_computed_by_hand():
+def test_two_steps_of_adamw_equal_a_computation_by_hand():
     weight = nn.Parameter(torch.tensor([1.0]))
     optimizer = Optimizer(
         {"w": weight}, TrainerConfig(lr=0.1, betas=(0.5, 0.75), eps=0.5, weight_decay=0.2, ema_decay=0.75)
@@ -97,7 +97,7 @@ def test_two_steps_of_adamw_are_those_computed_by_hand():
     assert (name, average.item()) == ("w", pytest.approx(0.75 * (0.75 * 1.0 + 0.25 * first) + 0.25 * second))
 
 
-def test_averaged_weights_go_by_the_names_of_the_weights(folder):
+def test_ema_weights_average_the_weights_under_the_same_names(folder):
     trainer = build(folder, ema_decay=0.9)
     before = copied(trainer.weights())
     trainer.update([batch(trainer)], PPO)
@@ -109,7 +109,7 @@ def test_averaged_weights_go_by_the_names_of_the_weights(folder):
     assert not list(build(folder).ema_weights())
 
 
-def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many_in_a_row(folder):
+def test_nonfinite_steps_are_skipped_up_to_a_limit_in_a_row(folder):
     trainer = build(folder, max_skipped_steps=1, max_grad_norm=1e6)
     good, bad = batch(trainer), batch(trainer, float("nan"))
     before = copied(trainer.weights())
@@ -126,7 +126,7 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many_in_a_row
         trainer.update([bad], PPO)
 
 
-def test_epochs_are_passes_over_the_steps_minibatches_and_a_warming_critic_leaves_the_policy_alone(folder):
+def test_epochs_repeat_the_minibatches_and_critic_warmup_skips_the_policy(folder):
     trainer = build(folder)
     logprobs = [[-1.0, -2.0], [-1.0]]
     table = table_of(
@@ -146,7 +146,7 @@ def test_epochs_are_passes_over_the_steps_minibatches_and_a_warming_critic_leave
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"eps": 0.0}, "trainer.eps=0.0: expected more than 0"),
         ({"min_lr_ratio": 1.5}, "trainer.min_lr_ratio=1.5: expected 0 to 1"),
@@ -158,7 +158,7 @@ def test_epochs_are_passes_over_the_steps_minibatches_and_a_warming_critic_leave
         ({"backend": "fsdp", "shard_size": 0}, "trainer.fsdp.shard_size=0: expected at least 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_by_name(settings, said):
+def test_invalid_options_are_refused(settings, message):
     with pytest.raises(ConfigError) as error:
         trainer_config(**settings)
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -23,30 +23,33 @@ def responses(rows):
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 40))
-def test_every_row_is_in_one_micro_batch_in_order_and_within_the_budget(lengths, budget):
+def test_every_row_is_in_one_micro_batch_in_order_within_the_budget(lengths, budget):
     rows = pack(lengths)
     batches = micro_batches(rows, budget)
-    found = [
+    targets = [
         batch.targets[a:b].tolist() for batch in batches for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)
     ]
-    assert found == responses(rows)
+    assert targets == responses(rows)
     for batch in batches:
         assert batch.input_ids.numel() <= budget or len(batch.offsets) == 2
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), budget=st.integers(1, 40))
-def test_there_are_as_few_as_can_be_and_the_largest_is_as_small_as_it_can_be(lengths, budget):
-    """Against every way to cut so few rows."""
-    ways = [
+def test_micro_batches_are_the_fewest_and_then_the_most_even(lengths, budget):
+    """Compare with every cut of so few rows."""
+    cuttings = [
         [sum(lengths[a:b]) for a, b in pairwise((0, *cuts, len(lengths)))]
         for count in range(len(lengths))
         for cuts in combinations(range(1, len(lengths)), count)
     ]
-    allowed = [way for way in ways if max(way) <= budget]
+    allowed = [cut for cut in cuttings if max(cut) <= budget]
     sizes = [batch.input_ids.numel() for batch in micro_batches(pack([(length, 0) for length in lengths]), budget)]
     if max(lengths) <= budget:
         fewest = min(map(len, allowed))
-        assert (len(sizes), max(sizes)) == (fewest, min(max(way) for way in allowed if len(way) == fewest))
+        assert (len(sizes), max(sizes)) == (
+            fewest,
+            min(max(cut) for cut in allowed if len(cut) == fewest),
+        )
     else:
         assert max(sizes) == max(lengths)
 
@@ -61,7 +64,7 @@ def test_each_response_token_is_predicted_from_the_token_before_it(lengths, budg
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 40))
-def test_equal_lengths_lie_together_and_positions_begin_at_0_in_each(lengths, budget):
+def test_rows_of_equal_length_are_neighbours_and_positions_begin_at_0(lengths, budget):
     for batch in micro_batches(pack(lengths), budget):
         lengths_in_runs = [length for _, length in batch.runs]
         assert lengths_in_runs == sorted(set(lengths_in_runs))
@@ -74,6 +77,6 @@ def test_equal_lengths_lie_together_and_positions_begin_at_0_in_each(lengths, bu
     [([0, 3], [0]), ([0, 3], [4]), ([0, 4], [1]), ([1, 3], [1]), ([0, 3], [1, 1])],
     ids=["no prompt", "prompt longer than row", "offsets beyond tokens", "offsets not from 0", "offsets of other rows"],
 )
-def test_rows_that_make_no_sense_are_refused(offsets, prompts):
+def test_malformed_rows_are_refused(offsets, prompts):
     with pytest.raises(ValueError, match=r"expected every row|do not have offsets"):
         micro_batches(PackedRows(torch.arange(3), torch.tensor(offsets), torch.tensor(prompts)), 10)

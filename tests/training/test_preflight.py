@@ -1,4 +1,4 @@
-"""Shards and shared tokens that cannot be are refused before a worker is started."""
+"""Impossible layouts of shards, tokens and layers are refused before a worker starts."""
 
 import pytest
 
@@ -38,15 +38,15 @@ def overrides(digits_task, tmp_path):
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("start", [describe_run, run])
-def test_what_cannot_be_shared_is_refused_by_plan_and_by_run(overrides, tmp_path, start, wrong):
-    options, said = WRONG[wrong]
+def test_an_impossible_layout_is_refused_by_plan_and_run(overrides, tmp_path, start, wrong):
+    options, message = WRONG[wrong]
     file = load_config_file(shipped("quickstart.yaml"), [*overrides, *options])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         start(file.config, *dags(file))
     assert not (tmp_path / "run").exists()
 
 
-def test_what_can_be_shared_is_planned_wherever_the_model_is(overrides, tmp_path):
+def test_a_possible_layout_is_planned_even_without_the_model(overrides, tmp_path):
     for options in (
         ["trainer.fsdp.shard_size=3"],
         ["trainer.fsdp.sequence_parallel=2"],

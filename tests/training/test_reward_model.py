@@ -1,4 +1,4 @@
-"""A reward model gives a row the score that a forward pass of that row alone gives it."""
+"""A reward model scores a row like a forward pass of that row alone."""
 
 import json
 
@@ -42,7 +42,7 @@ def build(folder, **options):
 
 
 def alone(folder, rows):
-    """A plain forward pass of each row."""
+    """Score each row by a plain forward pass."""
     with no_progress_bars(), torch.no_grad():
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         texts = rows.tokens.split(rows.offsets.diff().tolist())
@@ -50,26 +50,26 @@ def alone(folder, rows):
 
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
-def test_a_score_is_that_of_the_row_alone_whatever_is_beside_it(folder, budget):
+def test_a_score_does_not_depend_on_rows_in_the_same_batch(folder, budget):
     rows = random_rows(LENGTHS)
     scores = build(folder, max_tokens_per_batch=budget).scores(rows)
     assert scores.unique().numel() > 3
     assert_close(scores, alone(folder, rows), atol=1e-5, rtol=0)
 
 
-def test_rows_that_end_with_the_padding_token_are_scored_as_alone(folder):
-    """As where the end of a text and the padding are one token."""
+def test_rows_ending_with_the_padding_token_score_as_if_alone(folder):
+    """The end-of-text token may also be the padding token."""
     tokens, offsets = torch.tensor([5, 6, PAD, 7, 8, 9, 10, PAD, 11]), torch.tensor([0, 3, 7, 9])
     rows = PackedRows(tokens, offsets, torch.tensor([1, 1, 1]))
     assert_close(build(folder).scores(rows), alone(folder, rows), atol=1e-5, rtol=0)
 
 
-def test_no_rows_have_no_scores(folder):
+def test_no_rows_give_no_scores(folder):
     assert build(folder).scores(random_rows([])).shape == (0,)
 
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 100])
-def test_batches_hold_each_row_once_and_no_more_tokens_than_allowed(budget):
+def test_batches_have_each_row_once_within_the_budget(budget):
     lengths = [3, 9, 1, 4, 4, 12, 2]
     batches = list(_batches(lengths, budget))
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
@@ -77,7 +77,7 @@ def test_batches_hold_each_row_once_and_no_more_tokens_than_allowed(budget):
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
 
 
-def test_bfloat16_is_used_when_asked_for(folder):
+def test_dtype_bfloat16_computes_in_bfloat16(folder):
     model = ModelConfig(path=str(folder), dtype=Dtype.bfloat16)
     rows = random_rows(LENGTHS)
     scores = build_reward_model(Device("w"), Rank(), model=model).scores(rows)
@@ -87,14 +87,15 @@ def test_bfloat16_is_used_when_asked_for(folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"num_labels": 2}, "it has 2 labels; expected 1"), ({"pad_token_id": None}, "pad_token_id")]
+    ("settings", "message"),
+    [({"num_labels": 2}, "it has 2 labels; expected 1"), ({"pad_token_id": None}, "pad_token_id")],
 )
-def test_a_model_that_cannot_score_is_refused(tmp_path, settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_without_one_label_or_padding_is_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
         build(write_model(tmp_path / "model", **settings))
 
 
-def test_a_policy_is_no_reward_model(tmp_path):
+def test_a_folder_without_a_reward_model_is_refused(tmp_path):
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # its biases are not there
@@ -116,14 +117,14 @@ def context(model):
 
 def test_the_node_scores_prompt_and_response_together(folder):
     ctx = context(build(folder))
-    given = score_with_model(ctx, rows_table([[1, 2], [3]], [[4], [5, 6, 7]]))
+    scored = score_with_model(ctx, rows_table([[1, 2], [3]], [[4], [5, 6, 7]]))
     rows = PackedRows(torch.tensor([1, 2, 4, 3, 5, 6, 7]), torch.tensor([0, 3, 7]), torch.tensor([2, 1]))
     expected = alone(folder, rows)
-    assert_close(torch.tensor(given["reward"].to_pylist()), expected, atol=1e-5, rtol=0)
+    assert_close(torch.tensor(scored["reward"].to_pylist()), expected, atol=1e-5, rtol=0)
     assert ctx.metrics["reward/mean"].value == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
-def test_no_rows_give_a_typed_column(folder):
+def test_no_rows_give_an_empty_float32_column(folder):
     assert score_with_model(context(build(folder)), rows_table([], []))["reward"].type == pa.float32()
 
 
@@ -132,7 +133,7 @@ def test_tokens_of_another_tokenizer_are_refused(folder):
         score_with_model(context(build(folder)), rows_table([[1]], [[VOCABULARY]]))
 
 
-def test_a_score_that_is_not_finite_names_its_row(folder, tmp_path):
+def test_a_nonfinite_score_names_its_row(folder, tmp_path):
     with no_progress_bars():
         model = AutoModelForSequenceClassification.from_pretrained(folder)
         with torch.no_grad():

@@ -1,6 +1,4 @@
-"""Ranks that share the tokens of their rows, or the layers that these go through, against a single process; and long
-rows in little memory.
-"""
+"""Sequence and tensor parallelism against a single process, and the memory of long rows."""
 
 import json
 import resource
@@ -49,18 +47,18 @@ MODELS = {
 CASES = {
     "2 share": (2, "qwen3 tied", {"sequence_parallel": 2}),
     "2 share, recomputed": (2, "qwen2 untied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
-    "2 times 2 share": (4, "qwen2 untied", {"sequence_parallel": 2}),
-    "2 times 2 share, recomputed": (4, "qwen3 tied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
-    "2 times 2 share, 2 replicas": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
+    "2 x 2 share": (4, "qwen2 untied", {"sequence_parallel": 2}),
+    "2 x 2 share, recomputed": (4, "qwen3 tied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+    "2 x 2 share, 2 replicas": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
     "4 share, recomputed, 2 replicas": (
         4,
         "llama tied",
         {"sequence_parallel": 4, "shard_size": 2, "gradient_checkpointing": True},
     ),
     "2 split layers": (2, "qwen3, two keys", {"tensor_parallel": 2}),
-    "2 times 2 split layers": (4, "qwen2 untied", {"tensor_parallel": 2}),
-    "2 times 2 split layers of llama": (4, "llama tied", {"tensor_parallel": 2}),
-    "2 times 2 split layers, recomputed": (
+    "2 x 2 split layers": (4, "qwen2 untied", {"tensor_parallel": 2}),
+    "2 x 2 split layers of llama": (4, "llama tied", {"tensor_parallel": 2}),
+    "2 x 2 split layers, recomputed": (
         4,
         "qwen3, two keys",
         {"tensor_parallel": 2, "gradient_checkpointing": True},
@@ -70,17 +68,17 @@ CASES = {
 }
 BFLOAT16 = [name for name in CASES if name.startswith("bfloat16")]
 EXACT = [name for name in CASES if name not in BFLOAT16]
-MOVED_FROM = "2 times 2 split layers of llama"
+MOVED_FROM = "2 x 2 split layers of llama"
 MOVED_TO = {"2 split layers": {"tensor_parallel": 2}, "2 have shards": {}}
 CRITICS = {
     "2 share": (2, {"sequence_parallel": 2}),
-    "2 times 2 share": (4, {"sequence_parallel": 2}),
-    "2 times 2 split layers": (4, {"tensor_parallel": 2}),
+    "2 x 2 share": (4, {"sequence_parallel": 2}),
+    "2 x 2 split layers": (4, {"tensor_parallel": 2}),
 }
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24}
 ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
-"""Of an update's rows, where each of four ranks' begin: some have none, and of pairs that share, one or both."""
-LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)  # needs whole rows, and the entropy's gradient
+"""Fractions of an update's rows where each of four ranks' begin. Some ranks have none."""
+LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)  # needs full rows and the entropy's gradient
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +97,12 @@ def seen(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    found = {}
+    results = {}
     for name, folder in folders.items():
         trainer = policy(folder, config(), temperature=0.7)
-        found[name] = learn(trainer, Rank(), policy_batch, LOSS) | {"next": again(trainer, Rank())}
-    foresees = critic(folders["llama tied"], config())
-    return found | {"critic": learn(foresees, Rank(), value_batch, partial(value_clip, clip=1e6))}
+        results[name] = learn(trainer, Rank(), policy_batch, LOSS) | {"next": update_again(trainer, Rank())}
+    learner = critic(folders["llama tied"], config())
+    return results | {"critic": learn(learner, Rank(), value_batch, partial(value_clip, clip=1e6))}
 
 
 def config(**options):
@@ -113,7 +111,7 @@ def config(**options):
 
 def in_each_rank(folders, state, world):
     pair = dist.new_group([0, 1])
-    found = {}
+    results = {}
     for name, (size, model, options) in CASES.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
@@ -121,7 +119,7 @@ def in_each_rank(folders, state, world):
             dtype = options.pop("dtype", Dtype.float32)
             sharded = config(backend="fsdp", **options)
             trainer = policy(folders[model], sharded, temperature=0.7, rank=rank, dtype=dtype)
-            found[name] = learn(trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3)
+            results[name] = learn(trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3)
             if name == MOVED_FROM:
                 save_state(trainer, state, rank)
                 dist.barrier()  # else one of two ranks could load before four have saved
@@ -130,21 +128,21 @@ def in_each_rank(folders, state, world):
             rank, sharded = Rank(world.rank, 2, pair), config(backend="fsdp", **options)
             trainer = policy(folders["llama tied"], sharded, temperature=0.7, rank=rank)
             load_state(trainer, state, rank)
-            found[f"moved to {name}"] = again(trainer, rank)
+            results[f"moved to {name}"] = update_again(trainer, rank)
     for name, (size, options) in CRITICS.items():
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
-            foresees = critic(folders["llama tied"], config(backend="fsdp", **options), rank)
-            found[f"critic, {name}"] = learn(foresees, rank, value_batch, partial(value_clip, clip=1e6))
-    return found
+            learner = critic(folders["llama tied"], config(backend="fsdp", **options), rank)
+            results[f"critic, {name}"] = learn(learner, rank, value_batch, partial(value_clip, clip=1e6))
+    return results
 
 
 def learn(learner, rank, batch, loss, updates=3):
-    """Some updates: what was scored before each, its metrics, the first one's gradients, and the last weights."""
+    """Take updates. Returns scores before and metrics of each, the first one's gradients, and the last weights."""
     seen = {"metrics": [], "scores": []}
     for at in range(updates):
-        scores, given = batch(learner, mine(rank, at))
-        seen["metrics"].append(learner.update([given], loss, sequence_mean_token_mean))
+        scores, data = batch(learner, own_rows(rank, at))
+        seen["metrics"].append(learner.update([data], loss, sequence_mean_token_mean))
         seen["scores"].append(scores)
         if at == 0:
             named = learner._network.by_name()
@@ -154,13 +152,13 @@ def learn(learner, rank, batch, loss, updates=3):
     return seen
 
 
-def again(trainer, rank):
-    """Metrics of another update, on the rows of the first, and the weights after it."""
-    metrics = trainer.update([policy_batch(trainer, mine(rank, 0))[1]], LOSS, sequence_mean_token_mean)
+def update_again(trainer, rank):
+    """Take another update on the rows of the first. Returns its metrics and the weights after it."""
+    metrics = trainer.update([policy_batch(trainer, own_rows(rank, 0))[1]], LOSS, sequence_mean_token_mean)
     return metrics, {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
-def mine(rank, at):
+def own_rows(rank, at):
     ends = [round(len(LENGTHS[at:]) * end) for end in ENDS[at][:: 4 // rank.size]]
     return random_rows(LENGTHS[at:], range(*ends[rank.rank : rank.rank + 2]))
 
@@ -184,25 +182,25 @@ def value_batch(critic, rows):
 
 
 def assert_learned_alike(ranks, expected):
-    """Metrics, gradients and weights of each rank; the scores of all ranks, one after the other."""
-    for mine in ranks:
-        for metrics, theirs in zip(mine["metrics"], expected["metrics"], strict=True):
+    """Compare metrics, gradients and weights of each rank, and the concatenated scores of all ranks."""
+    for result in ranks:
+        for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx(theirs, abs=1e-6, rel=1e-6)
         for key, gradient in expected["gradients"].items():
-            assert_close(mine["gradients"][key], gradient, atol=1e-6, rtol=0)
-            assert_close(mine["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
+            assert_close(result["gradients"][key], gradient, atol=1e-6, rtol=0)
+            assert_close(result["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
     for at, scores in enumerate(expected["scores"]):
-        together = [torch.cat(parts) for parts in zip(*(mine["scores"][at] for mine in ranks), strict=True)]
+        together = [torch.cat(parts) for parts in zip(*(result["scores"][at] for result in ranks), strict=True)]
         assert_close(together, scores, atol=1e-4 if at else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_sharing_tokens_or_layers_a_policy_learns_what_a_single_process_does(name, seen, alone):
+def test_a_parallel_policy_learns_like_a_single_process(name, seen, alone):
     size, model, _ = CASES[name]
     assert_learned_alike([seen[rank][name] for rank in range(size)], alone[model])
 
 
-def test_with_split_layers_a_rank_holds_its_share_and_what_is_beside_the_layers_twice(seen, folders):
+def test_a_tensor_parallel_rank_holds_a_shard_and_replicated_embeddings(seen, folders):
     for name in (name for name in EXACT if "split" in name):
         size, model, _ = CASES[name]
         numbers = count_parameters(str(folders[model]))
@@ -211,12 +209,12 @@ def test_with_split_layers_a_rank_holds_its_share_and_what_is_beside_the_layers_
 
 
 @pytest.mark.parametrize("name", CRITICS)
-def test_sharing_tokens_or_layers_a_critic_learns_what_a_single_process_does(name, seen, alone):
+def test_a_parallel_critic_learns_like_a_single_process(name, seen, alone):
     size, _ = CRITICS[name]
     assert_learned_alike([seen[rank][f"critic, {name}"] for rank in range(size)], alone["critic"])
 
 
-def test_a_checkpoint_of_split_layers_goes_on_with_fewer_ranks_and_without_splitting(seen, alone):
+def test_a_tensor_parallel_checkpoint_resumes_on_fewer_ranks_and_without(seen, alone):
     expected, weights = alone["llama tied"]["next"]
     for rank in range(2):
         for name in MOVED_TO:
@@ -227,7 +225,7 @@ def test_a_checkpoint_of_split_layers_goes_on_with_fewer_ranks_and_without_split
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_goes_from_rank_to_rank(name, seen, alone):
+def test_bfloat16_works_in_parallel(name, seen, alone):
     for rank in range(2):
         metrics = seen[rank][name]["metrics"][0]
         assert metrics["grad_norm"] == pytest.approx(alone["llama tied"]["metrics"][0]["grad_norm"], rel=0.05)
@@ -239,7 +237,7 @@ def test_bfloat16_goes_from_rank_to_rank(name, seen, alone):
     size=st.integers(2, 4),
     data=st.data(),
 )
-def test_every_token_is_computed_once_and_scored_for_the_rank_of_its_row(lengths, size, data):
+def test_every_token_is_computed_once_and_scored_for_its_owner(lengths, size, data):
     owner = torch.tensor(
         sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=len(lengths), max_size=len(lengths))))
     )
@@ -258,30 +256,30 @@ def test_every_token_is_computed_once_and_scored_for_the_rank_of_its_row(lengths
 
 
 @pytest.mark.parametrize("window", [1, 7, 600])
-def test_a_window_over_a_long_row_attends_as_with_a_mask_of_all_of_it(window):
+def test_a_sliding_window_in_blocks_equals_a_full_mask(window):
     query, key, value = (torch.randn(1, heads, 1300, 8) for heads in (4, 2, 2))
-    behind = torch.arange(1300)[:, None] - torch.arange(1300)
-    mask = (behind >= 0) & (behind < window)
+    distance = torch.arange(1300)[:, None] - torch.arange(1300)
+    mask = (distance >= 0) & (distance < window)
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    found, _ = packed_attention(
+    output, _ = packed_attention(
         torch.nn.Identity(), query, key, value, None, packing=Packing(((1, 1300),)), sliding_window=window
     )
-    assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+    assert_close(output, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
-def test_a_long_row_takes_no_square_of_its_length(folders, tmp_path):
-    """A mask of 8192 x 8192 numbers would be 256 MiB, as would the scores of each head."""
+def test_memory_of_a_long_row_is_linear_in_its_length(folders, tmp_path):
+    """A mask of 8192 x 8192 numbers would take 256 MiB, and so would the scores of each head."""
     grown = run_ranks(1, partial(growth, folders["llama tied"], tmp_path / "window"), tmp_path)[0]
     assert all(bytes_ < 128 * 2**20 for bytes_ in grown), grown
 
 
 def growth(folder, windowed, world):
-    """Bytes by which memory grew at most in an update on a row of 8192 tokens, without and with a sliding window."""
+    """Return the growth of peak memory, in bytes, in an update on 8192 tokens, without and with a sliding window."""
     tiny_model(windowed, heads=2, hidden=32, head_dim=12, family="qwen2")
     settings = json.loads((windowed / "config.json").read_text())
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
     (windowed / "config.json").write_text(json.dumps(settings | window))
-    found = []
+    results = []
     for path in (folder, windowed):
         trainer = policy(path, config(gradient_checkpointing=True))
         for lengths in ([(3, 4)], [(192, 8000)]):
@@ -290,20 +288,20 @@ def growth(folder, windowed, world):
             batch = TrainBatch(rows=rows, old_logprobs=none, rollout_logprobs=none, advantages=none + 1)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             trainer.update([batch], LOSS)
-        found.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-    return found
+        results.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    return results
 
 
 @pytest.mark.parametrize("make", [build_trainer, build_reference, build_critic])
-def test_ranks_or_heads_that_cannot_be_shared_are_refused(folders, make):
+def test_sequence_parallelism_that_does_not_divide_is_refused(folders, make):
     def build(model, ranks):
-        given = {
+        arguments = {
             "model": ModelConfig(path=str(folders[model])),
             "trainer": config(backend="fsdp", sequence_parallel=ranks),
         }
         if make is not build_critic:
-            given["rollout"] = RolloutConfig()
-        make(Device("w0"), Rank(), **given)
+            arguments["rollout"] = RolloutConfig()
+        make(Device("w0"), Rank(), **arguments)
 
     with pytest.raises(ConfigError, match=r"sequence_parallel=4: expected a divisor of the 2 heads"):
         build("qwen2 untied", 4)
@@ -321,12 +319,12 @@ def test_ranks_or_heads_that_cannot_be_shared_are_refused(folders, make):
         ("lora_rank", 4, "lora.rank"),
     ],
 )
-def test_what_does_not_go_together_with_split_layers_is_refused(option, value, key):
+def test_options_excluded_by_tensor_parallelism_are_refused(option, value, key):
     with pytest.raises(ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{key}; leave one out"):
         config(backend="fsdp", tensor_parallel=2, **{option: value})
 
 
-def test_a_backend_that_does_not_share_tokens_is_refused():
+def test_the_torch_backend_refuses_sequence_and_tensor_parallelism():
     with pytest.raises(ConfigError, match=r"sequence_parallel=2: .* take trainer\.backend=fsdp"):
         config(sequence_parallel=2)
     with pytest.raises(ConfigError, match=r"tensor_parallel=2: .* take trainer\.backend=fsdp"):

@@ -179,7 +179,7 @@ def client(cluster_address):
 
 @pytest.fixture
 def own_client():
-    """Of three workers that a test may kill."""
+    """A client of a cluster whose three workers a test may kill."""
     with local_cluster(3) as cluster, Client(cluster) as client:
         yield client
 
@@ -206,7 +206,7 @@ def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, so
 
 
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_peer_that_stands_still_or_dies_is_named_to_everyone_who_waits_within_5_s(own_client, sign):
+def test_a_dead_or_stopped_peer_is_named_within_5_s(own_client, sign):
     edge = edge_of("012", "012")
     members, name = place(own_client, [edge])
     pids = {w: own_client.submit(os.getpid, workers=[members[w]], pure=False).result() for w in members}
@@ -227,7 +227,7 @@ def test_a_peer_that_stands_still_or_dies_is_named_to_everyone_who_waits_within_
             victim.kill()
 
 
-def test_what_several_processes_get_they_read_in_memory_of_its_source_also_after_that_was_killed(own_client):
+def test_shared_rows_stay_readable_after_their_source_was_killed(own_client):
     edge, rows, tokens = edge_of("0", "12", Rows.REPLICATED), 100, 10_000
     members, name = place(own_client, [edge])
     on = {worker: {"workers": [members[worker]], "pure": False} for worker in members}

@@ -1,4 +1,4 @@
-"""Which device a worker takes, what the workers of a role speak over, and who sleeps while a worker is built."""
+"""Devices, process groups and roles: each worker takes a device, each role a backend, and engines sleep meanwhile."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_cards_visible_to_a_whole_host_are_shared_evenly(visible_to):
         assert not takers or max(takers) - min(takers) <= 1, worker
 
 
-def test_workers_on_one_host_take_one_card_each_in_the_order_of_the_run():
+def test_workers_on_one_host_take_one_card_each_in_order():
     cards = ("a", "b", "c")
     assert [device.index for device in assign({name: VisibleDevices(CUDA, cards) for name in "xyz"}).values()] == [
         0,
@@ -102,11 +102,11 @@ def test_announced_devices_are_read_back_unchanged(visible_to):
     ids=lambda said: repr(said[:40]),
 )  # fmt: skip
 def test_a_worker_that_says_anything_else_is_named(said):
-    with pytest.raises(PeerError, match="worker 'w3' says that it sees"):
+    with pytest.raises(PeerError, match="worker 'w3' announced"):
         read_visible("w3", said)
 
 
-def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
+def test_all_workers_compute_the_same_devices_through_the_store():
     workers = [f"w{rank}" for rank in range(4)]
     visible_to = {worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
     hosted, port = groups.host_store("127.0.0.1", 20)
@@ -121,9 +121,9 @@ def test_all_workers_of_a_run_come_to_the_same_devices_through_its_store():
     assert list(answers[0]) == workers
 
 
-def test_a_worker_that_does_not_say_what_it_sees_is_named_and_an_abort_is_heard():
+def test_a_worker_that_announces_nothing_is_named():
     store, _ = groups.host_store("127.0.0.1", 20)
-    with pytest.raises(PeerError, match=r"workers \['w1', 'w2'\] did not say within 0.2 s"):
+    with pytest.raises(PeerError, match=r"workers \['w1', 'w2'\] did not announce their devices within 0.2 s"):
         exchange("w0", ["w0", "w1", "w2"], VisibleDevices(), store, 0.2, StopFlag())
     stop = StopFlag()
     stop.set("another failed")
@@ -135,7 +135,7 @@ def test_a_worker_that_is_alone_needs_no_store():
     assert find_devices("w0", ["w0"], None, 1, StopFlag()) == assign({"w0": visible_devices()})
 
 
-def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the_one_it_takes(monkeypatch):
+def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
     uuids, chosen = ["uuid-2", "uuid-3", "uuid-1"], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
@@ -150,7 +150,7 @@ def test_a_worker_sees_cards_by_their_uuids_in_its_own_order_and_computes_on_the
     assert chosen == [1]
 
 
-def test_npus_are_told_apart_by_their_place_on_the_host_which_a_process_may_see_from_any_on():
+def test_npus_are_named_by_host_and_index():
     assert npu_ids("host", 2, None) == npu_ids("host", 2, "") == ("host/npu0", "host/npu1")
     assert npu_ids("host", 2, "5, 4") == ("host/npu5", "host/npu4")
     assert npu_ids("host", 2, "0-1") == ("host/npu0", "host/npu1")
@@ -172,7 +172,7 @@ def on(kind, *cards):
         (on(NPU, "h/npu0"), "hccl"),
     ],
 )
-def test_workers_on_devices_of_their_own_speak_over_the_devices_backend_and_others_over_gloo(devices, backend):
+def test_workers_that_share_a_device_use_gloo(devices, backend):
     assert groups.backend_of(devices) == groups.role_backend("policy", devices) == backend
 
 
@@ -194,7 +194,7 @@ def test_npus_that_nothing_can_join_are_refused_by_name(devices):
         ([*on(CUDA, "a"), *on(CPU, "")], False),
     ],
 )
-def test_weights_go_by_broadcast_where_each_worker_has_an_accelerator_and_where_they_must(devices, auto):
+def test_weights_are_broadcast_between_accelerators_or_on_demand(devices, auto):
     chosen = {way: groups.uses_broadcast(way, devices) for way in WeightSync}
     assert chosen == {WeightSync.auto: auto, WeightSync.rows: False, WeightSync.broadcast: True}
 
@@ -235,7 +235,7 @@ def test_workers_that_share_a_card_join_and_add_up(tmp_path):
 
 @dataclass
 class Sleeper:
-    """What a role builds, that writes down when it is sent to sleep."""
+    """A role's object that records when it is sent to sleep."""
 
     name: str
     log: list[str]
@@ -261,7 +261,7 @@ def built(kind):
     return list(build_roles(roles, Device("w", kind, 2), ranks)), log
 
 
-def test_what_can_sleep_does_while_the_next_roles_of_its_worker_are_built_on_an_accelerator():
+def test_an_engine_sleeps_while_the_next_roles_are_built():
     names, log = built(CUDA)
     assert names == ["engine", "policy", "last"]
     assert log == ["engine built on 2 as 1", "engine sleeps", "policy built on 2 as 0", "last built on 2 as 0"]

@@ -1,4 +1,4 @@
-"""Which earlier iteration a node that is behind its step looks at, and what nobody may have forgotten by then."""
+"""Lagged nodes get the right earlier iteration, whose rows nobody has dropped by then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def looked_at(steps, with_drains):
     return seen
 
 
-def test_a_node_looks_as_many_steps_back_as_it_is_behind_and_at_its_own_step_where_that_settles():
+def test_a_lagged_node_gets_an_earlier_step_and_its_own_at_a_drain():
     assert looked_at(1, [False] * 4) == [None, 1, 2, 3]
     assert looked_at(2, [False, False, False, True, False, False, False]) == [None, None, 1, 4, None, None, 5]
 
@@ -62,6 +62,6 @@ def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, l
             assert earlier is None or kept_from <= earlier.sequence
 
 
-def test_without_a_node_that_is_behind_all_that_is_completed_is_forgotten():
+def test_without_lagged_nodes_completed_iterations_are_forgotten():
     worker = history(0)
     assert worker.begin(Iteration("train", 9, 8), 7) == 7

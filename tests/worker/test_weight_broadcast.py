@@ -1,4 +1,4 @@
-"""How announced tensors are cut into buffers."""
+"""Weight broadcasts: announced tensors are cut into buffers, and bad announcements are refused."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 SHAPES = st.lists(st.integers(0, 9), max_size=3)
 
 
-def told(rows):
+def index_of(rows):
     columns = {PARAMETER_DTYPE: [dtype for dtype, _ in rows], PARAMETER_SHAPE: [shape for _, shape in rows]}
     return pa.table({name: pa.array(values, TYPES[name]) for name, values in columns.items()})
 
 
-@given(rows=st.lists(st.tuples(DTYPES, SHAPES), max_size=20), most=st.integers(1, 3000))
-def test_each_tensor_has_a_place_of_its_own_in_order_and_a_buffer_no_more_than_it_may(rows, most):
-    buffers = list(cut(told(rows), most))
+@given(rows=st.lists(st.tuples(DTYPES, SHAPES), max_size=20), max_bytes=st.integers(1, 3000))
+def test_places_are_disjoint_in_order_and_within_the_buffer(rows, max_bytes):
+    buffers = list(cut(index_of(rows), max_bytes))
     assert [(place.dtype, list(place.shape)) for places in buffers for place in places] == [
         (getattr(torch, dtype), shape) for dtype, shape in rows
     ]
     for places in buffers:
-        assert len(places) == 1 or places[-1].stop <= most
+        assert len(places) == 1 or places[-1].stop <= max_bytes
         buffer = torch.zeros(places[-1].stop, dtype=torch.uint8)
         for number, place in enumerate(places):
             place.within(buffer).fill_(number + 1)
         for number, place in enumerate(places):  # none was written over by those that follow
             assert (place.within(buffer) == number + 1).all()
     for places, following in pairwise(buffers):
-        assert sum(place.stop - place.start for place in (*places, following[0])) + 16 * len(places) > most
+        assert sum(place.stop - place.start for place in (*places, following[0])) + 16 * len(places) > max_bytes
 
 
 @pytest.mark.parametrize(
     "row", [("Tensor", [2]), ("float33", [2]), (None, [2]), ("float32", None), ("float32", [3, -1])]
 )
-def test_what_tells_of_no_tensor_is_refused(row):
+def test_a_bad_dtype_or_shape_is_refused(row):
     with pytest.raises(PeerError, match=r"a tensor of dtype .* was announced: expected those of a tensor"):
-        list(cut(told([("float32", [1]), row]), 100))
+        list(cut(index_of([("float32", [1]), row]), 100))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_tells_of_no_tensor_is_refused(row):
         ([], [torch.zeros(3)], "0 tensors, and its node gave more"),
     ],
 )
-def test_a_node_that_gives_other_tensors_than_it_announced_is_refused_before_they_are_sent(rows, tensors, said):
-    nobody = Broadcast(members=("w0", "w1"), group=object(), root=0, device="cpu", stop=StopFlag(), most=100)
+def test_tensors_other_than_the_announced_ones_are_not_sent(rows, tensors, said):
+    nobody = Broadcast(members=("w0", "w1"), group=object(), root=0, device="cpu", stop=StopFlag(), max_bytes=100)
     with pytest.raises(NodeError, match=f"worker 'w0' announced .*{said}"):
-        nobody.send(told(rows), iter(tensors), nullcontext)
+        nobody.send(index_of(rows), iter(tensors), nullcontext)

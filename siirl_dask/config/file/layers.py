@@ -197,7 +197,9 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
         raise ConfigError(f"{origin}: {group}={values!r}: expected a mapping with keys of {known}")
     for key, value in values.items():
         if key not in known:
-            hint = _renamed(f"{group}.{key}") or _elsewhere(str(key), group) or did_you_mean(str(key), known)
+            if new := _renamed(f"{group}.{key}"):
+                raise ConfigError(f"{origin}: unknown key '{group}.{key}'{new}")
+            hint = _elsewhere(str(key), group) or did_you_mean(str(key), known)
             hint = hint or _elsewhere(str(key), group, cutoff=0.7)
             raise ConfigError(f"{origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}")
         if is_dataclass(hints[key]):

@@ -23,9 +23,12 @@ class Acks:
         self._pending: dict[str, list[tuple[TransitionKey, int]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def add(self, source: str, key: TransitionKey, rows: int) -> None:
         """Have ``source`` told soon that ``rows`` of its rows of a transition have arrived."""
+        if self._closed:
+            return
         self._pending.setdefault(source, []).append((key, rows))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
@@ -47,6 +50,9 @@ class Acks:
         await asyncio.gather(*self._sending)
 
     def close(self) -> None:
+        """Send no more: the run is over or is being stopped, and sources free their tables with it."""
+        self._closed = True
+        self._pending.clear()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._sending:

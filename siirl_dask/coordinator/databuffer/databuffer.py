@@ -191,6 +191,7 @@ class Databuffer:
     def abort(self, reason: str) -> None:
         """Wake every wait, now and later, with Aborted."""
         self._aborted = reason
+        self._puller.acks.close()
         for slot in self._slots.values():
             self._fail(slot)
         for published in self._all_published():

@@ -84,7 +84,12 @@ def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
 
 
 def times_of(node: Node) -> int | None:
-    """Rows that come out of a node for each that goes in, at most."""
+    """Return the most rows that come out of a node for each that goes in; None where nothing bounds them.
+
+    A source of weights makes a row for each parameter, however many rows go in.
+    """
+    if node.weight_source is not None:
+        return None
     expand = node.contract.expand
     if expand is None:
         return 1

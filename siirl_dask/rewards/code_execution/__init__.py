@@ -1,1 +1,1 @@
-"""Rewards that run a response's program against test cases, in a sandbox."""
+"""A reward that runs a response's program against test cases, in a sandbox."""

@@ -1,4 +1,4 @@
-"""Programs, rewarded for the tests they pass."""
+"""A reward for programs: the share of the tests in the answer that the response's code passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 Test = str | tuple[str, str]
-"""Code that asserts, or what a program reads and what it must print."""
+"""Code that asserts, or the input of a program and the output that it must print."""
 
 
 def code_execution(
@@ -26,12 +26,12 @@ def code_execution(
     isolate: bool = True,
     **extra: object,
 ) -> float:
-    """Share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without a block.
+    """Return the share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without one.
 
-    Tests are code that asserts, or ``{input, output}`` of programs, compared line by line but for white space at ends;
-    one or a list of them, or that list as JSON. Each runs in a process of its own that cannot do harm: see Limits. All
-    tests of a response together take at most ``seconds``: those it has no time for are not passed. ValueError when
-    ``answer`` holds no test, ConfigError where the kernel does not allow to isolate the code.
+    A test is code that asserts, or ``{input, output}`` of a program, compared line by line without white space at the
+    ends. ``answer`` is one test, a list of tests, or that list as JSON. Each test runs in a process of its own that can
+    do no harm (see Limits). All tests of a response share ``seconds``: a test that no time is left for is not passed.
+    ValueError when ``answer`` holds no test, ConfigError where the kernel does not allow the code to be isolated.
     """
     tests = list(_tests(answer))
     limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate)
@@ -48,8 +48,8 @@ def code_execution(
 def _passes(code: str, test: Test, limits: Limits) -> bool:
     if isinstance(test, str):
         return passes(code, test, limits)
-    given, expected = test
-    printed = output(code, given, limits)
+    stdin, expected = test
+    printed = output(code, stdin, limits)
     return printed is not None and _lines(printed) == _lines(expected)
 
 
@@ -72,7 +72,7 @@ def _tests(answer: object) -> Iterator[Test]:
 
 
 def _decoded(answer: object) -> object:
-    """JSON of a list or of a mapping is decoded; any other text is code."""
+    """Return the value of a text that is JSON of a list or a mapping. Any other text is code and returned as it is."""
     if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
         return answer
     try:

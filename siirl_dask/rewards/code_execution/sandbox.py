@@ -1,6 +1,6 @@
-"""Runs a Python program that nobody has read: without network, with limits, for a limited time, in an empty folder.
+"""The sandbox runs a Python program that nobody has read: with limits, without network, in an empty folder.
 
-Each program is a process of its own with a clean environment; sandboxed.py says what confines it.
+Each program is a process of its own with a clean environment. The process confines itself: see sandboxed.py.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from siirl_dask.rewards.code_execution import sandboxed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
+    """The limits of one program. ValueError unless each number is above 0."""
+
     seconds: float = 10.0
-    """Of wall-clock time, and of CPU time."""
+    """Seconds of wall-clock time, and of CPU time."""
     memory: int = 2**30
     """Bytes of address space."""
     file_size: int = 2**20
-    """Bytes of what it prints, of a file, and of all its files together."""
+    """Most bytes of its output, of one file, and of all its files together."""
     isolate: bool = True
-    """Cut it off from the network and from all files but its own; where the kernel does not allow that, refuse to run
-    it.
+    """True cuts the program off from the network and from writing files but its own, and refuses to run it where the
+    kernel does not allow that.
     """
 
     def __post_init__(self) -> None:
@@ -41,19 +43,19 @@ class Limits:
 
 
 def passes(code: str, test: str, limits: Limits) -> bool:
-    """Whether ``test``, run after ``code`` in the same module, comes to its end; leaving early is no pass."""
+    """Return whether ``test``, run after ``code`` in the same module, comes to its end; leaving early is no pass."""
     token = secrets.token_hex(16)
     return _run({"code": code, "test": test, "token": token}, limits) == token.encode()
 
 
 def output(code: str, stdin: str, limits: Limits) -> str | None:
-    """What ``code``, run as a program with ``stdin``, prints; None when it fails, is too slow or prints too much."""
+    """Return the output of ``code``, run with ``stdin``; None when it fails, is too slow or prints too much."""
     printed = _run({"code": code, "stdin": stdin}, limits)
     return None if printed is None else printed.decode(errors="replace")
 
 
 def _run(task: dict[str, str], limits: Limits) -> bytes | None:
-    """Standard output; None when the program failed. ConfigError when it cannot be confined."""
+    """Return the standard output; None when the program failed. ConfigError when it cannot be confined."""
     with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder, tempfile.TemporaryFile() as printed:
         late = False
         with _started(folder, printed) as process:
@@ -76,8 +78,8 @@ def _run(task: dict[str, str], limits: Limits) -> bytes | None:
 
 @contextmanager
 def _started(folder: str, printed: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that runs a program; on the way out it is gone, with all that it started."""
-    ended, held = os.pipe()  # its end says that nobody holds the other side any more
+    """Start the process that runs a program; on the way out, kill it with all that it started."""
+    ended, held = os.pipe()  # the program's processes hold one side: the other one's end says that all are gone
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-X", "utf8", sandboxed.__file__],

@@ -1,7 +1,7 @@
-"""The process that runs one program of a model. sandbox.py starts it as a script: it confines itself, then runs it.
+"""The process that runs one program of a model. sandbox.py starts this file as a script.
 
-The outer process leaves the machine's namespaces; its child confines itself further and runs the program. Nothing but
-Linux's own calls, by ctypes, and the standard library.
+The outer process leaves the machine's namespaces; its child sets limits, drops capabilities, forbids new processes and
+runs the program. It needs the standard library and Linux's own calls alone, which it makes through ctypes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from types import ModuleType
 from typing import Any
 
 REFUSED = 97
-"""Exit code when the program could not be confined, and was not run; standard output then says why."""
+"""Exit code of a program that could not be confined and was not run; standard output then says why."""
 FAILED = 98
-"""Exit code when the program failed."""
+"""Exit code of a program that failed."""
+
+# Numbers of linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h and linux/bpf_common.h, which ctypes lacks.
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
@@ -40,6 +42,7 @@ _CALLS = {  # machine: its number, clone, clone3; and forbidden: fork, vfork, un
 
 
 def main() -> None:
+    """Confine this process as the task on standard input says, and run the task's program in a child."""
     _die_with_parent()
     task = json.load(sys.stdin)
     stdin = _file_of(task.get("stdin", ""))
@@ -64,7 +67,7 @@ def main() -> None:
 
 
 def run_test(task: dict[str, Any]) -> None:
-    """Write the token when the test comes to its end. The program is no main module here."""
+    """Run the program, not as the main module, then its test; write the token when the test comes to its end."""
     answer, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     names = _module("solution")
@@ -78,6 +81,7 @@ def run_test(task: dict[str, Any]) -> None:
 
 
 def run_program(task: dict[str, Any]) -> None:
+    """Run the program as the main module, with the task's standard input."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     try:
         exec(compile(task["code"], "program", "exec"), _module("__main__"))
@@ -89,13 +93,13 @@ def run_program(task: dict[str, Any]) -> None:
 
 
 def _module(name: str) -> dict[str, Any]:
-    """Names of a new module, which dataclasses look up by its name."""
+    """Return the namespace of a new module; it is in sys.modules, where dataclasses look for it."""
     sys.modules[name] = ModuleType(name)
     return vars(sys.modules[name])
 
 
 def _file_of(text: str) -> int:
-    """An open file that holds ``text`` and has no name. Made before there are limits: a pipe would hold 64 KiB."""
+    """Return an open file that holds ``text`` and has no name. A pipe would not do: it holds 64 KiB."""
     file = os.open("stdin", os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.unlink("stdin")  # noqa: PTH108
     with open(file, "wb", closefd=False) as stream:
@@ -118,7 +122,9 @@ def _die_with_parent() -> None:
 
 
 def _leave(task: dict[str, Any]) -> None:
-    """No network, no processes of others, no file that can be written but those of a file system in memory."""
+    """Leave the namespaces of the machine: no network, no other processes, and every file read-only but for an empty
+    folder in memory.
+    """
     user, group, folder = os.getuid(), os.getgid(), str(Path.cwd()).encode()
     _call("unshare", _NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC)
     for name, text in {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}.items():
@@ -133,7 +139,7 @@ def _leave(task: dict[str, Any]) -> None:
 
 
 def _confine(task: dict[str, Any]) -> None:
-    """Limits of this process that cannot be raised again. It can start threads but no other process."""
+    """Set limits that cannot be raised again, drop capabilities, and forbid new processes; threads are allowed."""
     limits = {
         resource.RLIMIT_CPU: ceil(task["seconds"]),
         resource.RLIMIT_AS: task["memory"],
@@ -155,8 +161,8 @@ def _confine(task: dict[str, Any]) -> None:
 
 
 def _forbid_processes() -> None:
-    """A seccomp filter; none on machines whose numbers are not in the list. With it, killing the program's process
-    group leaves nothing over.
+    """Install a seccomp filter, so that killing the program's process group leaves nothing over. Machines whose call
+    numbers are not listed get none.
     """
     if os.uname().machine not in _CALLS:
         return
@@ -173,7 +179,7 @@ def _forbid_processes() -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A function of the C library; an int goes as a long. OSError when it fails or is not there."""
+    """Call a function of the C library, with each int as a long. OSError when it fails or does not exist."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:
         raise OSError(f"{sys.platform} has no {name}()")

@@ -1,8 +1,8 @@
-"""What a role holds, in and out of any store, with torch.distributed.checkpoint: every rank writes its own part.
+"""Saves and loads a role's state on any store with torch.distributed.checkpoint (DCP); each rank writes its own part.
 
-A folder is what DCP makes of it: ``.metadata``, and a ``.distcp`` file a rank. It loads on another number of ranks.
-What is read is not trusted. DCP's metadata is a pickle, and so is whatever is no tensor: the readers here take DCP's
-own descriptions and plain values from them, and nothing else.
+A checkpoint is a DCP folder: ``.metadata`` and one ``.distcp`` file per rank. It loads on any number of ranks. Files
+are not trusted: DCP pickles its metadata and all values that are no tensors, and the readers here unpickle only DCP's
+own classes and plain values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from siirl_dask.errors import CheckpointError
 
-_MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # what a state calls parameters, and averages of theirs
+_MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
 _KNOWN = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -46,94 +46,93 @@ _KNOWN = {
         torch.Size,
     )
 } | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-"""All that DCP's metadata is made of, besides types of numbers."""
+"""Classes and functions that DCP's metadata may name, besides torch's dtypes."""
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")  # on purpose
 
 
 @dataclass(frozen=True, slots=True)
 class DistributedCheckpoint:
-    """Saves and loads states: nested mappings of tensors, DTensors and plain values."""
+    """Saves and loads states, which are nested mappings of tensors, DTensors and plain values."""
 
     asynchronous: bool = True
-    """Write while training goes on, from a copy of the state in the CPU's memory."""
+    """Write in the background, from a copy of the state in the CPU's memory."""
 
     def save(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> Future[None]:
-        """Begin to write ``state`` below ``url``, where nothing may be yet; the future is done when all ranks' parts
-        are there, or holds a CheckpointError.
+        """Begin to write ``state`` to ``url``, which must be empty. The future holds None when all ranks have written
+        their parts, or a CheckpointError.
 
-        All ranks of ``group`` must call it. It must be a gloo group that nothing else uses meanwhile; None, one
+        All ranks of ``group`` must call. It must be a gloo group that nothing else uses meanwhile; None is a single
         process. The state may change as soon as this returns.
         """
-        local = isinstance(open_fs(url)[0], LocalFileSystem)
-        writer = FsspecWriter(
-            url, sync_files=local, overwrite=False
-        )  # elsewhere a sync would be of this machine's disks
+        is_local = isinstance(open_fs(url)[0], LocalFileSystem)  # on other stores a sync would be of local disks
+        writer = FsspecWriter(url, sync_files=is_local, overwrite=False)
         done: Future[None] = Future()
-        how: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
         try:
             if self.asynchronous:
-                writing = async_save(state, **how)
-                assert isinstance(writing, Future)  # this writer makes the copy before it returns
+                writing = async_save(state, **options)
+                assert isinstance(writing, Future)  # FsspecWriter copies the state before this returns
                 writing.add_done_callback(partial(_pass_on, done, url))
             else:
-                save(state, **how)
+                save(state, **options)
                 done.set_result(None)
         except (CheckpointException, Exception) as error:
             done.set_exception(_explained(f"{url} could not be written", error))
         return done
 
     def load(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> None:
-        """Fill ``state``, which has the names, shapes and placements that are wanted, from below ``url``.
+        """Load the tensors of ``state`` in place from the checkpoint at ``url``.
 
-        All ranks of ``group`` must call it; as many as there are now, not as wrote it. CheckpointError.
+        All ranks of ``group`` must call; their number may differ from the writers'. CheckpointError if it cannot be
+        read, or lacks a name or shape of ``state``.
         """
         _load(url, state, process_group=group, no_dist=group is None)
 
 
 def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
-    """Every parameter of the role that was saved at ``url``, whole, on the CPU, float32, by its Hugging Face name; with
-    ``ema`` its moving average.
+    """Read every full parameter of the role saved at ``url``, or with ``ema`` its moving average.
 
-    Needs no process group. CheckpointError when there is no checkpoint, or none with a model, or with averages.
+    Tensors are float32 on the CPU, by Hugging Face names. No process group is needed. CheckpointError when there is no
+    checkpoint, or it has no model or no averages.
     """
     try:
         entries = _Reader(url).read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         raise CheckpointError(f"{url} holds no checkpoint: expected a file .metadata there") from error
-    before, after = (_OPTIMIZER, _EMA) if ema else (_MODEL, "")
+    prefix, suffix = (_OPTIMIZER, _EMA) if ema else (_MODEL, "")
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if name.startswith(before) and name.endswith(after) and isinstance(entry, metadata.TensorStorageMetadata)
+        if name.startswith(prefix) and name.endswith(suffix) and isinstance(entry, metadata.TensorStorageMetadata)
     }
     if not state:
-        what = "moving average of the weights" if ema else "model"
-        raise CheckpointError(f"{url} holds no {what}: there is {sorted(entries)[:5]}")
+        content = "moving average of the weights" if ema else "model"
+        raise CheckpointError(f"{url} holds no {content}: there is {sorted(entries)[:5]}")
     _load(url, state, no_dist=True)
-    return {name.removeprefix(before).removesuffix(after): tensor.float() for name, tensor in state.items()}
+    return {name.removeprefix(prefix).removesuffix(suffix): tensor.float() for name, tensor in state.items()}
 
 
-def _load(url: str, state: dict[str, Any], **how: Any) -> None:
+def _load(url: str, state: dict[str, Any], **options: Any) -> None:
     try:
-        load_state(state, storage_reader=_Reader(url), planner=_Planner(), **how)
+        load_state(state, storage_reader=_Reader(url), planner=_Planner(), **options)
     except (CheckpointException, Exception) as error:
         raise _explained(f"{url} could not be read", error) from error
 
 
 class _Reader(FsspecReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """As the base's, which unpickles whatever is there."""
+        """Read the metadata like the base class, which would unpickle anything."""
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as file:
             try:
-                found = _MetadataUnpickler(file).load()
-                names = {info.relative_path for info in found.storage_data.values()}
+                described = _MetadataUnpickler(file).load()
+                names = {info.relative_path for info in described.storage_data.values()}
             except Exception as error:  # a damaged pickle raises anything
                 raise CheckpointError(f"{path} is not a checkpoint's metadata: {error}") from error
         if outside := [name for name in names if "/" in name or "\\" in name]:
             raise CheckpointError(f"{path} names files that are not beside it: {outside[0]!r}")
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return found  # type: ignore[no-any-return]
+        described.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return described  # type: ignore[no-any-return]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -147,9 +146,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """As the base's, which unpickles whatever is there."""
-        place = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+        """Load a value that is no tensor like the base class, which would unpickle anything."""
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
 
 
 def _pass_on(done: Future[None], url: str, written: Future[Any]) -> None:
@@ -159,11 +158,11 @@ def _pass_on(done: Future[None], url: str, written: Future[Any]) -> None:
         done.set_exception(_explained(f"{url} could not be written", error))
 
 
-def _explained(what: str, error: BaseException) -> CheckpointError:
-    """DCP's own exception holds one of each rank, and is no Exception: it would take a worker down."""
+def _explained(message: str, error: BaseException) -> CheckpointError:
+    """Make a CheckpointError. DCP's own error holds one per rank and is no Exception, so it would end the worker."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items())
-        what = f"{what} (rank {rank})"
-    failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+        message = f"{message} (rank {rank})"
+    failure = CheckpointError(f"{message}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -1,4 +1,4 @@
-"""Weights as the folder that transformers, vLLM and others load, and adapters as the one that peft does."""
+"""Writes weights as a Hugging Face folder for transformers, vLLM and others, and adapters as a folder for peft."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import load_pretrained, no_progress_bars, refused_by_name
 from siirl_dask.training.model.lora import is_adapter, merged, peft_config
 
-_PEFT_PREFIX = "base_model.model."  # of every name in peft's file
+_PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 
 
 def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
-    """Write ``weights``, by name and tied ones once, into ``folder`` with the config, the generation config and the
-    tokenizer of the folder ``base``, which the weights were trained from. ConfigError when they are not of one model.
+    """Write ``weights`` (by name, tied ones once) to ``folder`` with the configs and the tokenizer of ``base``.
+
+    ``base`` is the folder that the weights were trained from. ConfigError when the two are not of one model.
     """
-    what = _what(base)
-    with refused_by_name(base, what):
+    subject = _subject(base)
+    with refused_by_name(base, subject):
         model = _empty_model(base, getattr(torch, dtype))
         tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
-    _check(weights, model, what)
+    _check(weights, model, subject)
     state = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
     with no_progress_bars():
-        model.save_pretrained(folder, state_dict=state)  # which it empties
+        model.save_pretrained(folder, state_dict=state)  # it empties ``state``
     tokenizer.save_pretrained(folder)
 
 
 def write_adapters(
     folder: Path, adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str, dtype: Dtype
 ) -> None:
-    """Write ``adapters``, which ``trainer`` made for the model in the folder ``base``, into ``folder``, as peft does.
-    ConfigError when there is more than adapters.
+    """Write ``adapters``, which ``trainer`` made for the model in ``base``, to ``folder`` in peft's format.
+
+    ConfigError when ``adapters`` has other parameters as well.
     """
     if others := sorted(name for name in adapters if not is_adapter(name)):
-        raise ConfigError(f"{_what(base)}: beside adapters the checkpoint has {others}: leave out --adapter")
+        raise ConfigError(f"{_subject(base)}: beside adapters the checkpoint has {others}: leave out --adapter")
     targets = sorted({name.split(".")[-3] for name in adapters})  # ...q_proj.lora_A.weight
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
@@ -50,24 +52,24 @@ def write_adapters(
 
 
 def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str) -> dict[str, Tensor]:
-    """The weights of the folder ``base``, in float32, with what ``adapters`` add. ConfigError when they do not fit."""
-    what = _what(base)
-    model = load_pretrained(AutoModelForCausalLM, base, torch.float32, what)
+    """Merge ``adapters`` with the weights of the folder ``base``, in float32. ConfigError when they do not fit."""
+    subject = _subject(base)
+    model = load_pretrained(AutoModelForCausalLM, base, torch.float32, subject)
     named = {**dict(model.named_parameters()), **adapters}
     try:
         return dict(merged(named, trainer.lora.alpha / trainer.lora.rank, torch.device("cpu")))
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{what}: the checkpoint's adapters do not fit it; is that folder another model by now? {error}"
+            f"{subject}: the checkpoint's adapters do not fit it; is that folder another model by now? {error}"
         ) from error
 
 
-def _what(base: str) -> str:
+def _subject(base: str) -> str:
     return f"model.path={base!r}, which the checkpoint was trained from"
 
 
 def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without its weights."""
+    """Build the model on the meta device, without weights."""
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -76,14 +78,14 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, what: str) -> None:
+def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, subject: str) -> None:
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     if lacking := sorted(expected.keys() - weights.keys()):
-        raise ConfigError(f"{what}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?")
+        raise ConfigError(f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?")
     if unknown := sorted(weights.keys() - expected.keys()):
-        raise ConfigError(f"{what}: the checkpoint has {unknown[:5]}, which that model has not")
+        raise ConfigError(f"{subject}: the checkpoint has {unknown[:5]}, which that model has not")
     for name, shape in expected.items():
         if weights[name].shape != shape:
             raise ConfigError(
-                f"{what}: {name} has shape {list(weights[name].shape)} in the checkpoint and {list(shape)} there"
+                f"{subject}: {name} has shape {list(weights[name].shape)} in the checkpoint and {list(shape)} there"
             )

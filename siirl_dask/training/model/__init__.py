@@ -1,1 +1,1 @@
-"""The network that learns: packed attention, log-probs in chunks, adapters."""
+"""The network: packed attention, log-probs in chunks, adapters."""

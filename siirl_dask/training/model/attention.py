@@ -1,8 +1,8 @@
 """Attention over packed rows: causal, each row by itself, without a [T, T] mask.
 
-transformers' own packed sdpa builds that mask, and costs as much as padding to all T tokens. Here rows of equal length,
-which the packing puts side by side, share one call: 4.5 to 7 times the padded throughput on a CPU. On GPUs in bfloat16
-or float16 all rows share one call of torch's ``varlen_attn`` (FlashAttention-2, arXiv:2307.08691).
+transformers' packed sdpa builds that mask and costs as much as padding to all T tokens. Here rows of equal length,
+which a micro-batch packs side by side, share one call. On GPUs in bfloat16 or float16 all rows share one call of
+torch's ``varlen_attn`` (FlashAttention-2, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from siirl_dask.training.packing import Packing, Runs
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
-"""Name under which transformers finds it; without a mask function of that name, transformers makes no mask."""
+"""Name of ``packed_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
 Kernel = Callable[..., Any]
-"""``torch.nn.attention.varlen.varlen_attn``, or what has its signature."""
-_BLOCK = 512  # queries, at least, that go through a sliding window at once: fewer are slower, and masks are of a block
+"""``torch.nn.attention.varlen.varlen_attn``, or a function of its signature."""
+_BLOCK = 512  # least number of queries per call with a sliding window: fewer are slower, more need larger masks
 
 
 def packed_attention(
@@ -37,16 +37,17 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D]. ``packing`` comes as an argument of the model's forward.
+    """Attend within each packed row. [1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D].
 
-    Where ranks share the pack, T are this rank's tokens and the numbers are those that all of them would give.
+    ``packing`` is an argument of the model's forward. With sequence parallelism T are this rank's tokens, and each
+    attends to its row's tokens on all ranks. NotImplementedError for attention with soft caps, sinks or position bias.
     """
     runs, ranks = packing.runs, packing.ranks
-    if changed := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
-        raise NotImplementedError(f"packed attention knows nothing of {changed}, which {type(module).__name__} wants")
+    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
+        raise NotImplementedError(f"packed attention supports no {unsupported}, which {type(module).__name__} needs")
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
-    dtype, widths = computed_in(query), (query.shape[-1], value.shape[-1])
+    dtype, widths = compute_dtype(query), (query.shape[-1], value.shape[-1])
     if takes_varlen(query.device.type, dtype, *widths) and _has_varlen(query.device):
         from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
@@ -58,8 +59,9 @@ def packed_attention(
 
 
 def takes_varlen(device: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether torch's kernel for rows of any length can compute it, with or without a sliding window: on CUDA devices,
-    in two-byte numbers, for heads of ``width`` 32, 64, 96 .. 256, which is what it is compiled for, and values as wide.
+    """Return whether ``varlen_attn`` can compute this, with or without a sliding window.
+
+    It is compiled for CUDA devices, bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
     """
     fits = width == value_width and width % 32 == 0 and 0 < width <= 256
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
@@ -68,13 +70,13 @@ def takes_varlen(device: str, dtype: torch.dtype, width: int, value_width: int) 
 def attend_varlen(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D], of all rows in one call of ``kernel``."""
+    """Attend within all rows in one call of ``kernel``. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     counts, lengths = torch.tensor(runs).unbind(1)
     lengths = lengths.repeat_interleave(counts)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(query.device, torch.int32)
     longest = max(length for _, length in runs)
-    before = -1 if window is None else window - 1  # a window counts the token itself, the kernel those before it
+    before = -1 if window is None else window - 1  # a window includes the token itself, the kernel's does not
     output: Tensor = kernel(
         q, k, v, ends, ends, longest, longest,
         scale=scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
@@ -82,21 +84,21 @@ def attend_varlen(
     return output
 
 
-def computed_in(tensor: Tensor) -> torch.dtype:
-    """What scaled_dot_product_attention would compute in: under autocast, rotated queries are float32 before it."""
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that scaled_dot_product_attention would use: rotated queries are float32 also under autocast."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def _has_varlen(device: torch.device) -> bool:
-    """Of a CUDA device. FlashAttention-2 needs the tensor cores of Ampere."""
+    """Return whether a CUDA device has FlashAttention-2, which needs the tensor cores of Ampere."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend_runs(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D], in one call for each run of equal lengths."""
+    """Attend in one call per run of equal lengths. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     sizes = [count * length for count, length in runs]
     parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
     outputs = []
@@ -107,30 +109,30 @@ def _attend_runs(
 
 
 def _rows(packed: Tensor, count: int, length: int) -> Tensor:
-    """[1, H, count * length, D] -> [count, H, length, D]."""
+    """Unpack rows of one length. [1, H, count * length, D] -> [count, H, length, D]."""
     rows: Tensor = packed[0].unflatten(1, (count, length)).transpose(0, 1)
     return rows
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """[n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
+    """Attend within rows of one length L. [n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
     length = query.shape[2]
     if window is None or length <= window:
         return _sdpa(query, key, value, None, scaling)
-    block = max(window, _BLOCK)
+    block = max(window, _BLOCK)  # a block of queries sees its own keys and a window before: memory is linear in L
     outputs = []
     for start in range(0, length, block):
         stop, first = min(length, start + block), max(0, start - window + 1)
-        at = torch.arange(first, stop, device=query.device)
-        behind = at[start - first :, None] - at
+        positions = torch.arange(first, stop, device=query.device)
+        distance = positions[start - first :, None] - positions
         part = slice(first, stop)
-        mask = (behind >= 0) & (behind < window)
+        mask = (distance >= 0) & (distance < window)
         outputs.append(_sdpa(query[:, :, start:stop], key[:, :, part], value[:, :, part], mask, scaling))
     return torch.cat(outputs, dim=1)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Causal without a mask. [n, H, L, D], [n, H_kv, L', D] twice -> [n, L, H, D]."""
+    """Call torch's attention, causal if ``mask`` is None. [n, H, L, D], [n, H_kv, L', D] twice -> [n, L, H, D]."""
     grouped = query.shape[1] != key.shape[1]
     output: Tensor = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -142,5 +144,5 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def leave_uncompiled() -> None:
-    """How rows are cut up is different in every pack. Not done from the start: it imports the compiler."""
+    """Exclude attention from torch.compile, since rows differ in every pack. Called late: it imports the compiler."""
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

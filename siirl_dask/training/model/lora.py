@@ -1,7 +1,7 @@
-"""LoRA (arXiv:2106.09685): a linear layer computes ``x (W + alpha / rank * B A)^T``, and of it only A [rank, in] and
-B [out, rank] learn; W [out, in] stays as the folder has it. The layers are peft's.
+"""LoRA (arXiv:2106.09685): a linear layer computes ``x (W + alpha / rank * B A)^T``. A [rank, in] and B [out, rank]
+learn; W [out, in] stays as the folder has it. The layers are peft's.
 
-By name, an adapter's parameters lie beside the weight that they change: ``q_proj.weight``, ``q_proj.lora_A.weight`` and
+An adapter's parameters are named beside the weight that they change: ``q_proj.weight``, ``q_proj.lora_A.weight``,
 ``q_proj.lora_B.weight``.
 """
 
@@ -21,14 +21,13 @@ from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.training.parallel.dtensor import full_tensor, like_dtensor, local
 
 _WEIGHT, _A, _B = ".weight", ".lora_A.weight", ".lora_B.weight"
-_PEFT_NAME = "default"  # of an adapter that nobody named; its file has none
+_PEFT_NAME = "default"  # peft's name for an unnamed adapter; files leave it out
 
 
 def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: TrainerConfig) -> None:
-    """Put adapters beside the linear layers in ``layers`` that ``trainer.lora.targets`` names: from here on nothing of
-    ``model`` has a gradient but them. ConfigError for a name that no linear layer has, and without peft.
+    """Add adapters to the linear layers in ``layers`` that ``trainer.lora.targets`` names, and freeze the rest.
 
-    They hold nothing yet: see ``first_values``.
+    ``first_values`` gives their values. ConfigError for a name that no linear layer has, and without peft.
     """
     try:
         from peft import inject_adapter_in_model  # an extra, and a second to import
@@ -48,7 +47,7 @@ def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: Trainer
 
 
 def chosen_targets(trainer: TrainerConfig, linear: set[str]) -> list[str]:
-    """Which of the layers named ``linear`` get adapters. ConfigError for a target that is none of them."""
+    """Return the layers among ``linear`` that get adapters. ConfigError for a target that is none of them."""
     for target in trainer.lora.targets:
         if target not in linear:
             raise ConfigError(
@@ -59,7 +58,7 @@ def chosen_targets(trainer: TrainerConfig, linear: set[str]) -> list[str]:
 
 
 def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> Any:
-    """peft's LoraConfig of such adapters; ``base`` is the folder of the model that they are for."""
+    """Return peft's LoraConfig; ``base`` is the folder of the model that the adapters were trained on."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -73,22 +72,23 @@ def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | Non
 
 
 def file_name(name: str) -> str:
-    """A parameter's name in a file, of its name in a model with peft's layers."""
+    """Return the name in files of the parameter called ``name`` in a model with peft's layers."""
     return name.replace(".base_layer.", ".").replace(f".{_PEFT_NAME}.", ".")
 
 
 def is_adapter(name: str) -> bool:
+    """Return whether the parameter is an adapter's A or B."""
     return name.endswith((_A, _B))
 
 
 def rank_of(name: str, tensor: Tensor) -> int:
-    """Of the adapter that has this parameter."""
+    """Return the rank of the adapter with this parameter."""
     return tensor.shape[0 if name.endswith(_A) else 1]
 
 
 def first_values(name: str, shape: Sequence[int]) -> Tensor:
-    """What an adapter's parameter begins as: B is 0, so that it changes nothing, and A is drawn (Kaiming-uniform, as
-    peft does), from a seed that follows from its name alone: the same on every rank, backend and start.
+    """Return the initial value of an adapter's parameter: B is 0, so that nothing changes, and A is Kaiming-uniform as
+    in peft. The seed depends on the name alone, so every rank, backend and start draws the same.
     """
     values = torch.zeros(*shape)
     if name.endswith(_A):
@@ -98,29 +98,28 @@ def first_values(name: str, shape: Sequence[int]) -> Tensor:
 
 
 def merged(named: Mapping[str, Tensor], scaling: float, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter but those of adapters, one after the other, whatever has an adapter as ``W + scaling * B A`` on
-    ``device``: a new tensor in float32, laid out as W. The others are as given. ValueError for adapters of what is not
-    there.
+    """Yield the parameters with their adapters merged: ``W + scaling * B A``, or the parameter itself without adapter.
 
-    Of a model in shards every rank must go through all of them: A is gathered.
+    A merged parameter is a new float32 tensor on ``device``, laid out like W. For a sharded model every rank must
+    iterate to the end, since A is gathered. ValueError for adapters of weights that ``named`` lacks.
     """
-    lost = [name for name in named if name.endswith(_A) and name.removesuffix(_A) + _WEIGHT not in named]
-    if lost:
-        raise ValueError(f"there are adapters of weights that are not there: {lost[:5]}")
+    orphans = [name for name in named if name.endswith(_A) and name.removesuffix(_A) + _WEIGHT not in named]
+    if orphans:
+        raise ValueError(f"there are adapters of weights that are not there: {orphans[:5]}")
     for name, weight in named.items():
-        before = name.removesuffix(_WEIGHT)
-        if before + _A in named:
-            a, b = named[before + _A], named[before + _B]
-            gathered = full_tensor(like_dtensor(a, local(a).to(device)))
-            held = local(weight).to(device, torch.float32)  # B is cut along its rows as W is
-            yield name, like_dtensor(weight, torch.addmm(held, local(b).to(device), gathered, alpha=scaling))
+        layer = name.removesuffix(_WEIGHT)
+        if layer + _A in named:
+            a, b = named[layer + _A], named[layer + _B]
+            full_a = full_tensor(like_dtensor(a, local(a).to(device)))
+            shard = local(weight).to(device, torch.float32)  # B is sharded along its rows like W
+            yield name, like_dtensor(weight, torch.addmm(shard, local(b).to(device), full_a, alpha=scaling))
         elif not is_adapter(name):
             yield name, weight
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, layers compute as they did before there were adapters."""
+    """Disable the adapters inside the ``with`` block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

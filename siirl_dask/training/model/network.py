@@ -1,4 +1,4 @@
-"""Causal models from a Hugging Face folder as modules that score packed rows."""
+"""Modules that score packed rows with a causal model from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from siirl_dask.training.trainer import PackedRows
 
 
 class Network(nn.Module):
-    """``model``, a causal one or its decoder; with ``autocast`` it computes in bfloat16. Dropout is off: the policy
-    that is trained is the one that sampled. ``adapters`` says which there are, if any (LoRA).
+    """A causal model or its decoder. With ``autocast`` it computes in bfloat16; ``adapters`` configures LoRA, if any.
+
+    Dropout is off, so that the policy that is trained is the one that sampled.
     """
 
     zero_initialised: tuple[str, ...] = ()
-    """Parameters that no file has: they begin at 0."""
+    """Names of parameters that begin at 0 because no file has them."""
 
     def __init__(
         self, model: PreTrainedModel, *, device: torch.device, autocast: bool, adapters: TrainerConfig | None = None
@@ -46,34 +47,32 @@ class Network(nn.Module):
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        """Every parameter by the name that its file has for it; with ``tied``, by all of its names."""
+        """Return every parameter by its name in files; with ``tied``, by all its names."""
         return _by_file_name(self, tied)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """All of them, or where there are adapters, those and what no file has."""
+        """Return the parameters that learn: all, or with adapters those and the zero-initialised ones."""
         named = self.by_name()
         if self.scaling is None:
             return named
         return {name: each for name, each in named.items() if is_adapter(name) or name in self.zero_initialised}
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter that the model has without adapters, with what they add; ``others`` stand in for some."""
+        """Yield the model's parameters with adapters merged; ``others`` replace parameters of the same name."""
         named: dict[str, Tensor] = {**self.by_name(), **others}
         return iter(named.items()) if self.scaling is None else merged(named, self.scaling, self.device)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, it computes as the folder's model does. TypeError when there are none."""
+        """Disable the adapters inside the ``with`` block. TypeError when there are none."""
         if self.scaling is None:
             raise TypeError("there are no adapters to leave out: give the role's trainer a lora.rank")
         return without_adapters(self)
 
     def reshard(self) -> None:
-        """Let go of parameters that were gathered for passes without a backward; FSDP puts its own method over this
-        one.
-        """
+        """Free parameters that were gathered for passes without a backward. FSDP replaces this method."""
 
     def layers(self) -> list[nn.Module]:
-        """The decoder's. ConfigError when it has none by that name."""
+        """Return the decoder's layers. ConfigError when it has no attribute ``layers``."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         if not isinstance(layers, Iterable):
             raise ConfigError(
@@ -89,14 +88,14 @@ class Network(nn.Module):
                 parameter.copy_(first_values(name, parameter.shape))
 
     def predicting_states(self, batch: MicroBatch) -> Tensor:
-        """Last hidden state of the token before each response token. [K, D]."""
+        """Compute the last hidden state of the token before each response token. [C, D]."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = _hidden(self.model, batch, self.device)
         return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
     def enable_packed_attention(self) -> tuple[float, float]:
-        """From here on rows are packed. On two short ones: how far that is off a plain pass, and how far it may be."""
+        """Switch to packed attention. Returns the error against a plain pass, on two short rows, and its tolerance."""
         lengths = torch.tensor([2, 3])
         tokens = torch.arange(5) % self.model.config.get_text_config().vocab_size
         plain = [self.model(row[None].to(self.device), use_cache=False) for row in tokens.split([2, 3])]
@@ -111,7 +110,7 @@ class Network(nn.Module):
 
 
 class PolicyNetwork(Network):
-    """Scores tokens. ``forward`` is by [K] response tokens: log-probability and entropy at ``temperature``."""
+    """A causal model. ``forward`` gives log-prob and entropy at ``temperature`` of each response token, [K] each."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class PolicyNetwork(Network):
 
 
 class ValueNetwork(Network):
-    """The decoder of a causal model and one number a token in place of its logits, 0 at the beginning."""
+    """The decoder of a causal model with a value head, which begins at 0."""
 
     zero_initialised = ("value_head.weight", "value_head.bias")
 
@@ -168,7 +167,7 @@ class ValueNetwork(Network):
             nn.init.zeros_(parameter)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """[K]: before each response token, the reward that is still to come."""
+        """Predict the return before each response token. [K]."""
         if not batch.input_ids.numel():
             return torch.zeros(0, device=self.device)
         hidden = self.predicting_states(batch).float()
@@ -178,41 +177,44 @@ class ValueNetwork(Network):
             (values,) = to_owners([values], batch.route)
         if batch.own_rows is not None:
             (values,) = select_own_rows([values], batch.own_rows)
-        return values.clone()  # FSDP hooks on to what it returns, which must be no view
+        return values.clone()  # FSDP puts a hook on the result, which must be no view
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """With torch.compile, but for attention; of all lengths alike."""
+    """Compile each layer except its attention with torch.compile, once for all lengths."""
     leave_uncompiled()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def recompute(layers: Iterable[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass (arXiv:1604.06174), which computes the rest again."""
+    """Keep only each layer's input for the backward pass, which computes the rest again (arXiv:1604.06174)."""
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def use_packed_attention(network: Network, path: str) -> None:
-    """Switch to it, and see that the logits stay: a model may do more than we compute (a soft cap on its logits, a mask
-    of its own), and training on other numbers than were sampled would go unnoticed.
+    """Switch to packed attention and check that the logits stay the same. ConfigError if they do not.
+
+    A model may compute more than this network (a soft cap on its logits, a mask of its own), and training on numbers
+    other than the sampled ones would go unnoticed.
     """
     name = type(network.model).__name__
     try:
-        off, allowed = network.enable_packed_attention()
-    except (TypeError, NotImplementedError) as error:
-        raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {error}") from error
-    if not off <= allowed:
+        error, tolerance = network.enable_packed_attention()
+    except (TypeError, NotImplementedError) as failure:
+        raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
+    if not error <= tolerance:  # also for NaN
         raise ConfigError(
             f"model.path={path!r}: logits of {name} from packed rows and a linear head "
-            f"are off by {off:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
+            f"are off by {error:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
         )
 
 
 def rounding(largest: float, dtype: torch.dtype) -> float:
-    """By how much logits up to ``largest`` may differ where kernels add up in another order: GPUs have one for each
-    shape, and their bfloat16 is off by more than 1e-3 from the last digit on.
+    """Return the tolerance for logits up to ``largest`` from kernels that sum in another order.
+
+    GPUs have a kernel per shape, and the last digit of bfloat16 alone is more than 1e-3.
     """
     return max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
 
@@ -222,7 +224,7 @@ def _by_file_name(module: nn.Module, tied: bool) -> dict[str, nn.Parameter]:
 
 
 def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
-    """Last hidden states, [T, D]. An attention mask or a cache would silently mix the rows (log-probs off by 0.5)."""
+    """Compute last hidden states, [T, D]. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
     output = model.get_decoder()(
         input_ids=batch.input_ids.to(device),
         position_ids=batch.position_ids.to(device),

@@ -1,1 +1,1 @@
-"""How a model lies on several workers: replicas, shards (FSDP2), sequence and tensor parallelism."""
+"""Layouts of a model over several workers: replicas, shards (FSDP2), sequence and tensor parallelism."""

@@ -1,4 +1,4 @@
-"""How a model lies on the ranks of its role, as far as trainers and critics need to know."""
+"""Layout of a model over the ranks of its role: the protocol, and the backend with a full replica on every rank."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)
 Make = Callable[..., N]
-"""Called with a causal model, ``device`` and ``autocast``."""
+"""Makes a network from a causal model, ``device`` and ``autocast``."""
 
 
 class ModelBackend(Protocol):
-    """A backend: everything in which trainers differ."""
+    """Everything that depends on how a model lies on its ranks. Policies, references and critics take any backend."""
 
     device: torch.device
-    """Where it computes."""
+    """Device that computes."""
     shard_group: Any
-    """The process group that a parameter is sharded over, None where every rank holds the whole model."""
+    """Process group that each parameter is sharded over; None where every rank holds the full model."""
 
     def network(self, make: Make[N]) -> N:
-        """The network with the weights of the model's folder. ConfigError when they cannot be loaded."""
+        """Build the network with the weights of the model's folder. ConfigError when they cannot be loaded."""
         ...
 
     def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
-        """Every row in one of them, and as many as all ranks must go through alike."""
+        """Cut rows into micro-batches, the same number on every rank if passes need all ranks."""
         ...
 
 
 class ReplicatedBackend:
-    """Plain torch: the whole model on every rank.
+    """Plain torch with the full model on every rank; the ranks stay equal bit for bit.
 
-    Parameters are float32 whatever ``model.dtype`` is: with bfloat16 only the arithmetic is (autocast), because an
-    update of 1e-6 is lost on a bfloat16 number.
+    Parameters are float32 for any ``model.dtype``: bfloat16 is used for arithmetic only (autocast), because an update
+    of 1e-6 is lost on a bfloat16 number.
     """
 
     shard_group = None
@@ -52,8 +52,8 @@ class ReplicatedBackend:
         self._model, self._trainer = model, trainer
 
     def network(self, make: Make[N]) -> N:
-        what = f"model.path={self._model.path!r}"
-        model = load_pretrained(AutoModelForCausalLM, self._model.path, torch.float32, what)
+        subject = f"model.path={self._model.path!r}"
+        model = load_pretrained(AutoModelForCausalLM, self._model.path, torch.float32, subject)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16)
         use_packed_attention(network, self._model.path)
@@ -70,13 +70,14 @@ class ReplicatedBackend:
 def full_weights(
     named: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """One parameter after the other: of those in shards no more are whole at a time than one message brings, if the
-    caller keeps none. Every rank must go through all of them.
+    """Yield each full parameter on ``device`` in ``dtype``. Every rank must iterate to the end.
+
+    Sharded parameters are gathered one message at a time, so no more are in memory at once if the caller keeps none.
     """
 
-    def moved(parameter: Tensor) -> Tensor:
-        held = local(parameter)
-        there = held.to(device, dtype)
-        return parameter if there is held else like_dtensor(parameter, there)
+    def converted(parameter: Tensor) -> Tensor:
+        shard = local(parameter)
+        moved = shard.to(device, dtype)
+        return parameter if moved is shard else like_dtensor(parameter, moved)
 
-    return full_tensors((name, moved(parameter)) for name, parameter in named)
+    return full_tensors((name, converted(parameter)) for name, parameter in named)

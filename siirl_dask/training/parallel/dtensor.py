@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter: all of it, or where the parameter is a DTensor, its shard."""
+"""Parameters that are plain tensors or DTensors: this rank's shard, the full tensor, and copies of nested state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-_BUCKET = 16 * 2**20  # bytes of whole tensors that one message brings: a message each costs small ones more
+_BUCKET = 16 * 2**20  # bytes of full tensors per message; one message per tensor is slow for small ones
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that is on this rank, without gradient; it shares the parameter's memory."""
+    """Return this rank's shard, or the tensor itself if it is no DTensor; detached, in the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # many times as fast as through autograd
+    with torch.no_grad():  # several times faster than through autograd
         return tensor.to_local()
 
 
 def shard_count(tensor: Tensor) -> int:
-    """How many ranks hold different parts of it."""
+    """Return the number of different shards of ``tensor`` over all ranks; 1 if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -31,7 +31,7 @@ def shard_count(tensor: Tensor) -> int:
 
 
 def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
-    """``part`` of this rank as a tensor that is laid out over the ranks as ``parameter`` is; it shares its memory."""
+    """Return this rank's ``part`` as a tensor with the layout of ``parameter`` over the ranks, in the same memory."""
     if isinstance(parameter, DTensor):
         return DTensor.from_local(
             part,
@@ -45,45 +45,45 @@ def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of it, without gradient. Of a DTensor it is a copy, and every rank must ask for it."""
+    """Return the full tensor, detached. For a DTensor this is an all-gather that every rank must call, and a copy."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    held: DTensor = tensor.detach()  # type: ignore[assignment]
-    if held.device_mesh.ndim > 1:  # one axis after the other: torch does no better by itself, and warns of it
-        held = held.redistribute(placements=[Replicate(), *held.placements[1:]])
-    return held.full_tensor()
+    sharded: DTensor = tensor.detach()  # type: ignore[assignment]
+    if sharded.device_mesh.ndim > 1:  # one axis after the other: torch does the same by itself, with a warning
+        sharded = sharded.redistribute(placements=[Replicate(), *sharded.placements[1:]])
+    return sharded.full_tensor()
 
 
 def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same of each, in order: as many are whole at a time as one message brings. Every rank must go through all."""
-    waiting: list[tuple[str, Tensor]] = []
+    """Yield each full tensor, in order, gathering neighbours in one message. Every rank must iterate to the end."""
+    bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
-        if waiting and (size + tensor.nbytes > _BUCKET or not _alike(tensor, waiting[0][1])):
-            yield from _gathered(waiting)
-            waiting, size = [], 0
-        waiting.append((name, tensor))
+        if bucket and (size + tensor.nbytes > _BUCKET or not _same_layout(tensor, bucket[0][1])):
+            yield from _gather(bucket)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
         size += tensor.nbytes
-    if waiting:
-        yield from _gathered(waiting)
+    if bucket:
+        yield from _gather(bucket)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether one message can bring both."""
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Return whether one all-gather can bring both."""
     if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
         return False
     same = (one.device_mesh, one.placements, one.dtype) == (other.device_mesh, other.placements, other.dtype)
-    return same and _cut_by_fsdp(one)
+    return same and _sharded_by_fsdp(one)
 
 
-def _cut_by_fsdp(tensor: DTensor) -> bool:
-    """Whether it is cut along its first dimension, over the last one of the mesh, and in no other way."""
+def _sharded_by_fsdp(tensor: DTensor) -> bool:
+    """Return whether only the last mesh axis shards the tensor, along its first dimension."""
     *others, last = tensor.placements
     return type(last) is Shard and last.dim == 0 and all(placement.is_replicate() for placement in others)
 
 
-def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Of several, all are alike. The last ranks may have less of a tensor than the others."""
+def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Gather tensors of the same layout in one message. The last ranks may have smaller shards, padded here."""
     first = named[0][1]
     if len(named) == 1 or not isinstance(first, DTensor):
         yield from ((name, full_tensor(tensor)) for name, tensor in named)
@@ -91,37 +91,37 @@ def _gathered(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
     ranks = dist.get_world_size(group)
     rows = [-(-tensor.shape[0] // ranks) for _, tensor in named]
-    widths = [each * tensor.shape[1:].numel() for each, (_, tensor) in zip(rows, named, strict=True)]
-    mine = local(first).new_zeros(sum(widths))
-    for place, (_, tensor) in zip(mine.split(widths), named, strict=True):
-        part = local(tensor)
-        place[: part.numel()] = part.reshape(-1)
-    everyone = mine.new_empty(ranks * len(mine))
-    dist.all_gather_single(everyone, mine, group=group)
-    parts = everyone.view(ranks, -1).split(widths, dim=1)
-    for columns, each, (name, tensor) in zip(parts, rows, named, strict=True):
-        yield name, columns.reshape(ranks * each, *tensor.shape[1:])[: tensor.shape[0]]
+    widths = [count * tensor.shape[1:].numel() for count, (_, tensor) in zip(rows, named, strict=True)]
+    message = local(first).new_zeros(sum(widths))
+    for room, (_, tensor) in zip(message.split(widths), named, strict=True):
+        shard = local(tensor)
+        room[: shard.numel()] = shard.reshape(-1)
+    gathered = message.new_empty(ranks * len(message))
+    dist.all_gather_single(gathered, message, group=group)
+    parts = gathered.view(ranks, -1).split(widths, dim=1)
+    for part, count, (name, tensor) in zip(parts, rows, named, strict=True):
+        yield name, part.reshape(ranks * count, *tensor.shape[1:])[: tensor.shape[0]]
 
 
 @torch.no_grad()
-def copy_state(target: Mapping[str, Any], given: Mapping[str, Any], where: str = "state") -> None:
-    """Copy ``given`` into the tensors of ``target``. ValueError where names or shapes are not the same.
+def copy_state(target: Mapping[str, Any], source: Mapping[str, Any], where: str = "state") -> None:
+    """Copy the tensors of ``source`` into those of ``target``. ValueError where names or shapes differ.
 
-    What was loaded in place is there already and costs nothing.
+    A tensor that was loaded in place is the same memory and costs nothing.
     """
-    if target.keys() != given.keys():
-        lacking, other = sorted(target.keys() - given.keys()), sorted(given.keys() - target.keys())
+    if target.keys() != source.keys():
+        lacking, other = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
         raise ValueError(f"{where}: it lacks {lacking} and has {other}, which are not known here")
-    for name, mine in target.items():
-        if isinstance(mine, Tensor):
-            _copy_tensor(mine, given[name], f"{where}.{name}")
+    for name, value in target.items():
+        if isinstance(value, Tensor):
+            _copy_tensor(value, source[name], f"{where}.{name}")
         else:
-            copy_state(mine, given[name], f"{where}.{name}")
+            copy_state(value, source[name], f"{where}.{name}")
 
 
-def _copy_tensor(target: Tensor, given: Tensor, where: str) -> None:
-    here, there = local(target), local(given)
-    if target.shape != given.shape or here.shape != there.shape:
-        raise ValueError(f"{where}: it has shape {list(given.shape)}; expected {list(target.shape)}, laid out alike")
-    if here.data_ptr() != there.data_ptr():
-        here.copy_(there)
+def _copy_tensor(target: Tensor, source: Tensor, where: str) -> None:
+    to_shard, from_shard = local(target), local(source)
+    if target.shape != source.shape or to_shard.shape != from_shard.shape:
+        raise ValueError(f"{where}: it has shape {list(source.shape)}; expected {list(target.shape)}, laid out alike")
+    if to_shard.data_ptr() != from_shard.data_ptr():
+        to_shard.copy_(from_shard)

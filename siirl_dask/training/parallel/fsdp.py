@@ -1,6 +1,7 @@
-"""A model in shards over the ranks of a role: FSDP2 (arXiv:2304.11277, torch's ``fully_shard``).
+"""A model sharded over the ranks of a role: FSDP2 (arXiv:2304.11277, torch's ``fully_shard``).
 
-The model is built without memory, sharded, and each rank reads its shards from the folder: no rank ever holds it whole.
+The model is built on the meta device and sharded, and each rank reads its shards from the folder: no rank ever holds
+the full model.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from siirl_dask.training.trainer import PackedRows
 
 
 class FsdpBackend:
-    """A ModelBackend. Parameters, their gradients and moments are float32; with ``model.dtype`` bfloat16 a layer is
-    gathered and computed in it, and gradients are summed in float32.
+    """A ModelBackend with FSDP2, and optionally sequence or tensor parallelism.
+
+    Parameters, gradients and moments are float32. With ``model.dtype`` bfloat16 a layer is gathered and computed in
+    bfloat16, and gradients are summed in float32.
     """
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
@@ -44,17 +47,17 @@ class FsdpBackend:
         check_heads(trainer, model.path)
         self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
         if (size := trainer.fsdp.tensor_parallel) > 1:
-            both = tensor_mesh(rank, size, self.device)
-            assert both.mesh_dim_names is not None
-            (self._mesh, self._tensor), self.shard_group = (both[axis] for axis in both.mesh_dim_names), rank.group
-            self._common = Rank(rank.rank % size, size, self._tensor.get_group())
+            mesh = tensor_mesh(rank, size, self.device)
+            assert mesh.mesh_dim_names is not None
+            (self._mesh, self._tensor), self.shard_group = (mesh[axis] for axis in mesh.mesh_dim_names), rank.group
+            self._tensor_ranks = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
-            self._mesh, self._common = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
+            self._mesh, self._tensor_ranks = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
             self.shard_group = self._mesh.get_group(self._mesh.ndim - 1)
 
     def network(self, make: Make[N]) -> N:
-        network = make(_without_memory(self._model.path), device=self.device, autocast=False)
-        if self._common.size > 1:
+        network = make(_meta_model(self._model.path), device=self.device, autocast=False)
+        if self._tensor_ranks.size > 1:
             split_layers(network.model, self._tensor, self._model.path)
         if self._trainer.compile:
             compile_layers(network.layers())
@@ -69,12 +72,12 @@ class FsdpBackend:
         return network
 
     def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
-        """A pass through the model is one of all ranks: those with fewer micro-batches go through idle ones."""
-        budget, sequence = self._trainer.max_tokens_per_micro_batch, self._sequence
+        """Cut rows into micro-batches. All ranks take part in each pass, so ranks with fewer get idle ones as well."""
+        budget, sequence, tensor = self._trainer.max_tokens_per_micro_batch, self._sequence, self._tensor_ranks
         if sequence.size > 1:
             parts, idle = shared_batches(rows, sequence, budget, self.device), idle_tokens(rows, sequence)
-        elif self._common.size > 1:
-            parts, idle = common_batches(rows, self._common, budget, self.device), idle_batch(rows)
+        elif tensor.size > 1:
+            parts, idle = common_batches(rows, tensor, budget, self.device), idle_batch(rows)
         else:
             parts, idle = micro_batches(rows, budget), idle_batch(rows)
         parts = [part for part in parts if part.input_ids.numel()]
@@ -98,14 +101,14 @@ class FsdpBackend:
                 offload_policy=offload if self._trainer.fsdp.offload else OffloadPolicy(),
             )
         for module in network.modules():
-            if isinstance(module, FSDPModule):  # sums: a loss is divided by what all ranks have of it
+            if isinstance(module, FSDPModule):  # sum, not mean: the loss is divided by the tokens of all ranks
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "enable_packed_attention")
 
 
 def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Neighbours that are gathered together, ``size`` bytes of them at least; the root gathers those that are left."""
+    """Group neighbouring layers to gather together, at least ``size`` bytes each; the root gathers the rest."""
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
     for layer in layers:
@@ -116,14 +119,15 @@ def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
     return units
 
 
-def _without_memory(path: str) -> PreTrainedModel:
+def _meta_model(path: str) -> PreTrainedModel:
+    """Build the model of the folder ``path`` on the meta device, without memory."""
     with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
 def _compute_buffers(network: nn.Module, path: str) -> None:
-    """Buffers are in no file (those of rotary embeddings): each is that of a module of its kind that is built anew."""
+    """Compute the buffers, such as rotary embeddings, which no file has: from a new module of the same class."""
     for name, module in network.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:

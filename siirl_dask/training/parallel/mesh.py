@@ -1,4 +1,4 @@
-"""The ranks of a role as a mesh: one row of them, or replicas and within each the shards of a model."""
+"""Device meshes over the ranks of a role: FSDP, HSDP, and tensor parallelism; and sequence-parallel groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
-    """[shard], or [replicate, shard]. ConfigError when ``shard_size`` does not divide the role's ranks.
+    """Return the mesh [shard] of FSDP, or [replicate, shard] of HSDP if ``shard_size`` is less than the role's ranks.
 
-    Groups that have to be made for it last as long as the process's default group.
+    ConfigError when ``shard_size`` does not divide them. New process groups live as long as the default group.
     """
     size = shard_size or rank.size
     check_divides("trainer.fsdp.shard_size", size, rank.size)
@@ -38,22 +38,24 @@ def _one_axis(group: Any, device: torch.device) -> DeviceMesh:
 
 
 def _axis(name: str, group: Any) -> str:
-    """DTensor keeps what operations give, mesh included, by meshes that are equal: those of another role or of a run
-    before this one on the same ranks, whose groups have other names, must not be.
+    """Return a name that makes meshes of different groups unequal.
+
+    DTensor caches an operation's result, mesh included, for all equal meshes. Another role, or an earlier run on the
+    same ranks, has other groups, and must not get a cached mesh.
     """
     return f"{name} of group {group.group_name}"
 
 
 def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
-    """[data, tensor]: neighbours in the role, ``size`` of them, share the heads of each layer. ConfigError when it does
-    not divide the role's ranks.
+    """Return the mesh [data, tensor], where ``size`` neighbours in the role split each layer. ConfigError when ``size``
+    does not divide the role's ranks.
     """
     check_divides("trainer.fsdp.tensor_parallel", size, rank.size)
     return _two_axes(rank, size, device, ("data", "tensor"))
 
 
 def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str]) -> DeviceMesh:
-    """[role / size, size], neighbours in the role in a row."""
+    """Return the mesh [role's ranks / size, size], with neighbours in the role in a row."""
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
     row, column = divmod(rank.rank, size)
     _even_out(rank.group, device)
@@ -63,7 +65,7 @@ def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str
 
 
 def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
-    """This rank among the ``size`` that share tokens with it, neighbours in the role; all ranks of the role must call.
+    """Return this rank in its sequence-parallel group of ``size`` neighbours; all ranks of the role must call.
 
     ConfigError when ``size`` does not divide the role's ranks.
     """
@@ -79,18 +81,20 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
 
 
 def _even_out(role: Any, device: torch.device) -> None:
-    """Make groups of one, until all ranks of the role are in as many groups. A group that only its own ranks make has a
-    name that depends on that number: where they were in different ones, they would wait for each other for ever.
+    """Create groups of one until all ranks of the role are in equally many groups.
+
+    A group that only its own ranks create is named after that number. Ranks with different numbers would look for each
+    other under different names and wait for ever.
     """
     count = torch.tensor(len(c10d._world.pg_names), device=device)
-    most = count.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=role)
-    for _ in range(int(most - count)):
+    largest = count.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=role)
+    for _ in range(int(largest - count)):
         new_subgroup([dist.get_rank()], role)
 
 
 def _group_of_one(backend: str) -> Any:
-    """A group for a rank that is alone: FSDP wants one."""
+    """Return a process group with this rank alone, which FSDP needs."""
     if dist.is_initialized():
         # where workers share devices, the world's backend is gloo and cannot serve
         return new_subgroup([dist.get_rank()], dist.group.WORLD, backend)

@@ -1,4 +1,4 @@
-"""Of scores that several ranks compute alike, those of a rank's own rows; and of their gradients, all."""
+"""Selects this rank's rows from scores that a tensor-parallel group computed together, and sums gradients back."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRows:
-    """Which of a micro-batch's response tokens are of this rank's rows, where ranks go through all of them."""
+    """Selects this rank's response tokens from the C of a micro-batch that the whole group computes."""
 
     mask: Tensor
     """[C] bool."""
     group: Any
+    """The tensor-parallel process group."""
 
 
 def select_own_rows(scores: Sequence[Tensor], rows: TensorParallelRows) -> list[Tensor]:
-    """[C] each to [K] each, those of this rank's rows. Every rank must go back through it."""
+    """Select the scores of this rank's rows. [C] each -> [K] each. All ranks must run the backward pass."""
     apply: Any = _SelectOwnRows.apply
-    given: Tensor = apply(torch.stack(list(scores), dim=1), rows.mask.to(scores[0].device), rows.group)
-    return [column.clone() for column in given.unbind(1)]  # FSDP wants no views
+    selected: Tensor = apply(torch.stack(list(scores), dim=1), rows.mask.to(scores[0].device), rows.group)
+    return [column.clone() for column in selected.unbind(1)]  # FSDP forbids views
 
 
 class _SelectOwnRows(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _SelectOwnRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        whole = gradient.new_zeros(len(ctx.mask), gradient.shape[1])
-        whole[ctx.mask] = gradient
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None, None
+        full = gradient.new_zeros(len(ctx.mask), gradient.shape[1])
+        full[ctx.mask] = gradient
+        dist.all_reduce(full, group=ctx.group)  # each token is one rank's, so the sum puts the gradients together
+        return full, None, None

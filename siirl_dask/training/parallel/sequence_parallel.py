@@ -1,4 +1,4 @@
-"""The rows of the ranks that share tokens, cut into micro-batches together, and of each micro-batch a rank's tokens."""
+"""Micro-batches of a sequence-parallel group: cut from the rows of all its ranks, each rank with 1/n of the tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from siirl_dask.training.trainer import PackedRows
 
 
 def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of the rows of all ``ranks``, the same number on each of them, all of which must call.
+    """Cut the rows of all ``ranks`` into micro-batches, the same number on each rank. All of them must call.
 
-    ``budget`` tokens are a rank's, so together they take n times as many. ``offsets`` and ``tokens`` of a micro-batch
-    are of those of its rows that are this rank's own.
+    ``budget`` is the tokens of one rank, so a micro-batch of n ranks has n times as many. For the fields of a
+    sequence-parallel MicroBatch see there.
     """
     union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0
@@ -31,8 +31,10 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
 
 
 def own_rows(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple[MicroBatch, Tensor]:
-    """``whole`` with ``offsets`` and ``tokens`` of this rank's own rows, which begin at token ``done`` of those that
-    it has; and of each response token, [C], the rank whose row it is of. ``owners``: of its rows and any after them.
+    """Return ``whole`` with the ``offsets`` and ``tokens`` of this rank's own rows, and the owner of each token, [C].
+
+    ``owners`` gives the rank that each row belongs to, beginning with the rows of ``whole``. ``done`` is the number of
+    this rank's response tokens in earlier micro-batches.
     """
     lengths = whole.offsets.diff()
     owner = owners[: len(lengths)]
@@ -42,22 +44,22 @@ def own_rows(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple
 
 
 def idle_tokens(rows: PackedRows, ranks: Rank) -> MicroBatch:
-    """One token a rank that predicts nothing, to be gone through after the micro-batches of ``rows``."""
+    """Return a micro-batch of one token per rank that predicts nothing, to run after the micro-batches of ``rows``."""
     return shard_tokens(idle_batch(rows), torch.zeros(0, dtype=torch.int64), ranks)
 
 
 def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
-    """This rank's tokens of a micro-batch. ``owners`` [K]: of each of its response tokens, whose row it is of.
+    """Return this rank's 1/n of a micro-batch's tokens. ``owners`` [C] is the rank that each response token belongs to.
 
-    Tokens that are added to make n divide them are rows of their own.
+    Tokens added to make n divide their number are rows of their own.
     """
     tokens = batch.input_ids.shape[1]
     each = -(-tokens // ranks.size)
     added = each * ranks.size - tokens
     part = slice(ranks.rank * each, (ranks.rank + 1) * each)
-    computing = batch.predicting // max(1, each)
-    here, mine = computing == ranks.rank, owners == ranks.rank
-    arriving = computing[mine].argsort(stable=True)
+    computing = batch.predicting // max(1, each)  # [C], rank that computes each score
+    here, own = computing == ranks.rank, owners == ranks.rank
+    arriving = computing[own].argsort(stable=True)  # scores arrive by the rank that computed them
     return replace(
         batch,
         input_ids=pad(batch.input_ids, (0, added))[:, part],
@@ -68,22 +70,22 @@ def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
         route=Route(
             ranks,
             sent=owners[here].bincount(minlength=ranks.size).tolist(),
-            received=computing[mine].bincount(minlength=ranks.size).tolist(),
+            received=computing[own].bincount(minlength=ranks.size).tolist(),
             order=arriving.argsort(),
         ),
     )
 
 
 def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[PackedRows, Tensor]:
-    """The rows of all ranks, one rank's after the other's, and [R] int64, the rank that each is of."""
+    """Gather the rows of all ranks, rank after rank. Returns them and the rank that each belongs to, [R] int64."""
     own = torch.cat([rows.offsets.diff(), rows.prompt_lengths, rows.tokens])
     sizes = all_gather(ranks.group, torch.tensor([len(rows), len(rows.tokens)], device=device))
     numbers = [2 * count + tokens for count, tokens in sizes.tolist()]
     gathered = all_gather(ranks.group, pad(own, (0, max(numbers) - len(own))).to(device))
-    found = [
+    gathered_rows = [
         message[:number].split([count, count, tokens])
         for message, number, (count, tokens) in zip(gathered, numbers, sizes.tolist(), strict=True)
     ]
-    lengths, prompts, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
+    lengths, prompts, tokens = (torch.cat(parts) for parts in zip(*gathered_rows, strict=True))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return PackedRows(tokens, offsets, prompts), torch.arange(ranks.size).repeat_interleave(sizes[:, 0])

@@ -1,8 +1,8 @@
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): t ranks that go through the same micro-batches with 1 / t of the
-heads and of the feed-forward width each, by the plan that transformers has for the model.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053) of the decoder's layers, by transformers' plan for the model.
 
-What is beside the layers, embeddings, norms and head, is whole on each of them, and computed by each. Every rank keeps
-the scores of its own rows; on the way back the ranks' gradients of them are put together, so all go back alike.
+t ranks run the same micro-batches, each with 1/t of the heads and of the feed-forward width. Embeddings, norms and head
+are replicated, and every rank computes them. A rank keeps the scores of its own rows; the backward pass puts the
+gradients of all ranks' scores together first, so all ranks run the same backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from siirl_dask.training.trainer import PackedRows
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
-    """The decoder's layers over ``mesh``, of one dimension. ConfigError when transformers has no plan for them."""
+    """Split the decoder's layers over ``mesh`` [t]. ConfigError when transformers has no plan for them."""
     decoder = model.get_decoder()
     plan = getattr(decoder.config, "base_model_tp_plan", None) or {}
     layers = {name: style for name, style in plan.items() if name.startswith("layers.")}
@@ -36,8 +36,9 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
 
 
 def common_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of the rows of all ``ranks``, the same on each of them, all of which must call. ``offsets`` and
-    ``tokens`` are of those of its rows that are this rank's own.
+    """Cut the rows of all ``ranks`` into micro-batches, the same on each rank. All of them must call.
+
+    For the fields of a tensor-parallel MicroBatch see there.
     """
     union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0

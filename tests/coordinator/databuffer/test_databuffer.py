@@ -324,3 +324,17 @@ def test_waiting_for_acks_of_a_part_ends_by_timeout_and_by_abort():
             await asyncio.wait_for(waiting, 20)
 
     asyncio.run(work())
+
+
+def test_no_ack_is_sent_after_an_abort():
+    e = edge(("0",), ("1",), Rows.BALANCED)
+
+    async def work():
+        buffers, _ = buffers_of([e])
+        await buffers["0"].publish(e, ITERATION, make_rows(10))
+        await buffers["1"].pull(e, e, ITERATION)
+        buffers["1"].abort("stopped")
+        await buffers["1"].wait_for_acks()
+        assert buffers["0"].unacked_bytes > 0
+
+    asyncio.run(work())

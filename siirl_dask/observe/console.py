@@ -1,0 +1,13 @@
+"""The console that every command prints to."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+class PipeConsole(Console):
+    """A rich console that raises BrokenPipeError when its reader, such as ``head``, has closed; rich itself exits."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # later prints, while the error propagates, must not raise again
+        raise BrokenPipeError("whoever read the output has closed it")

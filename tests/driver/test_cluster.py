@@ -1,0 +1,46 @@
+"""The cluster that a run starts on this machine ends with the run, whatever its workers are doing."""
+
+import asyncio
+import time
+
+import pytest
+from distributed import Nanny
+
+from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.driver.cluster import connect
+
+
+def _block(entered):
+    entered.touch()
+    time.sleep(10**6)
+
+
+def _interrupt_a_blocked_worker(entered):
+    """Leave a cluster by Ctrl-C while a worker is in a task that never returns; the workers are killed before they are
+    retired, as it happens on a busy machine.
+    """
+    with connect(Config(cluster=ClusterConfig(workers=2))) as client:
+        scheduler, nannies = client.cluster.scheduler, list(client.cluster.workers.values())
+        processes = {nanny.pid for nanny in nannies}
+        retire_workers = scheduler.handlers["retire_workers"]
+
+        async def retire_late(*args, **options):
+            while any(nanny.pid in processes for nanny in nannies):
+                await asyncio.sleep(0.01)
+            return await retire_workers(*args, **options)
+
+        scheduler.handlers["retire_workers"] = retire_late
+        future = client.submit(_block, entered, pure=False)
+        while not entered.exists():
+            assert future.status == "pending"
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+
+def test_a_worker_that_never_returns_is_ended_and_not_restarted(monkeypatch, tmp_path):
+    starts = []
+    instantiate = Nanny.instantiate
+    monkeypatch.setattr(Nanny, "instantiate", lambda nanny: (starts.append(nanny.name), instantiate(nanny))[1])
+    with pytest.raises(KeyboardInterrupt):
+        _interrupt_a_blocked_worker(tmp_path / "entered")
+    assert sorted(starts) == [0, 1]

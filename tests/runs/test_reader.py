@@ -1,0 +1,153 @@
+"""``open_run``: reads what a run left in its folder, without torch and Dask, and refuses what it cannot read."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from siirl_dask import open_run
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.errors import CheckpointError, ConfigError, DataError
+from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
+from siirl_dask.planner import Phase, dag_from_spec
+from siirl_dask.runs.checkpoints import Checkpoints, State, read_state
+from siirl_dask.runs.folder import read_identity, write_identity
+from tests.conftest import digits_overrides
+
+
+@pytest.fixture
+def folder(digits_task, tmp_path):
+    """The folder of a run of two steps with a validation, as a run leaves it."""
+    url = tmp_path / "run"
+    file = load_config_file(shipped("quickstart.yaml"), digits_overrides(digits_task, url))
+    write_identity(file.config, dags(file)[0], replace=False)
+    log = MetricsLog(str(url))
+    log.write(Record(step=0, phase=Phase.VALIDATION, seconds=0.5, metrics={"reward/mean": 0.25}))
+    for step in (1, 2):
+        log.write(Record(step=step, phase=Phase.TRAIN, seconds=1.5, metrics={"reward/mean": step / 4, "tokens": 8.0}))
+        part = url / "rollouts" / f"step={step:06d}" / "part-00000-of-00001.parquet"
+        part.parent.mkdir(parents=True)
+        pq.write_table(pa.table({"row_id": [0, 1], "reward": [0.0, step / 2], "response_ids": [[1], [2, 3]]}), part)
+    summary = Summary(
+        run_id="it", status=Status.COMPLETE, steps=2, workers=1, seconds=3.5, samples_per_second=1.0, error=None
+    )
+    write_summary(str(url), summary)
+    checkpoints = Checkpoints(str(url), "first", keep=2)
+    checkpoints.commit(checkpoints.claim(2), State(step=2, roles=["policy"]))
+    return url
+
+
+def test_a_run_is_read_back_from_its_folder(folder):
+    run = open_run(str(folder))
+    assert (run.config.run.url, run.config.rollout.n) == (str(folder), 4)
+    assert run.config_with(["rollout.n=2"]).rollout.n == 2
+    assert [node.name for node in dag_from_spec(**run.dag).nodes] == [node["name"] for node in run.dag["nodes"]]
+    assert (run.steps, run.checkpoints, run.checkpoint_step()) == ([1, 2], [2], 2)
+    assert run.summary.status is Status.COMPLETE
+    assert run.metrics.to_pydict() == {
+        "step": [0, 1, 2],
+        "phase": ["validation", "train", "train"],
+        "seconds": [0.5, 1.5, 1.5],
+        "reward/mean": [0.25, 0.25, 0.5],
+        "tokens": [None, 8.0, 8.0],
+    }
+    assert run.rollouts().num_rows == 4
+    best = run.rollouts("SELECT step, max(reward) AS best FROM rollouts GROUP BY step ORDER BY step")
+    assert best.to_pydict() == {"step": [1, 2], "best": [0.5, 1.0]}
+
+
+def test_reading_a_run_imports_neither_torch_nor_dask(folder):
+    code = (
+        "import json, sys\n"
+        "from siirl_dask import open_run\n"
+        "run = open_run(sys.argv[1])\n"
+        "run.config, run.dag, run.steps, run.checkpoints, run.metrics, run.summary, run.rollouts()\n"
+        "print(json.dumps([name for name in ('torch', 'dask', 'distributed', 'transformers') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for url in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
+        with pytest.raises(ConfigError, match="holds no run: expected a folder with a config"):
+            open_run(str(url))
+    with pytest.raises(ConfigError, match="Protocol not known: nope"):
+        open_run("nope://run")
+
+
+def replace(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_a_config_of_another_version_is_refused_with_its_key_and_its_samples_are_read(folder):
+    replace(folder / "config.yaml", "steps_ahead:", "ahead:")
+    said = r"config\.yaml: unknown key 'rollout\.ahead'; it is called .*\. Another version of siirl_dask wrote"
+    for read in (lambda: open_run(str(folder)).config, lambda: read_identity(str(folder))):
+        with pytest.raises(ConfigError, match=said):
+            read()
+    assert open_run(str(folder)).rollouts().num_rows == 4
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
+    replace(folder / "checkpoints" / "step=000002" / "state.json", '"version": 1', '"version": 2')
+    with pytest.raises(CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"):
+        read_state(str(folder), 2)
+
+
+def test_a_summary_of_another_version_is_read_as_far_as_known(folder):
+    replace(folder / "summary.json", '"steps"', '"of_a_later_version": 1, "steps"')
+    assert open_run(str(folder)).summary.steps == 2
+    replace(folder / "summary.json", '"complete"', '"paused"')
+    with pytest.raises(DataError, match=r"summary\.json is not a run's summary: ValueError: 'paused'"):
+        _ = open_run(str(folder)).summary
+
+
+def test_a_damaged_dag_is_refused_and_named(folder):
+    (folder / "dag.json").write_text('{"roles": ')
+    with pytest.raises(ConfigError, match=r"dag\.json is not a run's DAG: JSONDecodeError"):
+        _ = open_run(str(folder)).dag
+
+
+def test_absent_files_of_a_run_are_named(folder):
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    run = open_run(str(folder))
+    with pytest.raises(DataError, match=r"summary\.json does not exist: the run is under way, was killed"):
+        _ = run.summary
+    with pytest.raises(DataError, match=r"metrics\.jsonl does not exist: no step of this run has finished"):
+        _ = run.steps
+    with pytest.raises(ConfigError, match=r"has no checkpoint of step 7 \(there are: \[2\]\)"):
+        run.checkpoint_step(7)
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("SELEC 1", "the query failed: Parser Error"),
+        ("SELECT rewrad FROM rollouts", r"the query failed: Binder Error(.|\n)*reward"),
+        ("SELECT * FROM rolouts", r"the query failed: Catalog Error(.|\n)*rollouts"),
+        ("-- nothing", "the query gives no table: expected a SELECT, not '-- nothing'"),
+        ("SELECT CAST('x' AS INT) FROM rollouts", "the query failed: Conversion Error"),
+    ],
+)
+def test_a_wrong_query_is_a_data_error_that_says_why(folder, sql, said):
+    with pytest.raises(DataError, match=said):
+        open_run(str(folder)).rollouts(sql)
+
+
+def test_a_query_of_a_run_without_samples_is_refused(folder):
+    for part in folder.glob("rollouts/*/*"):
+        part.unlink()
+    with pytest.raises(DataError, match="holds no rollouts: expected the folder of a run that has finished a step"):
+        open_run(str(folder)).rollouts()
+    with pytest.raises(DataError, match="Protocol not known: nope"):
+        type(open_run(str(folder)))("nope://run").rollouts()
