@@ -1,4 +1,4 @@
-"""Steps whose prompts are too long, on one worker or on all of them: nodes go on with empty tables."""
+"""Tests of steps whose prompts are too long, on one worker or on all of them."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ from tests.nodes.test_prompts import Letters, table
 
 
 def encoded(parts, step):
-    """Each worker's prompts, where a letter is a token and three are the limit, and the contexts."""
+    """Encode each worker's prompts, where a letter is a token and three are the limit; return tables and contexts."""
     peers = ThreadPeers(len(parts))
     contexts = [Context(step, 0, Rank(rank, len(parts)), Device("w"), Letters()) for rank in range(len(parts))]
     for rank, ctx in enumerate(contexts):
@@ -99,7 +99,7 @@ def test_nodes_that_other_algorithms_add_take_tables_without_rows():
 
 
 def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
-    """The recipe on the digits task: ``workers`` generate and the last learns. (step, worker, workers) are too long."""
+    """Return a pool for the digits task: all workers generate, the last learns; ``parts`` have long prompts."""
     overrides = [f"data.max_prompt_length={LIMIT}", f"cluster.workers={workers}", "cluster.placement={}"]
     config = load(shipped(config), [*digits_overrides(task, tmp_path / "run"), *overrides])
     source = write_long_prompts(tmp_path / "data.parquet", *parts, batch_size=config.data.batch_size)
@@ -112,7 +112,7 @@ def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
 
 
 def learned(pool, role):
-    """Copies of weights, optimizer state and progress."""
+    """Return copies of weights, optimizer state and progress."""
     state = flat(pool.resources(pool.workers[-1])[role].state())
     return {name: value.clone() for name, value in state.items()}
 
