@@ -21,6 +21,7 @@ from siirl_dask.nodes import (
     draw_minibatches,
     encode_prompts,
     estimate_advantage,
+    generate,
     generate_with_greedy,
     measure_answers,
     penalise_kl,
@@ -30,13 +31,24 @@ from siirl_dask.nodes import (
 )
 from siirl_dask.planner import compile_chains
 from siirl_dask.rewards import build_scorer
+from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.sorting import digit_fraction
 from siirl_dask.testing.local_pool import LocalPool, ThreadPeers
 from siirl_dask.testing.rows import flat
 from tests.conftest import digits_overrides
 from tests.long_prompts import LIMIT, write_long_prompts
-from tests.nodes.test_prompts import Letters, table
+from tests.nodes.letters import Letters, table
+
+
+class Endless(Letters):
+    """An engine whose responses end at their limit alone."""
+
+    def serve(self, queue):
+        while requests := queue.next(2, wait=True):
+            for ticket, request in requests:
+                count = request.sampling.max_tokens
+                queue.complete(ticket, Generation([7] * count, [-1.0] * count, FinishReason.LENGTH))
 
 
 def encoded(parts, step):
@@ -80,6 +92,17 @@ def test_a_step_without_prompts_on_any_worker_warns_once(parts, caplog):
 def test_a_run_whose_first_step_has_no_prompts_is_refused(parts):
     with pytest.raises(DataError, match=r"step 1 .*all 2 are longer than 3 tokens.* 4; raise data\.max_prompt_length"):
         encoded(parts, 1)
+
+
+def test_a_partial_rollout_without_rows_continues_what_it_kept():
+    rollout = RolloutConfig(n=1, partial=True, max_tokens_per_step=1, max_response_length=2, max_staleness=1)
+    (none,), (ctx,) = encoded([["long"]], 2)
+    assert generate(ctx, none, rollout=rollout).num_rows == 0
+    (prompts,), (begun,) = encoded([["a"]], 3)
+    begun.resource = Endless()
+    assert generate(begun, prompts, rollout=rollout).num_rows == 0
+    ctx.state, ctx.resource = begun.state, begun.resource
+    assert generate(ctx, none, rollout=rollout)["response_ids"].to_pylist() == [[7, 7]]
 
 
 def test_nodes_that_other_algorithms_add_take_tables_without_rows():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,39 +16,9 @@ from siirl_dask.errors import DataError
 from siirl_dask.nodes import encode_prompts, generate, sample_until_mixed
 from siirl_dask.nodes.prompts import sampling_costs
 from siirl_dask.planner.contract import contract_of
-from siirl_dask.rollout import FinishReason, Generation
+from tests.nodes.letters import Letters, table
 
 LIMIT = st.one_of(st.none(), st.integers(1, 300))
-
-
-def table(**columns):
-    count = len(next(iter(columns.values())))
-    ids = pa.array(range(count), pa.int64())
-    identity = {"row_id": ids, "group_id": ids, "tokens": pa.array([0] * count, pa.int64())}
-    return pa.table({**identity, **columns})
-
-
-@dataclass
-class Letters:
-    """An engine whose tokens are letters. It records the prompts in the order in which they begin."""
-
-    begun: list = field(default_factory=list)
-    version = 0
-
-    class tokenizer:
-        @staticmethod
-        def encode(prompt):
-            return [*map(ord, prompt)]
-
-        @staticmethod
-        def decode(token_ids, *, skip_special):
-            return "".join(map(chr, token_ids))
-
-    def serve(self, queue):
-        while taken := queue.next(2, wait=True):
-            for ticket, asked in taken:
-                self.begun.append(self.tokenizer.decode(asked.prompt, skip_special=True))
-                queue.complete(ticket, Generation([asked.seed % 1000], [-1.0], FinishReason.STOP))
 
 
 def sampled(rollout, **columns):
