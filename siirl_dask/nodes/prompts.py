@@ -95,7 +95,7 @@ def skip_step(ctx: Context, dropped: Sequence[int], total: int, max_prompt_lengt
     if ctx.step <= _FIRST_STEP:
         raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts (data.url)")
     if ctx.rank.rank == 0:
-        logger.warning("%s; there is nothing new to train on, the step is skipped", reason)
+        logger.warning("%s; it is skipped", reason)
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:

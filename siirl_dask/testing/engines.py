@@ -206,9 +206,9 @@ class EngineTests(WeightStreamTests):
         requests = [GenerationRequest(prompt, 3, own) for prompt, own in zip(_prompts(6), samplings, strict=True)]
         queue = LocalQueue[Generation](requests)
         engine.serve(queue)
-        for request, given in zip(requests, queue.results(), strict=True):
+        for request, sample in zip(requests, queue.results(), strict=True):
             (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
-            self._assert_same([given], [alone])
+            self._assert_same([sample], [alone])
 
     @pytest.mark.parametrize("heat", [0.0, _SHARP, 1.0])
     def test_a_response_that_was_interrupted_continues_unchanged(self, engine: RolloutEngine, heat: float) -> None:
@@ -223,11 +223,11 @@ class EngineTests(WeightStreamTests):
         assert rest
         queue = LocalQueue[Generation](rest)
         engine.serve(queue)
-        for request, given in zip(rest, queue.results(), strict=True):
+        for request, sample in zip(rest, queue.results(), strict=True):
             wanted = expected[request.seed]
-            assert [*started[request.seed].token_ids, *given.token_ids] == wanted.token_ids
-            assert given.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)
-            assert given.finish_reason is wanted.finish_reason
+            assert [*started[request.seed].token_ids, *sample.token_ids] == wanted.token_ids
+            assert sample.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)
+            assert sample.finish_reason is wanted.finish_reason
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_weights_that_do_not_fit_are_refused_by_name(
@@ -273,11 +273,11 @@ class EngineTests(WeightStreamTests):
         tokens = engine.tokenizer.encode([{"role": "user", "content": "hi"}])
         assert engine.tokenizer.decode(tokens, skip_special=False) == "user: hi\nassistant:"
 
-    def _assert_same(self, given: list[Generation], expected: list[Generation]) -> None:
-        assert [sample.token_ids for sample in given] == [sample.token_ids for sample in expected]
-        assert [sample.finish_reason for sample in given] == [sample.finish_reason for sample in expected]
-        for one, other in zip(given, expected, strict=True):
-            assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
+    def _assert_same(self, samples: list[Generation], expected: list[Generation]) -> None:
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
+        assert [sample.finish_reason for sample in samples] == [sample.finish_reason for sample in expected]
+        for sample, other in zip(samples, expected, strict=True):
+            assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
 
     def _assert_logprobs(
         self, model: PreTrainedModel, prompts: list[list[int]], samples: list[Generation], temperature: float

@@ -190,7 +190,7 @@ def test_folders_that_are_no_model_are_named(tmp_path):
             {"engine_kwargs": {"max_model_length": 9}},
             r"\.max_model_length: .*did you mean 'max_model_len'",
         ),
-        ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: it is set already"),
+        ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: another key sets it"),
         ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
         (
             {"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}},
