@@ -75,7 +75,10 @@ class Plane(WorkerPlugin):
         self._received: pa.Table | None = None
         if self._worker_name in self._edge.sources:
             self._table = _make_table(self._work, self._edge.sources.index(self._worker_name))
-        edges, settings = {f"{_PHASE}/{self._edge.name}": self._edge}, DataSettings(way=TransportMode(self._transport))
+        edges, settings = (
+            {f"{_PHASE}/{self._edge.name}": self._edge},
+            DataSettings(transport=TransportMode(self._transport)),
+        )
         self._plane = DataPlane(worker, self._run, self._members, edges, settings)
         await self._plane.start()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1")

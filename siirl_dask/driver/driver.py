@@ -56,7 +56,7 @@ class Written:
     iteration: Iteration
     url: str
     saved: list[Mapping[str, Any]]
-    """Each worker's report on its part, in rank order."""
+    """Reports of the workers on their parts, in rank order."""
 
 
 @dataclass(slots=True)

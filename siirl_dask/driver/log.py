@@ -50,7 +50,7 @@ class RunLog:
     _latest: dict[str, float] = field(default_factory=dict)
     _of_step: dict[int, dict[str, float]] = field(default_factory=dict)
     _had_best: bool = False
-    """Whether a record had the metric of ``checkpoint.keep_best``; a step without rows has none of its own."""
+    """True once a record had the metric of ``checkpoint.keep_best``; a step without rows has no metrics."""
     _metrics: MetricsLog | None = None
     _tensorboard: TensorBoardLog | None = None
 

@@ -28,7 +28,7 @@ MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
 
 
 class Record(TypedDict):
-    """One line of the file: a training step, or a pass over the validation or test data."""
+    """A line of the file: a training step, or a pass over the validation or test data."""
 
     step: int
     """Training: number of the step, from 1. Validation and test: steps trained before."""

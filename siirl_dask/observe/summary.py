@@ -17,7 +17,7 @@ FILE = "summary.json"
 
 
 class Status(StrEnum):
-    """How a run ended."""
+    """The ways in which a run ends."""
 
     COMPLETE = "complete"
     FAILED = "failed"

@@ -102,7 +102,7 @@ class Checkpoints:
     attempt: str
     """Names this start of the run; letters and digits."""
     keep: int
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints that stay."""
     keep_best: str | None = None
     """Metric whose highest value keeps one more checkpoint."""
 

@@ -25,7 +25,7 @@ from siirl_dask.schema import REWARD
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a run scores responses."""
+    """The reward function of a run, and its columns."""
 
     reward: Callable[..., Any]
     """The reward function, its options bound."""
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def summary(self) -> Summary:
-        """How the run ended. DataError while it is under way, or after it was killed."""
+        """The summary that the run wrote when it ended. DataError while it is under way, or after it was killed."""
         return read_summary(self.url)
 
     def rollouts(self, sql: str = "SELECT * FROM rollouts") -> pa.Table:

@@ -217,9 +217,9 @@ class DAGWorker(WorkerPlugin):
         if after != self.worker_name:
             self._plane.transport.watch(after, self._report_silence)
 
-    def _report_silence(self, what: str) -> None:
+    def _report_silence(self, message: str) -> None:
         if not self.stop.is_set():
-            self._report({"kind": "silent", "what": what})
+            self._report({"kind": "silent", "what": message})
 
     async def _ask_store_port(self, first: str) -> int:
         reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))

@@ -30,9 +30,9 @@ _LARGEST_KEPT = 32 * 2**20  # bytes: the largest value that glibc accepts for M_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """How a run moves rows."""
+    """Settings for moving rows between workers."""
 
-    way: TransportMode = TransportMode.auto
+    transport: TransportMode = TransportMode.auto
     """``data.transport``."""
     limits: Limits = field(default_factory=Limits)
     quadratic_from: int = 0
@@ -52,7 +52,7 @@ class DataSettings:
         """Return the settings that ``config`` describes."""
         data, cluster = config.data, config.cluster
         return DataSettings(
-            way=data.transport,
+            transport=data.transport,
             limits=Limits(
                 memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
             ),
@@ -76,7 +76,7 @@ class DataPlane:
         self._limits = settings.limits
         self._comms = DaskComms(worker, run, members, settings.peer_timeout)
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
-        self._listens = settings.way is not TransportMode.dask
+        self._listens = settings.transport is not TransportMode.dask
         carriers = (self._links, self._comms) if self._listens else (self._comms,)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(
@@ -84,7 +84,7 @@ class DataPlane:
             str(worker.name),
             edges,
             self.transport,
-            way=settings.way,
+            way=settings.transport,
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
             stall_timeout=settings.stall_timeout,

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ChainRun:
-    """One worker's pass through its chain in one iteration."""
+    """A worker's pass through its chain in one iteration."""
 
     calls: NodeCalls
     lag_window: LagWindow

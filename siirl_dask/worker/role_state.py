@@ -53,7 +53,7 @@ class ResumeFrom:
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """One worker's part of a checkpoint that is being written."""
+    """A worker's part of a checkpoint that is being written."""
 
     roles: list[str] = field(default_factory=list)
     """Roles whose states go into folders."""

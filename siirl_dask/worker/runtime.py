@@ -27,7 +27,7 @@ class WorkerRuntime:
     resources: Mapping[str, Any]
     """The object that each of this worker's roles built, by the role's name."""
     ranks: Mapping[str, Rank]
-    """This worker's rank in each of its roles."""
+    """Rank of this worker in each of its roles."""
     peers: Mapping[str, Peers]
     """Collectives among the workers of each of its roles."""
     share_work: Callable[[Iteration, Node, Sequence[Any], Any], Any] | None

@@ -77,7 +77,7 @@ class Broadcast:
     root: int
     """Rank of the sender in the group."""
     device: str
-    """This worker's device, by torch's name."""
+    """Device of this worker, by torch's name."""
     stop: StopFlag
     max_bytes: int
     """Largest buffer, unless one tensor is larger."""

@@ -73,7 +73,7 @@ starts = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 9), min_
 @settings(max_examples=80)
 @given(starts, st.integers(1, 3), st.booleans())
 def test_committed_checkpoints_survive_a_kill_at_any_moment(starts, keep, best):
-    """Each start goes on from the newest checkpoint with every step's, until it dies after so many changes."""
+    """Start a run again and again from its newest checkpoint, each time killed after some changes to the store."""
     url = f"dying://{uuid4().hex}/run"
     newest = 0
     for number, (changes, values) in enumerate(starts):

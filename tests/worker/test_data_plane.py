@@ -189,7 +189,7 @@ def own_client():
 @pytest.mark.parametrize(("rows", "tokens"), [(12, 9), (300, 3000)])
 def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, sources, targets, rows, tokens):
     edge = edge_of(sources, targets)
-    with planes(client, [edge], way=way, limits=Limits(message=MIB)) as (members, name):
+    with planes(client, [edge], transport=way, limits=Limits(message=MIB)) as (members, name):
         for sequence in range(2):  # the second time into memory that was used before
             calls = [
                 client.submit(publish_part, name, edge, sequence, i, rows, tokens, workers=[members[s]], pure=False)
@@ -260,7 +260,7 @@ def test_four_times_the_budget_moves_within_the_budget(client):
     edges = [edge_of("0", "1", source=source) for source in "acde"]
     for way in (TransportMode.dask, TransportMode.shm):
         limits = Limits(memory=budget, message=4 * MIB)
-        with planes(client, edges, way=way, limits=limits) as (members, name):
+        with planes(client, edges, transport=way, limits=limits) as (members, name):
             on = {w: {"workers": [members[w]], "pure": False} for w in members}
             published = client.submit(publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]).result()
             assert published < 2 * part + budget  # one being made: its numbers and their copy as float
