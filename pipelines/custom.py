@@ -1,9 +1,9 @@
-"""A node, a reward, an advantage and a loss of one's own: functions, and three edits of GRPO's DAG.
+"""GRPO with your own node, reward, advantage and loss: functions, and edits of the recipe's DAG.
 
     python pipelines/custom.py configs/quickstart.yaml run.name=custom
 
-The node measures how short a response is, the advantage favours what is both right and short, and the loss is a plain
-policy gradient over the tokens that the policy is not sure of.
+The node measures how short a response is, the advantage favours responses that are both right and short, and the loss
+is a plain policy gradient over the tokens with high entropy.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from siirl_dask.algorithms import LossInputs, Outcomes, TokenLoss
 
 
 def near_enough(prompt: str, response: str, answer: str, **extra: object) -> dict[str, float]:
-    given, wanted = response.split(), answer.split()
-    right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(1, len(wanted))
-    return {"reward": right, "exact": float(given == wanted)}  # what is beside the reward becomes a metric
+    words, wanted = response.split(), answer.split()
+    right = sum(a == b for a, b in zip(words, wanted, strict=False)) / max(1, len(wanted))
+    return {"reward": right, "exact": float(words == wanted)}  # other keys than "reward" become metrics
 
 
 @columns(reads=["response_ids"], writes={"brevity": pa.float32()})

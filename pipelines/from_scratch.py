@@ -1,9 +1,10 @@
-"""GRPO as a DAG that is spelled node by node: what the recipe siirl_dask.grpo does for you.
+"""GRPO written node by node, as the recipe siirl_dask.grpo does for you.
 
     python pipelines/from_scratch.py configs/quickstart.yaml run.name=from_scratch
 
-A node is a function of a table, run on the workers of its role. The planner reads from the functions' ``@columns`` what
-each edge must carry: rewards and log-probs are computed side by side on different workers, and joined by the advantage.
+A node is a function of a table, run on the workers of its role. The planner reads the functions' ``@columns`` to find
+the columns of each edge. Rewards and log-probs are computed side by side on different workers, and joined by the
+advantage.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""GRPO (arXiv:2402.03300), and a question to the run. Its DAG is in siirl_dask/recipes/grpo.py.
+"""GRPO (arXiv:2402.03300), and a query of its rollouts. The DAG is in siirl_dask/recipes/grpo.py.
 
 python pipelines/grpo.py configs/quickstart.yaml trainer.lr=5e-5
 """

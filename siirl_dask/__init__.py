@@ -6,7 +6,7 @@
     run(config, grpo(config))
     open_run(config.run.url).rollouts("SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY step")
 
-Names are imported when they are first used: importing the package itself takes no time and changes nothing.
+Names are imported on first use: importing the package itself takes no time and has no side effects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns plain values, as YAML gives them, into what a type annotation asks for: config fields and options of nodes.
+"""Converts plain values, as YAML gives them, to the type of an annotation: for config fields and options of nodes.
 
     int, float, bool, str     a number may come as text (an environment variable), a whole number as 1e3
     an Enum, a Literal        one of its values
@@ -7,7 +7,7 @@
     X | None                  null, or X
     a callable                ``module:function`` or ``{run: module:function, with: {option: value}}``
 
-Whoever calls says which exception a wrong value raises, and how a function is found by its name.
+The caller chooses the exception for a wrong value, and the way to find a function by its name.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _CALL = ("run", "with")
 
 @dataclass(frozen=True, slots=True)
 class Coercer:
-    """Converts values; what cannot be converted raises ``error``, which names the value and what was expected."""
+    """Converts values. A value that cannot be converted raises ``error``, which names it and what was expected."""
 
     error: type[UserError]
     bind: Bind | None = None
-    """Makes functions of names. None: no annotation asks for a function, and names stay texts."""
+    """Function that finds a function by name and binds options. None: names stay texts."""
 
     def __call__(self, value: Any, hint: Any, where: str) -> Any:
-        """``value`` as ``hint`` asks for it. ``where`` names the key in errors: ``run.yaml: rollout.n``."""
+        """Return ``value`` converted to the annotation ``hint``; errors name it ``where`` (``run.yaml: rollout.n``)."""
         if get_origin(hint) in (Union, UnionType):
             if value is None or (type(None) in get_args(hint) and _names_nothing(value)):
                 return None
@@ -53,9 +53,9 @@ class Coercer:
                 return self._scalar(value, hint, where)
         return self._items(value, hint, where)
 
-    def known_keys(self, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    def known_keys(self, value: Mapping[str, Any], known: Sequence[str], where: str) -> None:
         """Refuse a mapping with a key that is none of ``known``."""
-        for key in given:
+        for key in value:
             if key not in known:
                 hint = did_you_mean(str(key), known)
                 raise self.error(f"{where} has an unknown key {key!r} (keys: {list(known)}){hint}")
@@ -78,7 +78,7 @@ class Coercer:
         self.known_keys(value, list(known), where)
         required = (f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING)
         if missing := [name for name in required if name not in value]:
-            raise self.error(f"{where} lacks {missing}: a {kind.__name__} needs them")
+            raise self.error(f"{where} lacks {missing}, which {kind.__name__} needs")
         hints = get_type_hints(kind)
         return kind(**{key: self(item, hints[key], f"{where}.{key}") for key, item in value.items()})
 
@@ -121,7 +121,7 @@ class Coercer:
 
 
 def _is_kind(hint: Any, kind: type) -> bool:
-    """Whether an annotation's class is a container of ``kind``; a text is no sequence of values."""
+    """Tell whether an annotation's class is a container of ``kind``; a text is no sequence of values."""
     return isinstance(hint, type) and issubclass(hint, kind) and not issubclass(hint, (str, bytes))
 
 
@@ -131,7 +131,7 @@ def _is_callable(hint: Any) -> bool:
 
 
 def _is_call(value: Any) -> bool:
-    """Whether a mapping spells a function and its options, wherever it stands."""
+    """Tell whether a mapping spells a function with options: ``{run: ..., with: {...}}``."""
     return isinstance(value, Mapping) and value.keys() == set(_CALL)
 
 

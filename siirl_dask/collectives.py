@@ -1,7 +1,7 @@
-"""Process groups of torch.distributed: the one place that says where gloo listens, and the gathers and sums over them.
+"""Process groups of torch.distributed, with gathers and sums over them; the only place that makes gloo's options.
 
-gloo would listen wherever the host's name resolves to. Every group made here listens at the address that is given, or
-where another group does, so that a run on one machine stays on loopback.
+By default gloo listens at the address that the host's name resolves to. Every group made here listens at a given
+address, or at that of another group, so that a run on one machine stays on loopback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def gloo_options(host: str, timeout: float | None = None) -> Any:
-    """Options of a gloo group that listens at ``host``. ``timeout`` in seconds; None, torch's default."""
+    """Return options of a gloo group that listens at ``host``. ``timeout`` is in seconds; None: torch's default."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     if timeout is not None:
@@ -29,23 +29,23 @@ def gloo_options(host: str, timeout: float | None = None) -> Any:
 
 
 def gloo_options_like(group: Any) -> Any:
-    """Options of a gloo group that listens where the gloo group ``group`` does, with its timeout."""
-    given = group._get_backend(torch.device("cpu")).options
+    """Return options of a gloo group that listens where the gloo group ``group`` does, with its timeout."""
+    other = group._get_backend(torch.device("cpu")).options
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-    options._devices, options._timeout = given._devices, given._timeout
+    options._devices, options._timeout = other._devices, other._timeout
     return options
 
 
 def new_group(ranks: Sequence[int], backend: str, host: str, timeout: float) -> Any:
-    """A group of some ranks of the default group. All of the default group's ranks must call it, in the same order."""
+    """Make a group of some ranks of the default group, all of whose ranks must call this in the same order."""
     options = gloo_options(host, timeout) if backend == "gloo" else None
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend, pg_options=options)
 
 
 def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) -> Any:
-    """A group that its own ranks alone make, with the backend of ``parent``, one of theirs, unless another is given.
+    """Make a group that only its own ranks need to call, by default with the backend of their group ``parent``.
 
-    Its name depends on how many groups the process is in: ranks in different numbers would wait for ever.
+    Its name depends on the number of groups that a process is in: ranks that differ in it would wait for ever.
     """
     backend = backend or dist.get_backend(parent)
     options = gloo_options_like(parent) if backend == "gloo" else None
@@ -53,9 +53,9 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
 
 
 def all_gather(group: Any, tensor: Tensor) -> Tensor:
-    """The tensors of all ranks, on the CPU. [...] -> [ranks, ...], of one shape and type on all of them.
+    """Gather the tensors of all ranks on the CPU. [...] -> [ranks, ...], of one shape and type on all ranks.
 
-    ``tensor`` lies on a device that the group's backend takes. RuntimeError when a rank is gone.
+    ``tensor`` is on a device that the group's backend takes. RuntimeError if a rank is gone.
     """
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     group.allgather([parts], [tensor]).wait()
@@ -63,7 +63,7 @@ def all_gather(group: Any, tensor: Tensor) -> Tensor:
 
 
 def all_gather_bytes(group: Any, message: bytes, device: torch.device | str = "cpu") -> list[bytes]:
-    """The messages of all ranks, in the order of ranks. All of them must call it. RuntimeError when one is gone."""
+    """Gather the messages of all ranks, in rank order. All of them must call it. RuntimeError if one is gone."""
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
     lengths = all_gather(group, torch.tensor([len(own)], device=device)).flatten().tolist()
     parts = all_gather(group, pad(own, (0, max(lengths) - len(own))).to(device))
@@ -71,7 +71,7 @@ def all_gather_bytes(group: Any, message: bytes, device: torch.device | str = "c
 
 
 def all_sum(group: Any, values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
-    """Each number summed over the ranks, in float64; every rank gets the same bits."""
+    """Sum each number over the ranks, in float64; every rank gets the same bits."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(numbers, group=group)
     return numbers.tolist()

@@ -1,4 +1,4 @@
-"""What a node function may see of the system: the step, its place among its role's workers, its resource, a log."""
+"""The context of a node function: the step, the worker's rank in its role, the role's resource, collectives, a log."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _MASK = (1 << 63) - 1
 
 
 class DeviceKind(StrEnum):
+    """Kind of a worker's device."""
+
     CPU = "cpu"
     CUDA = "cuda"
     NPU = "npu"
@@ -20,37 +22,40 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a worker computes. ``worker`` is the worker's name, which survives a restart; its address does not."""
+    """The device on which a worker computes."""
 
     worker: str
+    """Name of the worker, which survives a restart, unlike its address."""
     kind: DeviceKind = DeviceKind.CPU
     index: int = 0
-    """Among those that this worker sees, in its own order."""
+    """Index among the devices that this worker sees."""
     card: str = ""
-    """Names an accelerator in all of the run: workers that have the same one share it. Empty on a CPU."""
+    """Name of the accelerator in the whole run: workers with the same name share it. Empty on a CPU."""
     shared_by: int = 1
-    """Workers of the run that compute on it, this one included."""
+    """Number of workers of the run that compute on it, this one included."""
 
     @property
     def torch_name(self) -> str:
+        """Name of the device for torch, such as ``cuda:0``."""
         return "cpu" if self.kind is DeviceKind.CPU else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker's place among the workers of one role. ``group`` is their torch process group, None when alone."""
+    """A worker's rank among the ``size`` workers of one role."""
 
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, compare=False)
+    """Torch process group of these workers; None for a worker that is alone."""
     side_group: Any = field(default=None, compare=False)
-    """A gloo group of the same workers, for messages beside those of ``group``; None in a run with one worker."""
+    """Gloo group of the same workers, for messages beside those of ``group``; None in a run with one worker."""
     host: str = field(default="127.0.0.1", compare=False)
-    """The address at which peers reach the worker, and to which it binds its sockets."""
+    """Address at which peers reach the worker, and to which it binds its sockets."""
 
 
 class Reduce(StrEnum):
-    """How the values that the workers logged under one name become the step's one number."""
+    """Reduction of the values that all workers logged under one name to the step's number."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -61,7 +66,7 @@ class Reduce(StrEnum):
 
 @dataclass(slots=True)
 class Metric:
-    """A mergeable summary of logged values; ``reduce`` says which number it stands for."""
+    """A mergeable summary of logged values; ``reduce`` chooses the number that it yields."""
 
     reduce: Reduce
     weight: float = 0.0
@@ -71,13 +76,14 @@ class Metric:
     high: float = float("-inf")
 
     def add(self, value: float, weight: float = 1.0) -> None:
+        """Add a value."""
         self.weight += weight
         self.total += weight * value
         self.squares += weight * value * value
         self._stretch(value, value)
 
     def merge(self, other: Metric) -> None:
-        """Fold in what another worker logged under the same name. ValueError if it declared another reducer."""
+        """Add the values that another worker logged under the same name. ValueError if its reducer differs."""
         if other.reduce is not self.reduce:
             raise ValueError(f"logged with reducer {self.reduce} and with {other.reduce}: choose one")
         self.weight += other.weight
@@ -92,7 +98,7 @@ class Metric:
 
     @property
     def value(self) -> float | None:
-        """The reduced number; None when nothing was logged (an empty partition everywhere)."""
+        """The reduced number; None if nothing was logged, as with empty partitions everywhere."""
         if self.weight == 0:
             return None
         match self.reduce:
@@ -111,19 +117,20 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class RowStream:
-    """A table that is never whole in memory: a node gives it, or takes it, one piece after the other."""
+    """A table that is never whole in memory: a node gives or takes it piece by piece."""
 
     index: Any
-    """A pa.Table with all rows of the stream, by row id, on each worker; its binary columns are empty."""
+    """A pa.Table with all rows of the stream, in the order of row ids, the same on each worker; its binary columns are
+    empty."""
     tables: Generator[Any]
-    """Tables of the rows that follow in ``index``: a source's hold the rows that it gives of them, perhaps none, a
-    sink's all of them. A table's memory is freed when nobody refers to it any more. Or tensors, one a row, where the
-    function declares that it handles tensors: all of them, on every worker.
+    """Tables of consecutive rows of ``index``. A source's tables hold this worker's share of these rows, perhaps none;
+    a sink's hold all. A table's memory is freed with its last reference. For a function that handles tensors,
+    these are tensors instead, one for each row, on every worker.
     """
 
 
 class Peers(Protocol):
-    """Collectives among the workers of a role. All of them must call each alike; they have no timeout of their own."""
+    """Collectives among the workers of a role. All workers must call each alike; there is no timeout here."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]: ...
 
@@ -131,7 +138,7 @@ class Peers(Protocol):
 
 
 class _NoPeers:
-    """The collectives of a worker that is alone in its role."""
+    """Collectives of a worker that is alone in its role."""
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
@@ -146,45 +153,46 @@ def _draws_nothing(count: int) -> Any:
 
 @dataclass(slots=True)
 class Context:
-    """All that a node function may see of the system. One is made for each run of a node."""
+    """The part of the system that a node function sees. Each run of a node gets a new one."""
 
     step: int
     run_seed: int
     rank: Rank
     device: Device
     resource: Any
-    """What the node's role built on this worker: an engine, a trainer."""
+    """Object that the node's role built on this worker, such as an engine or a trainer."""
     resources: Mapping[str, Any] = field(default_factory=dict)
-    """What each role of this worker built, by the role's name."""
+    """Objects of all roles on this worker, by the role's name."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     drain: bool = False
-    """No training step follows this one (a validation, a checkpoint or the end does): a node that postpones work to a
-    later step finishes it in this one."""
+    """True if no training step follows at once, but a validation, a checkpoint or the end: a node that postpones work
+    to a later step must finish it in this one."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What the node remembers on this worker from one step to the next. It survives drains, and is empty when a run
-    begins or is resumed: it is not part of a checkpoint."""
+    """The node's memory on this worker from one step to the next. It survives drains. It is empty when a run begins or
+    resumes, since no checkpoint holds it."""
     draw_prompts: Callable[[int], Any] = field(default=_draws_nothing)
-    """``draw_prompts(count)`` gives the dataset's next prompts, shared out over the role's workers, as a table like the
-    node's input. All of the role's workers must call it alike. For nodes that declare ``draws=True``."""
+    """``draw_prompts(count)`` returns this worker's share of the dataset's next prompts, as a table like the node's
+    input. All workers of the role must call it alike. Only for nodes that declare ``draws=True``."""
     steal_from_peers: Callable[[Sequence[Any], Any], Any] | None = None
-    """``steal_from_peers(items, codec)`` makes a work queue of items that idle workers of the role may take over: see
-    ``siirl_dask.worker.work_stealing``. None where the role has no other workers. All of them must call it."""
+    """``steal_from_peers(items, codec)`` returns a work queue of items that idle workers of the role may take over; see
+    ``siirl_dask.worker.work_stealing``. All workers must call it. None for a role with one worker."""
     peers: Peers = field(default_factory=_NoPeers)
-    """The collectives behind ``all_sum`` and ``all_gather``."""
+    """Collectives behind ``all_sum`` and ``all_gather``."""
 
     def seed(self, row_id: int) -> int:
-        """A 63-bit seed that depends on (run seed, step, row id) alone: the same on any worker."""
+        """Return a 63-bit seed of (run seed, step, row id), which is the same on any worker."""
         key = f"{self.run_seed}/{self.step}/{row_id}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") & _MASK
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Each number summed, in float64, over the workers of the node's role. All of them must call it, rows or not,
-        with as many numbers; all get the same bits.
+        """Sum each number, in float64, over the workers of the node's role; all get the same bits.
+
+        All workers must call it with as many numbers, even those without rows.
         """
         return self.peers.all_sum(values)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """The messages of all workers of the node's role, in the order of ranks. All of them must call it."""
+        """Return the messages of all workers of the node's role, in rank order. All of them must call it."""
         return self.peers.all_gather(message)
 
     def free_device(self) -> None:
@@ -199,7 +207,7 @@ class Context:
     def log(
         self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0
     ) -> None:
-        """Log one value, or one per row, under ``name``; ``reduce`` says how all workers' values become one number."""
+        """Log one value, or one per row, under ``name``; ``reduce`` makes one number of all workers' values."""
         metric = self.metrics.setdefault(name, Metric(reduce))
         if metric.reduce is not reduce:
             raise ValueError(f"metric {name!r} was logged with reducer {metric.reduce} and now with {reduce}")
@@ -215,7 +223,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Codec(Generic[I, R]):
-    """Items and results as plain data and back. What reads raises PeerError for what it does not expect."""
+    """Converts items and results to plain data and back. The read functions raise PeerError for unexpected data."""
 
     pack_item: Callable[[I], Any]
     read_item: Callable[[object], I]

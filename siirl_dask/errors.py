@@ -1,8 +1,8 @@
-"""Every exception this package raises on purpose, as one tree.
+"""The exceptions that this package raises on purpose, as one tree.
 
-``SiirlError`` is the root. ``UserError`` and below are mistakes in what was given (config, DAG, data, reward): they are
-raised before anything starts wherever that is possible, and their text says what was given, what was expected and what
-to do. ``RunError`` and below are things that went wrong while a run was under way.
+``SiirlError`` is the root. ``UserError`` and its subclasses are mistakes in the input (config, DAG, data, reward). They
+are raised before anything starts if possible, and their text names the value, what was expected and what to do.
+``RunError`` and its subclasses are failures of a run under way.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from difflib import get_close_matches
 
 
 class SiirlError(Exception):
-    """Root of every exception this package raises on purpose."""
+    """Root of all exceptions that this package raises on purpose."""
 
 
 class UserError(SiirlError):
-    """Something that was given cannot be used."""
+    """An input cannot be used."""
 
 
 class ConfigError(UserError):
-    """A config key, type or value is not usable."""
+    """A config key, type or value cannot be used."""
 
 
 class PlanError(UserError):
@@ -32,11 +32,11 @@ class DataError(UserError):
 
 
 class RewardError(UserError):
-    """A reward function raised or returned something that is not a number."""
+    """A reward function raised, or returned no number."""
 
 
 class RunError(SiirlError):
-    """A run that had started could not go on."""
+    """A run under way cannot go on."""
 
 
 class NodeError(RunError):
@@ -52,22 +52,22 @@ class WorkerLost(RunError):
 
 
 class PeerError(RunError):
-    """A peer is dead, stalled, or sent something that is refused."""
+    """A peer is dead, stands still, or sent a message that is refused."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written, or what is in it cannot be used."""
+    """A checkpoint cannot be written, or its content cannot be used."""
 
 
 class Aborted(RunError):
-    """This worker was told to stop because another one failed or the run was cancelled."""
+    """A worker was stopped because another one failed or the run was cancelled."""
 
 
 class Interrupted(RunError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 
 
-def did_you_mean(given: str, valid: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest valid spelling, or an empty string if nothing is near."""
-    near = get_close_matches(given, list(valid), n=1, cutoff=0.6)
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest valid spelling, or an empty string if none is near."""
+    near = get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""The columns of the data plane: one Arrow schema, ragged lists, no padding.
+"""The columns of the data plane: Arrow types with variable-length lists and no padding.
 
 A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's position in the step's
 global batch and never from a rank, so they are the same on any number of workers. Types are declared and never
@@ -20,21 +20,21 @@ ROW_ID = "row_id"
 GROUP_ID = "group_id"
 """int64. Position of the prompt in the step's global batch; the samples of one prompt share it."""
 TOKENS = "tokens"
-"""int64. What the row costs where rows are balanced: its tokens, prompt and response. Before there is a response, what
-sampling one is expected to cost.
+"""int64. Cost of the row for balancing: its tokens, prompt and response. Before there is a response, the expected cost
+of sampling one.
 """
 PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ANSWER = "answer"
-"""What the dataset holds the response against; any type."""
+"""The answer as the dataset has it, which a reward compares with the response; any type."""
 PROMPT_IDS = "prompt_ids"
 """list<int32>. Token ids of the prompt."""
 RESPONSE_IDS = "response_ids"
-"""list<int32>. Token ids that were sampled, the end token included when there is one."""
+"""list<int32>. Sampled token ids, with the end token if there is one."""
 PROMPT_TEXT = "prompt_text"
 """string. The prompt as the model saw it."""
 RESPONSE = "response"
-"""string. The response decoded, special tokens left out."""
+"""string. The decoded response, without special tokens."""
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the
 temperature).
@@ -42,47 +42,47 @@ temperature).
 FINISH_REASON = "finish_reason"
 """string. ``stop`` (the model ended it) or ``length`` (the limit did)."""
 WEIGHTS_VERSION = "weights_version"
-"""int64. Version of the weights that sampled this row, the oldest if several did: how many steps trained them."""
+"""int64. Version of the weights that sampled this row: the steps that trained them; of several, the oldest."""
 TOKEN_VERSIONS = "token_versions"
-"""list<int64>. Of a row that was generated over several steps: the version that sampled each response token."""
+"""list<int64>. Version of the weights that sampled each response token, for a row generated over several steps."""
 WORKER = "worker"
 """string. Name of the worker that sampled this row."""
 REWARD = "reward"
-"""float. What the reward function gave; null where it failed and that was allowed."""
+"""float. Reward of the row; null if its function failed and that was allowed."""
 OLD_LOGPROBS = "old_logprobs"
 """list<float>. Log-probability of each response token under the policy before this step's update."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """list<float>. Log-probability of each response token under the reference policy."""
 REWARD_PARTS = "reward_parts"
-"""map<string, float>. What a reward function gave beside and with the reward, by name; empty when it gave a number."""
+"""map<string, float>. All numbers that the reward function returned, by name; empty if it returned one number."""
 GREEDY = "greedy"
-"""bool. Whether the row is the most likely response to its prompt, which is there to be compared with."""
+"""bool. True for the most likely response to a prompt, which serves as a baseline for its samples."""
 GREEDY_REWARD = "greedy_reward"
 """float. Reward of the most likely response to the row's prompt."""
 RESPONSE_MASK = "response_mask"
-"""list<bool>. Of each response token, whether the policy wrote it and learns from it; without the column all are."""
+"""list<bool>. True for a response token that the policy wrote and learns from; without the column all are."""
 KL_PENALTY = "kl_penalty"
-"""list<float>. What each response token's divergence from the reference adds to the reward; at most 0 on average."""
+"""list<float>. Reward of each response token for its divergence from the reference; at most 0 on average."""
 VALUES = "values"
-"""list<float>. The critic's estimate, before each response token, of what reward is still to come."""
+"""list<float>. Critic's estimate, before each response token, of the reward to come."""
 ADVANTAGE = "advantage"
-"""float. Advantage of the row, the same for each of its tokens; null where there is no reward."""
+"""float. Advantage of the row, the same for each of its tokens; null without a reward."""
 ADVANTAGES = "advantages"
-"""list<float>. Advantage of each response token; null where there is no reward."""
+"""list<float>. Advantage of each response token; null without a reward."""
 RETURNS = "returns"
-"""list<float>. What the critic learns to foresee before each response token; null where there is no reward."""
+"""list<float>. Target of the critic's value before each response token; null without a reward."""
 COVARIANT = "covariant"
-"""list<bool>. Whether a response token is one of those whose log-probability goes most with its advantage."""
+"""list<bool>. True for a response token whose log-probability covaries most with its advantage."""
 MINIBATCH = "minibatch"
-"""int32. Which of the step's mini-batches the row belongs to."""
+"""int32. Index of the row's mini-batch in the step."""
 PARAMETER = "parameter"
 """string. Name of a model parameter, in a table of weights."""
 PARAMETER_DTYPE = "dtype"
-"""string. Its torch dtype, such as ``float32``."""
+"""string. Torch dtype of the parameter, such as ``float32``."""
 PARAMETER_SHAPE = "shape"
-"""list<int64>. Its shape."""
+"""list<int64>. Shape of the parameter."""
 PARAMETER_DATA = "data"
-"""large_binary. Its values, row-major, little-endian."""
+"""large_binary. Values of the parameter, row-major, little-endian."""
 
 TYPES: Mapping[str, pa.DataType] = {
     ROW_ID: pa.int64(),
@@ -116,16 +116,17 @@ TYPES: Mapping[str, pa.DataType] = {
     PARAMETER_SHAPE: pa.list_(pa.int64()),
     PARAMETER_DATA: pa.large_binary(),
 }
-"""Type of each built-in column; ``PROMPT`` and ``ANSWER`` are whatever the dataset has."""
+"""Type of each built-in column; ``PROMPT`` and ``ANSWER`` have the dataset's types."""
 
 IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
-"""Columns that every table has and every edge carries: who a row is, what it belongs to, what it costs."""
+"""Columns that every table has and every edge carries: the id of a row, its group, its cost."""
 
 
 def fields(*names: str) -> dict[str, pa.DataType]:
-    """The declared types of built-in columns, for a node's ``writes``."""
+    """Return the types of built-in columns, for a node's ``writes``."""
     return {name: TYPES[name] for name in names}
 
 
 def make_schema(types: Mapping[str, pa.DataType]) -> Schema:
+    """Return the Arrow schema of columns and their types."""
     return pa.schema(dict(types))

@@ -1,5 +1,4 @@
-"""Plain values become what an annotation asks for, or are refused with the value, what was expected and the nearest
-spelling."""
+"""Plain values are converted to the type of an annotation, or refused with the nearest spelling."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ BAD = [
     ({"a": "x"}, dict[str, int], "key.a='x': expected a whole number (int)"),
     (5, Inner, "key=5: expected a mapping with keys of ['size', 'speed']"),
     ({"sise": 1}, Inner, "key has an unknown key 'sise' (keys: ['size', 'speed']); did you mean 'size'?"),
-    ({"speed": "fast"}, Inner, "key lacks ['size']: a Inner needs them"),
+    ({"speed": "fast"}, Inner, "key lacks ['size'], which Inner needs"),
     ({"name": "x", "inner": {"size": "y"}}, Outer, "key.inner.size='y': expected a whole number (int)"),
     (
         {"name": "x", "inner": {"size": 1, "sped": "fast"}},
@@ -144,7 +143,7 @@ BAD = [
     (
         {"name": "x", "inner": {"size": 1}, "by_name": {"a": {}}},
         Outer,
-        "key.by_name.a lacks ['size']: a Inner needs them",
+        "key.by_name.a lacks ['size'], which Inner needs",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""``siirl-dask plan``: what a config would do, as text, JSON or a drawing. It starts nothing and makes nothing."""
+"""``siirl-dask plan`` describes a run as text, JSON or a drawing; it starts nothing and writes nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from siirl_dask.runs.folder import check_writable
 
 
 def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "text") -> str:
-    """The training plan and the validation plan of a run: DAG, chains, edges with their columns and estimated bytes,
-    and what a worker needs of memory. PlanError when that is more than ``cluster.memory_limit``.
+    """Describe a run's training and validation plans, and the memory of a worker.
+
+    A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes. UserError for all
+    mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``.
     """
     validation = validation_of(config, dag, validation)
     workers = worker_names(config)
@@ -38,9 +40,9 @@ def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
-    """The test phase is the validation's plan on other data."""
-    found = {phase: pair for phase, pair in phases.items() if phase is not Phase.TEST}
-    return {phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in found.items()}
+    """Return the plans to show, with their sizes; the test phase is the validation's plan on other data."""
+    chosen = {phase: pair for phase, pair in phases.items() if phase is not Phase.TEST}
+    return {phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in chosen.items()}
 
 
 def _assumed(config: Config) -> list[str]:
@@ -59,11 +61,11 @@ def _assumed(config: Config) -> list[str]:
     ]
 
 
-def _memory(config: Config, found: Sequence[WorkerMemory], workers: Sequence[str]) -> str:
+def _memory(config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str]) -> str:
     limit = "no cluster.memory_limit" if config.cluster.memory_limit is None else config.cluster.memory_limit
     rows = [
         (worker_ranges(one.workers, tuple(workers)), ", ".join(one.roles) or "-", readable_bytes(one.total), one.text())
-        for one in found
+        for one in groups
     ]
     title = f"Memory of a worker, at most, without activations and caches ({limit})"
     return f"== memory ==\n\n{title}\n{table(('workers', 'roles', 'in all', 'of which'), rows)}"

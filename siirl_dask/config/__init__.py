@@ -1,4 +1,4 @@
-"""A run's configuration: typed groups, filled from YAML and ``key=value`` overrides, refused before anything starts."""
+"""The configuration of a run: typed groups, filled from YAML and ``key=value`` overrides and checked when made."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class Config:
+    """All groups of a configuration. ConfigError for values that contradict each other."""
+
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -58,7 +60,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: TrainerConfig = field(default_factory=TrainerConfig)
-    """How the critic learns, where the DAG has one."""
+    """Training of the critic, if the DAG has one."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -75,6 +77,6 @@ class Config:
         self._fill_total_steps(self.critic, self.run.steps)
 
     def _fill_total_steps(self, trainer: TrainerConfig, steps: int) -> None:
-        """A learning rate that falls does so until the end of the run."""
+        """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""
         if trainer.schedule != Schedule.constant and trainer.total_steps is None:
             trainer.total_steps = max(1, steps) * self.algorithm.minibatches * self.algorithm.epochs

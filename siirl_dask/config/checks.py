@@ -1,4 +1,4 @@
-"""What the groups of a configuration have in common: numbers of bytes, and bounds."""
+"""Checks that the groups of a configuration share: sizes in bytes, and bounds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _UNITS = {
 
 
 def parse_bytes(key: str, text: str) -> int:
-    """Bytes of ``2GiB``, ``500 MB`` or ``1000000``."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if not found or found[2] not in _UNITS:
+    """Return the bytes of ``2GiB``, ``500 MB`` or ``1000000``. ConfigError, naming ``key``, for another text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2] not in _UNITS:
         raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def at_least(group: str, least: float, **values: float) -> None:
+    """Raise ConfigError for a value below ``least``."""
     for name, value in values.items():
         if not value >= least:
             raise ConfigError(f"{group}.{name}={value!r}: expected at least {least}")
 
 
 def above(group: str, bound: float, **values: float) -> None:
+    """Raise ConfigError for a value that is not above ``bound``."""
     for name, value in values.items():
         if not value > bound:
             raise ConfigError(f"{group}.{name}={value!r}: expected more than {bound}")

@@ -1,4 +1,4 @@
-"""Where prompts come from, and how rows move."""
+"""Config group of the data: prompts, and the transport of rows between workers."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from siirl_dask.errors import ConfigError
 
 
 class TransportMode(StrEnum):
-    """By which rows travel between two workers. ``auto`` finds out for each pair."""
+    """Transport of rows between two workers."""
 
     auto = "auto"
-    """Shared memory between processes of one host, messages between others."""
+    """Shared memory between processes of one host, messages between hosts; decided for each pair."""
     dask = "dask"
-    """Messages over the cluster's own comms, always."""
+    """Messages over the cluster's own comms for every pair."""
     shm = "shm"
-    """Shared memory, always: a pair that has none is an error."""
+    """Shared memory for every pair; a pair without it is an error."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
+    """``data``: the dataset, its columns, and the movement of rows."""
+
     url: str = "???"
     """A Parquet folder or file, or a table of siirl_storage, on any fsspec URL."""
     prepare: str | None = None
-    """``module:function``, called with the Config before anything starts when there is nothing at ``data.url``."""
+    """Function, as ``module:function``, that makes the dataset; called with the Config if nothing is at ``data.url``.
+    """
     batch_size: int = 32
     """Prompts per step, over all workers."""
     prompt: str = "prompt"
-    """Column of the prompt; a dot goes into a struct."""
+    """Column of the prompt; a dot leads into a struct."""
     answer: str = "answer"
-    """Column of the answer; a dot goes into a struct, as in ``reward_model.ground_truth``."""
+    """Column of the answer; a dot leads into a struct, as in ``reward_model.ground_truth``."""
     max_prompt_length: int = 1024
-    """Tokens. A longer prompt is dropped from its step, and counted."""
+    """Longest prompt in tokens. A longer one is dropped from its step, and counted."""
     transport: TransportMode = TransportMode.auto
-    """How rows move between workers: ``auto``, ``dask`` or ``shm``."""
+    """Transport of rows between workers: ``auto``, ``dask`` or ``shm``."""
     memory_limit: str = "2GiB"
-    """What a worker may use to move rows, beyond its own part and its result; partitions that wait beyond it spill."""
+    """Memory of a worker for moving rows, beyond its own rows and the result; partitions that exceed it spill."""
     spill_directory: str | None = None
-    """Where they spill to: a folder on every worker's machine; where none is given, that for temporary files."""
+    """Folder on every worker's machine for partitions that spill. None: the folder for temporary files."""
     quadratic_from: int = 0
     """Tokens at which attention costs a row as much as everything else, about 6 x hidden size: rows are balanced by
     tokens + tokens^2 / quadratic_from. 0 balances by tokens alone.

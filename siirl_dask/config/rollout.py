@@ -1,4 +1,4 @@
-"""Config groups of generation: the model, how responses are sampled, which engine generates, how they are rewarded."""
+"""Config groups of generation: the model, sampling, engines and rewards."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from siirl_dask.errors import ConfigError
 
 
 class Engine(StrEnum):
-    """The engine that generates; see docs/engines.md."""
+    """Engine that generates; see docs/engines.md."""
 
     transformers = "transformers"
     vllm = "vllm"
     auto = "auto"
-    """vLLM where it is installed, transformers elsewhere."""
+    """vLLM if it is installed, else transformers."""
 
 
 class Dtype(StrEnum):
+    """Number type of a model's weights."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
 class WeightSync(StrEnum):
-    """How the policy's new weights reach the engines; see docs/engines.md."""
+    """Transfer of the policy's new weights to the engines; see docs/engines.md."""
 
     auto = "auto"
-    """A broadcast where its backend is nccl or hccl, rows elsewhere."""
+    """A broadcast if its backend is nccl or hccl, else rows."""
     rows = "rows"
-    """As rows of the data plane, through the host's memory."""
+    """Rows of the data plane, through the host's memory."""
     broadcast = "broadcast"
-    """From the device of one of the policy's workers to the engines' devices; a run that cannot do so is refused."""
+    """A broadcast from the device of one policy worker to the engines' devices; a run that cannot do so is refused."""
 
 
 class PromptPlacement(StrEnum):
-    """Which rollout worker samples a prompt."""
+    """Choice of the rollout worker that samples a prompt."""
 
     anywhere = "anywhere"
     """The worker that loaded it."""
@@ -46,6 +48,8 @@ class PromptPlacement(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
+    """``model``: the model that is trained and that generates."""
+
     path: str = "???"
     """Folder with a model that transformers loads: config, weights, tokenizer."""
     dtype: Dtype = Dtype.float32
@@ -60,16 +64,17 @@ class VllmConfig:
     kv_cache_memory: str | None = None
     """Size of a worker's cache of keys and values, such as ``4GiB``. None: 1GiB on a CPU."""
     max_num_seqs: int | None = None
-    """Rows in an engine's batch. None: ``rollout.max_rows`` for each of its workers."""
+    """Most rows in an engine's batch. None: ``rollout.max_rows`` for each of its workers."""
     max_num_batched_tokens: int | None = None
-    """Tokens in an engine's batch. None: vLLM's own choice."""
+    """Most tokens in an engine's batch. None: vLLM's own choice."""
     enforce_eager: bool | None = None
     """Run without compiled graphs. None: on a CPU only."""
     enable_prefix_caching: bool = True
     """Read a prompt once for all its samples."""
     sleep_level: int = 1
-    """Memory of an accelerator that the engine frees while other roles compute on it: 0, none; 1, the cache, and the
-    weights move to the host's memory; 2, both, and each update loads the weights before the next generation."""
+    """Memory that the engine frees on an accelerator while other roles compute on it. 0: none. 1: the cache, and the
+    weights move to the host's memory. 2: cache and weights, and each update loads the weights before the next
+    generation."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 
@@ -96,59 +101,63 @@ class VllmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
+    """``rollout``: sampling of responses, and the engine that generates them."""
+
     engine: Engine = Engine.auto
     n: int = 8
-    """Samples per prompt: the group that an advantage compares."""
+    """Samples per prompt, which form the group that an advantage compares."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens that may be drawn; 0 is off."""
+    """Number of likeliest tokens that may be drawn; 0: all."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest are not drawn; 0 is off."""
+    """Least probability of a token that may be drawn, as a share of the likeliest token's; 0: any."""
     max_response_length: int = 256
     """Longest response, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a response, besides those that the model and its tokenizer name."""
+    """Tokens that end a response, besides those of the model and its tokenizer."""
     max_rows: int = 256
-    """Rows generated at once on a worker."""
+    """Most rows generated at once on a worker."""
     max_staleness: int = 0
-    """Steps by which the weights that sample may be older than those that are trained: generation runs so far ahead.
+    """Steps by which the weights that sample may be older than those that are trained, so that generation runs ahead.
     Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` defaults to truncated_is."""
     partial: bool = False
-    """A response stops after ``max_tokens_per_step`` tokens and goes on in the next step, with that step's weights. Its
-    group is trained when all of it is there; ``max_staleness`` must allow for the steps that takes."""
+    """Generate long responses over several steps: a response stops after ``max_tokens_per_step`` tokens and goes on in
+    the next step, with that step's weights. Its group is trained once it is complete; ``max_staleness`` must allow for
+    these steps."""
     max_tokens_per_step: int | None = None
-    """Tokens of a response that are generated in one step, with ``partial``."""
+    """Most tokens of a response that are generated in one step, with ``partial``."""
     steps_ahead: int | None = None
     """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of partial responses."""
     weight_bucket: str = "256MiB"
-    """Largest part of the policy's new weights that is on its way to the engines at once; a larger parameter goes
+    """Largest piece of the policy's new weights that is on its way to the engines at once; a larger parameter travels
     alone."""
     weight_sync: WeightSync = WeightSync.auto
-    """How new weights reach the engines: ``auto`` broadcasts them from device to device where policy and engines have
-    workers of their own, each with an accelerator; ``rows``; or ``broadcast``."""
+    """Transfer of new weights to the engines: ``auto``, ``rows`` or ``broadcast``. ``auto`` broadcasts from device to
+    device if policy and engines have workers of their own, each with an accelerator, and else sends rows."""
     expected_length_column: str | None = None
-    """Dataset column with the number of tokens that responses to the prompt are expected to have. Workers share the
-    prompts by it and begin with the longest; samples do not depend on it."""
+    """Dataset column with the expected number of tokens of a response. Workers share the prompts by it and begin with
+    the longest; samples do not depend on it."""
     prompt_placement: PromptPlacement | None = None
-    """Which rollout worker samples a prompt: ``anywhere``, the worker that loaded it; ``balanced``, longest first, to
-    the least loaded. None: ``balanced`` with ``expected_length_column``, else ``anywhere``."""
+    """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it; ``balanced``, the
+    least loaded worker, longest prompts first. None: ``balanced`` with ``expected_length_column``, else
+    ``anywhere``."""
     work_stealing: bool | None = None
-    """A worker that has nothing left to begin takes over rows that wait at others, beyond their ``max_rows``. None: on,
-    except with ``tensor_parallel_size`` above 1."""
+    """Let a worker that has nothing left to begin take over rows that wait at others, beyond their ``max_rows``. None:
+    on, except with ``tensor_parallel_size`` above 1."""
     tensor_parallel_size: int = 1
-    """Consecutive workers of the role that are one engine of vLLM together, each with a slice of the model."""
+    """Number of consecutive workers of the role that form one vLLM engine, each with a slice of the model."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Options that only vLLM reads."""
 
     @property
     def n_and_greedy(self) -> int:
-        """Responses to each prompt where the most likely one is added to the samples."""
+        """Responses to each prompt if the most likely one is added to the samples."""
         return self.n + 1
 
     @property
     def rows_per_prompt(self) -> int:
-        """Most rows of a step per prompt: partial responses of earlier steps end in it as well."""
+        """Most rows of a step per prompt, counting partial responses of earlier steps that end in it."""
         return self.n * self.steps_per_response
 
     @property
@@ -218,16 +227,18 @@ class RolloutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RewardsConfig:
+    """``rewards``: the reward function, and the processes that call it."""
+
     function: str = "siirl_dask.rewards:exact_match"
-    """``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
+    """Reward function, as ``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
     processes: int = 0
-    """Processes on each worker that call it; 0 calls it in the worker itself."""
+    """Processes on each worker that call the function; 0: the worker itself calls it."""
     timeout: float | None = None
-    """Seconds for one row. A function that is not async needs ``processes`` for it."""
+    """Most seconds for one row. A function that is not async needs ``processes`` for a timeout."""
     concurrency: int = 64
-    """Calls of an async function at once on a worker."""
+    """Most concurrent calls of an async function on a worker."""
     max_failures: int = 0
-    """Rows of a step, over all workers, that may fail to be scored: they are left out of the loss."""
+    """Most rows of a step, over all workers, that may fail to be scored; the loss leaves them out."""
 
     def __post_init__(self) -> None:
         at_least("rewards", 0, processes=self.processes, max_failures=self.max_failures)

@@ -1,4 +1,4 @@
-"""Groups of a run: where it goes, on what it runs, when it is validated and saved, what is shown of it."""
+"""Config groups of the run itself: output, cluster, validation, checkpoints and display."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from siirl_dask.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
+    """``run``: name, output, length and seed."""
+
     name: str = "run"
     url: str = "runs/${run.name}"
-    """Where everything the run makes is written: a local folder or any fsspec URL."""
+    """Folder of everything that the run writes: a local path or any fsspec URL."""
     steps: int = 100
+    """Training steps."""
     seed: int = 0
+    """Seed of data order and sampling."""
     lookahead: int = 2
-    """Steps submitted ahead, so that no worker waits for the client."""
+    """Steps that the client submits ahead, so that no worker waits for it."""
 
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
@@ -28,28 +32,28 @@ class RunConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
+    """``cluster``: the workers, the placement of roles on them, and timeouts."""
+
     workers: int = 2
-    """Processes started on this machine; of a cluster given by address, how many of its workers to take."""
+    """Number of worker processes to start on this machine, or to take from a cluster given by its address."""
     address: str | None = None
-    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``; for ``tls://`` certificates are those
-    that Dask's configuration names.
+    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``. With ``tls://``, Dask's configuration
+    names the certificates.
     """
     scheduler_file: str | None = None
     """Scheduler file of an existing cluster."""
     placement: dict[str, list[int]] = field(default_factory=dict)
-    """Workers of each role, by index; a role that is not named is on every worker."""
+    """Workers of each role, by index; a role that is absent is on every worker."""
     threads: int = 1
     """Torch threads per worker."""
     memory_limit: str | None = None
-    """Memory of one worker process, such as ``64GiB``: a run that is estimated to need more is refused. None is no
-    limit.
-    """
+    """Memory of one worker process, such as ``64GiB``; a run whose estimate is higher is refused. None: no limit."""
     start_timeout: float = 120.0
-    """Seconds until every worker must be up and its roles built."""
+    """Most seconds until every worker is up and its roles are built."""
     stall_timeout: float = 600.0
-    """Seconds without progress after which a wait for a peer gives up and names it."""
+    """Seconds without progress after which a wait for a peer fails and names it."""
     peer_timeout: float = 5.0
-    """Seconds within which a peer that is dead or stands still is noticed by those that wait for it."""
+    """Seconds within which waiting workers notice that a peer is dead or stands still."""
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)
@@ -73,23 +77,25 @@ class ClusterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
+    """``validation``: datasets, sampling and metrics of validation and test."""
+
     url: str | None = None
-    """Dataset of the validation nodes; none, no validation."""
+    """Dataset of the validation. None: no validation."""
     every: int = 10
     """Steps between validations; one is run before the first step and one after the last as well."""
     test_url: str | None = None
-    """A dataset that is touched once, after the last step."""
+    """Dataset of the test, which is read once, after the last step."""
     n: int = 1
     """Samples per prompt."""
     temperature: float | None = None
-    """0 takes the most likely response, which is what one sample a prompt is by default; several are drawn at 1."""
+    """Temperature of the samples; 0: the most likely response. None: 0 for one sample per prompt, 1 for several."""
     top_p: float = 1.0
     k: list[int] = field(default_factory=list)
-    """Of pass@k, maj@k and best@k: numbers of samples, up to ``n``. None given: 1 and ``n``."""
+    """Values of k for pass@k, maj@k and best@k, up to ``n``. Empty: 1 and ``n``."""
     source_column: str | None = None
-    """Column that says what a row comes from, for numbers of each source; a dot goes into a struct."""
+    """Column with the source of a row, for metrics of each source; a dot leads into a struct."""
     answer_extractor: str | None = None
-    """``module:function`` of a response that gives the answer in it, which maj@k counts; none, the whole response."""
+    """Function of a response, as ``module:function``, that returns the answer in it, for maj@k. None: the response."""
 
     def __post_init__(self) -> None:
         at_least("validation", 1, every=self.every, n=self.n)
@@ -108,16 +114,18 @@ class ValidationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
+    """``checkpoint``: when checkpoints are written, and which ones are kept."""
+
     every: int = 50
-    """Steps between checkpoints; one is written after the last step as well. 0 writes none: a run that stops then
-    starts anew, and its model is lost when it ends.
+    """Steps between checkpoints; one is written after the last step as well. 0 writes none: a run that stops cannot
+    resume, and the model is lost when the run ends.
     """
     keep: int = 2
-    """So many of the newest stay; the older ones are removed."""
+    """Number of newest checkpoints to keep; older ones are removed."""
     keep_best: str | None = None
-    """A metric, such as ``validation/reward/mean``: the checkpoint with its highest value stays besides."""
+    """Metric, such as ``validation/reward/mean``, whose best checkpoint is kept as well: the highest value wins."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy of what is learned in the CPU's memory."""
+    """Write while training goes on, from a copy of the state in the host's memory."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint", 0, every=self.every)
@@ -132,12 +140,14 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ObserveConfig:
+    """``observe``: progress, TensorBoard and the dashboard."""
+
     progress: bool = True
-    """A progress bar on the terminal."""
+    """Show a progress bar on the terminal."""
     tensorboard: bool = False
-    """Write TensorBoard event files under the run's URL; needs the extra ``tensorboard``."""
+    """Write TensorBoard event files to the run's folder; needs the extra ``tensorboard``."""
     dashboard_port: int = 0
-    """Port of the Dask dashboard of a cluster started here, on 127.0.0.1; 0 takes a free one."""
+    """Port on 127.0.0.1 of the Dask dashboard, for a cluster started here; 0: any free port."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dashboard_port < 65536:

@@ -1,4 +1,4 @@
-"""Config groups of learning: the algorithm, and how a policy or a critic is trained."""
+"""Config groups of learning: the algorithm, and the training of a policy or a critic."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from siirl_dask.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """Functions by name, ``module:function``, and their options by theirs; see docs/algorithms.md for what there is."""
+    """``algorithm``: functions, as ``module:function``, with their options by name; docs/algorithms.md lists them."""
 
     advantage: str = "siirl_dask.algorithms:grpo"
-    """Function of Outcomes, or of TokenOutcomes where the DAG estimates advantages of tokens."""
+    """Function of Outcomes, or of TokenOutcomes if the DAG estimates advantages of tokens."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the advantage."""
     loss: str = "siirl_dask.algorithms:ppo_clip"
-    """Function of LossInputs that gives the policy's loss, token by token."""
+    """Function of LossInputs that returns the policy's loss of each token."""
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the loss, such as ``{clip_low: 0.2, clip_high: 0.28}``."""
     aggregation: str = "siirl_dask.algorithms:token_mean"
     """Function that weighs the tokens' losses in a mini-batch's loss."""
     aggregation_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the aggregation."""
     kl: str = "siirl_dask.algorithms:k3"
     """Estimator of KL(policy, reference) that ``kl_coefficient`` multiplies."""
     kl_coefficient: float = 0.0
     """Weight of the KL term in the loss; above 0 it needs a node that writes ``reference_logprobs``."""
     kl_bias_correction: bool = False
-    """Multiply the KL term by the ratio of current to old policy, which removes its bias: see ``policy_loss``."""
+    """Multiply the KL term by the ratio of current to old policy, which removes its bias; see ``policy_loss``."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus in the loss."""
     correction: str | None = None
-    """Function of LossInputs that weighs tokens, since the engine that sampled is not quite the policy. None: no
-    correction where ``rollout.max_staleness`` is 0, else truncated_is."""
+    """Function of LossInputs that weighs tokens by the ratio of policy to sampling engine. None: no correction if
+    ``rollout.max_staleness`` is 0, else truncated_is."""
     correction_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the correction."""
     minibatches: int = 1
     """Optimizer steps per step; prompts are drawn into mini-batches globally, with all their samples."""
     split_groups: bool = False
-    """Samples are drawn into mini-batches one by one, wherever the others of their prompt go."""
+    """Draw samples into mini-batches one by one, apart from the other samples of their prompt."""
     epochs: int = 1
-    """Passes over a step's mini-batches; old log-probs stay those before the first."""
+    """Passes over a step's mini-batches; old log-probs are those before the first pass."""
     critic_warmup_steps: int = 0
-    """First steps of the run in which a critic learns and the policy does not."""
+    """Number of first steps in which a critic learns and the policy does not."""
 
     def __post_init__(self) -> None:
         at_least("algorithm", 1, minibatches=self.minibatches, epochs=self.epochs)
@@ -54,16 +57,16 @@ class AlgorithmConfig:
 
 
 class Backend(StrEnum):
-    """How a model that learns lies on its workers; see docs/training.md."""
+    """Distribution of a trained model over its workers; see docs/training.md."""
 
     torch = "torch"
-    """The whole model on every worker of the role: the simplest, and the fastest where it fits."""
+    """The whole model on every worker of the role: the simplest, and the fastest if it fits."""
     fsdp = "fsdp"
     """Shards of the model over the workers of the role (FSDP2)."""
 
 
 class Schedule(StrEnum):
-    """How the learning rate goes on after the warm-up."""
+    """Course of the learning rate after the warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -78,13 +81,13 @@ class FsdpConfig:
     """Ranks over which the model is sharded; fewer than the role's ranks replicates the shards over groups of them
     (HSDP). None: all of the role's ranks."""
     offload: bool = False
-    """Keep shards and the optimizer's state in the host's memory; the device holds only what it computes with."""
+    """Keep shards and the optimizer's state in the host's memory; the device holds only the layers in use."""
     gather_size: str = "64MiB"
-    """Least size of float32 parameters that are gathered at once: smaller layers are gathered together. Less takes less
-    memory, and more messages."""
+    """Least size of float32 parameters that are gathered at once; smaller layers are gathered together. A lower value
+    takes less memory and more messages."""
     sequence_parallel: int = 1
-    """Ranks that share the tokens of each micro-batch, for rows that are too long for one of them; a divisor of the
-    role's ranks and of the model's attention heads."""
+    """Ranks that share the tokens of each micro-batch, for rows too long for one rank; a divisor of the role's ranks
+    and of the model's attention heads."""
     tensor_parallel: int = 1
     """Ranks that share the heads and the feed-forward width of each layer; a divisor of the role's ranks and of the
     model's key heads. Excludes adapters, ``compile`` and the options above but ``gather_size``."""
@@ -97,24 +100,24 @@ class FsdpConfig:
 
     @property
     def needs_fsdp(self) -> list[str]:
-        """Options given that the backend torch does not have, as ``trainer.fsdp.offload=True``."""
-        given = {
+        """Options in use that the backend torch does not have, as ``trainer.fsdp.offload=True``."""
+        options = {
             "shard_size": self.shard_size,
             "offload": self.offload or None,
             "sequence_parallel": self.sequence_parallel if self.sequence_parallel > 1 else None,
             "tensor_parallel": self.tensor_parallel if self.tensor_parallel > 1 else None,
         }
-        return [f"trainer.fsdp.{name}={value}" for name, value in given.items() if value is not None]
+        return [f"trainer.fsdp.{name}={value}" for name, value in options.items() if value is not None]
 
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """``trainer.lora``: adapters (LoRA, arXiv:2106.09685) that learn in place of the weights."""
+    """``trainer.lora``: adapters that learn in place of the weights (LoRA, arXiv:2106.09685)."""
 
     rank: int = 0
-    """Rank of the adapters; 0: the weights learn themselves."""
+    """Rank of the adapters; 0: no adapters, all weights learn."""
     alpha: float = 16.0
-    """``alpha / rank`` multiplies what an adapter adds."""
+    """Scale of the adapters: their output is multiplied by ``alpha / rank``."""
     targets: list[str] = field(default_factory=list)
     """Names of the linear layers that get an adapter, such as ``[q_proj, v_proj]``. Empty: all of the decoder's."""
 
@@ -130,35 +133,40 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
+    """``trainer`` and ``critic``: backend, optimizer and micro-batches of a trained model."""
+
     backend: Backend = Backend.torch
-    """``torch`` unless the model does not fit: on two workers and small models it is the faster one."""
+    """Backend: ``torch``, or ``fsdp`` for a model that does not fit on one device."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping what they computed."""
+    """Compute layers again in the backward pass instead of keeping their activations."""
     compile: bool = False
-    """Compile the layers with torch.compile: minutes before the first step."""
+    """Compile the layers with torch.compile, which takes minutes before the first step."""
     lr: float = 1e-6
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decays of AdamW's first and second moment."""
     eps: float = 1e-8
     """Number that AdamW adds to the root of the second moment."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = Schedule.constant
     total_steps: int | None = None
-    """Optimizer steps, warm-up included, at whose end the rate has fallen. None: those of the run."""
+    """Optimizer steps, warm-up included, after which the rate has fallen. None: those of the run."""
     min_lr_ratio: float = 0.0
     """Share of ``lr`` that the rate falls to."""
     max_grad_norm: float = 1.0
+    """Norm to which gradients are clipped."""
     max_skipped_steps: int = 0
-    """Optimizer steps in a row that may be left out because their loss or gradient is not finite."""
+    """Most optimizer steps in a row that may be skipped because their loss or gradient is not finite."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights that is kept beside them; 0: there is none."""
+    """Decay of a moving average of the weights; 0: no average is kept."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens, prompt and response, that go through the model at once on a rank; ``fsdp.sequence_parallel`` ranks take
-    that many times as many together."""
+    """Most tokens, prompts and responses, in a rank's micro-batch; ``fsdp.sequence_parallel`` ranks together take that
+    many times more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -170,8 +178,8 @@ class TrainerConfig:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # a list is fine as well
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"trainer.betas={self.betas}: expected two numbers from 0 to below 1")
-        if self.backend is Backend.torch and (given := self.fsdp.needs_fsdp):
-            raise ConfigError(f"{given[0]}: the backend torch does not have it; take trainer.backend=fsdp")
+        if self.backend is Backend.torch and (options := self.fsdp.needs_fsdp):
+            raise ConfigError(f"{options[0]}: the backend torch does not have it; take trainer.backend=fsdp")
         self._check_tensor_parallel()
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")

@@ -1,4 +1,4 @@
-"""What a plan is made of: edges between groups of workers, and per worker a chain of links. Data, no behaviour."""
+"""Plans as data: edges between groups of workers, and for each worker a chain of links."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from siirl_dask.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Rows of one node that move to the workers of another: of a parent, or of one further above, for its blobs.
+    """Rows of one node that move to the workers of another.
 
-    Where each row goes is decided by the statistics of ``guide``, one of the target's edges, and is the same for all
-    edges into one target, so that a join finds its rows on one worker. An edge without columns moves no rows: it is
-    only such a guide, whose rows are where they should be already.
+    The source is a parent of the target, or for blobs a node further above. The statistics of ``guide``, one of the
+    target's edges, decide the owner of each row for all edges into the target, so that a join finds its rows on one
+    worker. An edge without columns moves no rows: it is a guide whose rows are in place already.
     """
 
     source: str
@@ -26,11 +26,11 @@ class Edge:
     targets: tuple[str, ...]
     rows: Rows
     by_minibatch: bool
-    """Each mini-batch is balanced on its own."""
+    """True if each mini-batch is balanced on its own."""
     schema: Schema
-    """Of the rows that move."""
+    """Columns of the rows that move."""
     guide: str
-    """Source node of the edge whose statistics decide."""
+    """Source node of the edge whose statistics decide the owners."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Columns a node takes from a table, by the table's name in the executor: a node's, or an edge's."""
+    """Columns that a node takes from a table. The executor names a table after its node, or after its edge."""
 
     table: str
     columns: tuple[str, ...]
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a node on the join of its inputs and keep the ``columns`` of what it gives."""
+    """Run a node on the join of its inputs, and keep ``columns`` of its table."""
 
     node: Node
     inputs: tuple[Input, ...]
@@ -70,14 +70,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Publish the edge's source table, and its statistics, to whoever asks."""
+    """Publish the edge's source table and its statistics to the peers that pull them."""
 
     edge: Edge
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Pull the rows of the edge that are this worker's."""
+    """Pull the edge's rows that this worker owns."""
 
     edge: Edge
     guide: Edge
@@ -95,14 +95,14 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget a table nobody on this worker reads any more."""
+    """Forget a table that no later link of this worker reads."""
 
     table: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lagged:
-    """Links that are gone through as in the iteration of ``steps`` steps before, if there was one."""
+    """Run links as in the iteration ``steps`` steps earlier; skip them where there was none."""
 
     steps: int
     links: tuple[Link, ...]
@@ -110,25 +110,26 @@ class Lagged:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Run two nodes at once: each part of the table that ``source`` makes goes to the workers of ``target`` as it is
-    made, and is let go of before many more are. Neither's table is there as a whole.
+    """Run two nodes at once, piece by piece, so that neither's table is ever whole in memory.
+
+    Each piece of the table that ``source`` makes goes to the workers of ``target`` at once, and is freed soon after.
     """
 
     source: Node
     target: Node
     gives: bool
-    """This worker is one of the source's."""
+    """True on the workers of the source."""
     takes: bool
-    """This worker is one of the target's."""
+    """True on the workers of the target."""
     inputs: tuple[Input, ...]
-    """Of the source; none where this worker only takes."""
+    """The source's inputs; empty on a worker that only takes."""
     columns: tuple[str, ...]
-    """Of a part."""
+    """Columns of a piece."""
     edge: Edge | None
-    """None where one worker does both, alone."""
+    """Edge of the pieces; None where one worker alone has both nodes."""
     joins: tuple[str, ...] = ()
-    """Workers of a broadcast that can bring the table as tensors: the first that gives it, and all that take it. None
-    where there can be no such.
+    """Workers of a broadcast of the table as tensors: the source's first worker, and all of the target's. Empty where
+    no broadcast is possible.
     """
 
 
@@ -137,29 +138,29 @@ Link = Load | Run | Send | Recv | Save | Drop | Lagged | Stream
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What one worker does in a step, in order. Every worker goes through the nodes in the same global order."""
+    """The links of one worker in a step, in order. All workers share one global order of the nodes."""
 
     worker: str
     links: tuple[Link, ...]
 
     @property
     def flat(self) -> Iterator[Link]:
-        """Its links, and in place of those that are behind what they are."""
+        """Yield its links; a Lagged link is replaced by the links in it."""
         return (inner for link in self.links for inner in (link.links if isinstance(link, Lagged) else (link,)))
 
 
 class Phase(StrEnum):
-    """What all workers do together in an iteration."""
+    """The kind of an iteration; all workers are in the same phase."""
 
     TRAIN = "train"
     VALIDATION = "validation"
     TEST = "test"
     EVALUATION = "evaluation"
-    """One pass over a dataset outside a training run (``siirl-dask eval``)."""
+    """Pass over a dataset outside a training run (``siirl-dask eval``)."""
     WEIGHTS = "weights"
-    """A resumed run brings the restored weights to the engines."""
+    """Transfer of the restored weights to the engines, in a resumed run."""
     CHECKPOINT = "checkpoint"
-    """Roles' states are saved; no chain is run."""
+    """Saving of the roles' states; no chain is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +169,11 @@ class Iteration:
 
     phase: Phase
     step: int
-    """The step that is trained, from 1; in other phases, the number of steps trained before."""
+    """Step that is trained, from 1; in other phases, the number of steps trained before."""
     sequence: int
-    """Counts the iterations of a run, which makes keys unique."""
+    """Number of the iteration in the run, which makes the keys of its messages unique."""
     drain: bool = False
-    """No training step follows at once: nodes with a lag catch up in this iteration."""
+    """True if no training step follows at once, so that nodes with a lag catch up in this iteration."""
 
     @property
     def batch(self) -> int:
@@ -185,12 +186,14 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """A DAG on workers: who computes what, and which rows move between them."""
+
     dag: DAG
     placement: Mapping[str, tuple[str, ...]]
     """Workers of each role, in rank order."""
     stages: Mapping[str, Stage]
     edges: tuple[Edge, ...]
-    """Those that move rows or guide such."""
+    """Edges that move rows or guide others."""
     chains: Mapping[str, Chain]
     streams: Mapping[str, str] = field(default_factory=dict)
-    """Nodes whose tables move in parts, each with the one that takes them."""
+    """Target node of each source node whose table is streamed piece by piece."""

@@ -1,7 +1,7 @@
-"""From a DAG and a placement to one chain of links per worker.
+"""The compiler turns a DAG and a placement into one chain of links per worker.
 
-Edges whose rows are already where they are wanted stay local. Links follow the DAG's order on every worker and a Send
-never waits, so no two workers can wait for each other; order.py holds every plan to that.
+Rows that are already on the wanted workers do not move. Links follow the DAG's order on every worker and a Send never
+waits, so no two workers can wait for each other; ``deadlock.py`` checks every plan for that.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def _check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which row is on which worker. Two equal layouts of the same rows are the same assignment."""
+    """An assignment of rows to workers. Equal layouts assign every row to the same worker."""
 
     rows: str
     policy: str
     workers: tuple[str, ...]
     origin: str = ""
-    """The first node that had the layout these rows came from, where some may have stayed: what stays depends on it."""
+    """First node of the layout that these rows came from, where some rows may have stayed; they depend on it."""
 
     @property
     def replicated(self) -> bool:
@@ -84,11 +84,11 @@ class _Layout:
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Workers whose parts together are every row once: of replicas, the first one."""
+        """Workers whose parts together hold every row once; for replicas, the first worker."""
         return self.workers[:1] if self.replicated else self.workers
 
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
-        """Whether rows that are wanted like this are in place: what is balanced already stays as it is."""
+        """Tell whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
         return self.workers == workers and (self.policy == policy or len(workers) == 1)
 
 
@@ -98,25 +98,25 @@ def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """How a node gets its input: the tables it joins, and the edges that bring those that are not there yet."""
+    """A node's input: the tables that it joins, and the edges that bring those that are elsewhere."""
 
     inputs: tuple[Input, ...]
     edges: tuple[Edge, ...]
     holders: tuple[str, ...]
-    """Workers whose parts together are the node's output."""
+    """Workers whose parts together make up the node's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Where rows are once the nodes so far have run."""
+    """The layouts of all tables after the nodes planned so far."""
 
     stages: Mapping[str, Stage]
     layouts: dict[str, _Layout] = field(default_factory=dict)
-    """Of each node's table."""
+    """Layout of each node's table."""
     first: dict[_Layout, str] = field(default_factory=dict)
-    """The first node that had a layout."""
+    """First node that has each layout."""
     arrived: dict[tuple[str, _Layout], Edge] = field(default_factory=dict)
-    """The edge that brought rows of a node into a layout; its table is still there."""
+    """Edge that brought a node's rows into a layout; its table can be used again."""
 
 
 def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]]) -> dict[str, _Move]:
@@ -141,7 +141,7 @@ def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...
 
 
 def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
-    """What stays on a worker is gone when a later step asks for it."""
+    """Refuse a lagged node whose input stays on its worker: it is dropped before the later step asks for it."""
     arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
     if staying := [item.table for item in inputs if item.table not in arriving]:
         raise PlanError(
@@ -155,8 +155,10 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
 
 
 def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, _Layout]) -> str:
-    """The parent whose rows decide: it knows the mini-batch if that matters, and is in place already if one is, or at
-    least on the node's workers.
+    """Return the parent whose rows decide the layout.
+
+    It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in place comes first, then
+    one on the node's workers.
     """
     parents = (stage.sources[MINIBATCH],) if _by_minibatch(stage) else stage.node.after
     in_place = (parent for parent in parents if layouts[parent].is_as(_policy(stage), workers))
@@ -174,7 +176,7 @@ def _policy(stage: Stage) -> str:
 
 
 def _wanted(stage: Stage, workers: tuple[str, ...], guide: _Layout, origin: str) -> _Layout:
-    """The layout a node's input will have. ``origin`` stands for the guide's layout."""
+    """Return the layout of a node's input. ``origin`` is the first node of the guide's layout."""
     policy = _policy(stage)
     if guide.is_as(policy, workers) or (guide.workers == workers and stage.node.rows is Rows.ANYWHERE):
         return guide
@@ -183,20 +185,22 @@ def _wanted(stage: Stage, workers: tuple[str, ...], guide: _Layout, origin: str)
 
 
 def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
-    """The tables a node joins, and an edge from each whose rows are not in place: its parents', and those of nodes
-    further above that give it blobs, unless another node of its layout has got these already.
+    """Return the tables that a node joins, and an edge from each source whose rows are not in place.
+
+    Sources are its parents, and nodes further above for blobs. A blob that an earlier edge brought into the same layout
+    is taken from there.
     """
-    givers = dict.fromkeys((*stage.node.after, *stage.sources.values()))
-    in_place = {giver for giver in givers if planned.layouts[giver] == layout}
+    sources = dict.fromkeys((*stage.node.after, *stage.sources.values()))
+    in_place = {source for source in sources if planned.layouts[source] == layout}
     inputs, edges = [], []
-    for giver in givers:
-        taken = (name for name, provider in stage.sources.items() if provider == giver and name not in IDENTITY)
+    for source in sources:
+        taken = (name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY)
         columns = (*IDENTITY, *taken)
-        edge = _edge(stage, planned.stages[giver], planned.layouts[giver].holders, layout, columns, guide)
-        arrived = planned.arrived.get((giver, layout))
-        if giver in in_place:
-            inputs.append(Input(giver, columns))
-        elif giver not in stage.node.after and arrived and set(columns) <= set(arrived.schema.names):
+        edge = _edge(stage, planned.stages[source], planned.layouts[source].holders, layout, columns, guide)
+        arrived = planned.arrived.get((source, layout))
+        if source in in_place:
+            inputs.append(Input(source, columns))
+        elif source not in stage.node.after and arrived and set(columns) <= set(arrived.schema.names):
             inputs.append(Input(arrived.name, columns))
         else:
             inputs.append(Input(edge.name, columns))
@@ -227,7 +231,7 @@ def _chains(
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
 ) -> dict[str, Chain]:
-    """Node by node, each on all of its workers; what takes parts where they are made."""
+    """Build the chains node by node; the target of a stream runs at the place of its source."""
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
@@ -252,7 +256,7 @@ def _chains(
                 here += [Save(name, node.save_as, part[worker], len(part))] if node.save_as else []
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
-    return {worker: Chain(worker, with_drops(found)) for worker, found in links.items()}
+    return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
 
 
 def _streaming(
@@ -262,7 +266,7 @@ def _streaming(
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
 ) -> dict[str, Link]:
-    """The link of each worker of either node, those of the source first."""
+    """Return the Stream link of each worker of either node, the source's workers first."""
     edge = next(iter(moves[target.node.name].edges), None)
     giving, taking = placed[source.node.role], placed[target.node.role]
     joins = () if why_no_broadcast(source, target, placed, streams) else (giving[0], *taking)

@@ -1,7 +1,7 @@
 """Contracts: a node function declares its columns and rows (``@columns``), a role's builder its needs (``@builds``).
 
-Both put one attribute on the function. So a wrapper that is made with ``functools.wraps`` declares the same, and so
-does a ``functools.partial``, whose options count.
+Both put one attribute on the function. A wrapper made with ``functools.wraps`` therefore declares the same, and so does
+a ``functools.partial``, whose options count.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """How a node that makes new rows gives a model's weights bit by bit, so that they are never whole in memory."""
+    """Functions that give a model's weights piece by piece, so that they are never whole in memory."""
 
     tables: Callable[..., Any]
-    """``(Context, pa.Table, *, max_bytes, **options) -> RowStream``: the node's table, in tables of at most
-    ``max_bytes`` or one row; all workers of the role make as many, with the same rows in the same order."""
+    """``(Context, pa.Table, *, max_bytes, **options) -> RowStream`` of tables of at most ``max_bytes``, or one row. All
+    workers of the role make as many, with the same rows in the same order."""
     tensors: Callable[..., Any] | None = None
-    """``(Context, pa.Table, **options) -> RowStream`` of tensors, one a row, for a broadcast from device to device, of
+    """``(Context, pa.Table, **options) -> RowStream`` of tensors, one a row, for a broadcast from device to device, in
     which only the first worker's are sent. None: the weights travel as tables alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSink:
-    """How a node takes what a WeightSource gives: both are called with ``(Context, RowStream, **options)``."""
+    """Functions that take what a WeightSource gives. Both are called with ``(Context, RowStream, **options)``."""
 
     tables: Callable[..., Any]
     tensors: Callable[..., Any] | None = None
@@ -42,48 +42,51 @@ class WeightSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a node's options add to its contract."""
+    """Additions to a node's contract that depend on its options."""
 
     reads: Sequence[str] = ()
     optional: Sequence[str] = ()
     writes: Mapping[str, Any] = field(default_factory=dict)
     """Columns and their Arrow types."""
     neighbour: str | None = None
+    """See ``Contract.neighbour``."""
     draws: bool = False
+    """See ``Contract.draws``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a node function reads and writes, what it does to rows, and what it needs around it."""
+    """Columns that a node function reads and writes, its effect on rows, and its needs."""
 
     reads: tuple[str, ...] = ()
+    """Columns that must be there."""
     writes: Schema = field(default_factory=lambda: make_schema({}))
     optional: tuple[str, ...] = ()
-    """Columns that it reads when a node upstream writes them."""
+    """Columns that it reads if a node upstream writes them."""
     new_rows: bool = False
-    """The rows that come out are other rows than those that went in."""
+    """True if its output has other rows than its input."""
     passes: bool = True
-    """The columns that come in travel on."""
+    """True if the input's columns travel on."""
     one_of: tuple[str, ...] = ()
-    """Columns that it reads when a node upstream writes them; at least one of them must be written."""
+    """Columns that it reads if a node upstream writes them; at least one of them must be written."""
     draws: bool = False
-    """It asks for more prompts than the step's own (``Context.draw_prompts``). Such a node is the only one without
-    parents."""
+    """True if it asks for more prompts than the step's own (``Context.draw_prompts``); it must then be the only node
+    without parents."""
     expand: str | None = None
-    """Dotted name of the option that says how many rows come out per row; for estimates. None: no more than come in."""
+    """Dotted name of the option that holds the rows made per row, for estimates. None: no more than come in."""
     requires: tuple[str, ...] = ()
-    """What its role must provide (``RoleCost.provides``), such as ``adapters``."""
+    """Capabilities that its role must have (``RoleCost.provides``), such as ``adapters``."""
     neighbour: str | None = None
-    """Role that must be on each of the node's workers, because the node uses ``ctx.resources`` of it."""
+    """Role that must be on each of the node's workers, because the node uses its entry of ``ctx.resources``."""
     stream: WeightSource | WeightSink | None = None
-    """How the node gives or takes a model's weights bit by bit, where the plan allows it."""
+    """Functions that give or take a model's weights piece by piece, where the plan allows it."""
     trial: Callable[..., None] | None = None
-    """Called with the node's options before a run starts; it raises if they cannot work."""
+    """Function of the node's options that raises if they cannot work; called before a run starts."""
     depends_on_options: Callable[..., Changes] | None = None
-    """Called with the node's options, defaults included; gives what they add to this contract."""
+    """Function of the node's options, defaults included, that returns what they add to this contract."""
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
-        """The columns it reads among the ``available`` ones."""
+        """Return the columns that it reads among the ``available`` ones."""
         maybe = (name for name in (*self.optional, *self.one_of) if name in available)
         return (*self.reads, *maybe)
 
@@ -132,7 +135,7 @@ def columns(
 
 
 def reads_option(name: str) -> Callable[..., Changes]:
-    """For ``depends_on_options``: the function also reads the columns that its option ``name`` lists."""
+    """Return a value of ``depends_on_options`` that adds the columns listed by the option ``name`` to the reads."""
 
     def changes(**options: Any) -> Changes:
         return Changes(reads=tuple(options.get(name) or ()))
@@ -141,7 +144,7 @@ def reads_option(name: str) -> Callable[..., Changes]:
 
 
 def contract_of(fn: NodeFn) -> Contract:
-    """The contract that a function declares, with what its bound options add. An undeclared one reads nothing."""
+    """Return a function's contract, bound options included. One without ``@columns`` reads and writes nothing."""
     declared: Contract = getattr(bare(fn), "__contract__", Contract())
     if declared.depends_on_options is None:
         return declared
@@ -159,14 +162,14 @@ def contract_of(fn: NodeFn) -> Contract:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleCost:
-    """What a role takes of each of its workers and what it can do, as far as is known before it is built."""
+    """A role's memory on each of its workers and its capabilities, as far as known before it is built."""
 
     memory: int | None = None
-    """Bytes; None where nobody can tell, such as for a model whose files are not on this machine."""
+    """Bytes; None if unknown, such as for a model whose files are not on this machine."""
     checkpoint_copy: int = 0
-    """Bytes of the copy that is there while a checkpoint is written."""
+    """Bytes of the copy that is held while a checkpoint is written."""
     provides: frozenset[str] = frozenset()
-    """What nodes may ask for by ``@columns(requires=...)``, such as ``adapters``."""
+    """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
 
@@ -181,7 +184,7 @@ Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a role's builder declares by ``@builds``."""
+    """The declaration that ``@builds`` puts on a builder."""
 
     preflight: Preflight
     provides: frozenset[str]
@@ -190,7 +193,7 @@ class Declared:
 def builds(*, preflight: Preflight, provides: Iterable[str] = ()) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
-    ``provides``: what its roles always provide (see ``RoleCost.provides``); ``preflight`` may add to it.
+    ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
     """
     declared = Declared(preflight, frozenset(provides))
 
@@ -202,38 +205,38 @@ def builds(*, preflight: Preflight, provides: Iterable[str] = ()) -> Callable[[_
 
 
 def preflight_of(build: Callable[..., Any]) -> Preflight | None:
-    """The check that a role's builder declares; None where it declares none."""
+    """Return the check that a role's builder declares, or None."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
     return None if declared is None else declared.preflight
 
 
 def provides_of(build: Callable[..., Any]) -> frozenset[str]:
-    """What roles of this builder always provide."""
+    """Return the capabilities of all roles of this builder."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
     return frozenset() if declared is None else declared.provides
 
 
 def bare(fn: Any) -> Any:
-    """The function without the options that are bound to it."""
+    """Return the function without the options that are bound to it."""
     return fn.func if isinstance(fn, partial) else fn
 
 
 def options_of(fn: Any) -> Mapping[str, Any]:
-    """The options that are bound to a function."""
+    """Return the options that are bound to a function."""
     return fn.keywords if isinstance(fn, partial) else {}
 
 
 def all_options(fn: Any) -> dict[str, Any]:
-    """Options by name with their defaults: of those that can only be given by name."""
+    """Return the bound options over the defaults of keyword-only parameters."""
     parameters = inspect.signature(bare(fn)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
     return {**defaults, **options_of(fn)}
 
 
 def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:
-    """PlanError for an option that the function does not have, with the nearest spelling, or that it needs and lacks.
+    """Raise PlanError for an option that the function does not have, with the nearest spelling, or for a missing one.
 
-    What ``**extra`` takes is for whoever calls it: an option that the function does not name is a mistake.
+    ``**extra`` does not count: an option that the function does not name is a mistake.
     """
     parameters = inspect.signature(fn).parameters.values()
     by_name = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
@@ -247,7 +250,7 @@ def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:
 
 
 def option_at(fn: Any, path: str) -> Any:
-    """The value at a dotted path into a function's options, their dataclasses and mappings; None if there is none."""
+    """Return the value at a dotted path into a function's options, their dataclasses and mappings; None if absent."""
     defaults = {p.name: p.default for p in inspect.signature(bare(fn)).parameters.values()}
     value: Any = {**defaults, **options_of(fn)}
     for part in path.split("."):

@@ -1,4 +1,4 @@
-"""Nodes, roles and the DAG they make: what a user writes, checked as soon as it is written."""
+"""Nodes, roles and DAGs, checked as soon as they are made."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _NAME = re.compile(r"\w[\w-]*")
 
 
 class Rows(StrEnum):
-    """Where a node wants its rows among the workers of its role."""
+    """Layout of a node's rows among the workers of its role."""
 
     ANYWHERE = "anywhere"
-    """Where they are; rows that must move go to whoever has least. The only choice of a node without parents."""
+    """Rows stay in place; those that must move go to the least loaded worker. The only choice without parents."""
     GROUPED = "grouped"
     """All rows of a group on one worker, tokens balanced."""
     BALANCED = "balanced"
-    """Tokens balanced, each mini-batch on its own where the node reads ``minibatch``."""
+    """Tokens balanced; each mini-batch on its own if the node reads ``minibatch``."""
     REPLICATED = "replicated"
     """All rows on every worker."""
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """A model or an engine. ``build(device, rank, **options)`` makes it once on each of its workers."""
+    """A model or an engine, which ``build(device, rank, **options)`` makes once on each of its workers."""
 
     name: str
     build: BuildFn
     at: str = ""
-    """Where it is written; for errors."""
+    """File and line of its definition, for errors."""
 
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: role" if self.at else "role", self.name)
@@ -60,6 +60,7 @@ class Role:
 
     @property
     def key(self) -> str:
+        """Text that is equal for equal roles, written in YAML or in Python."""
         return canonical_text({"name": self.name, "build": self.build})
 
     def __eq__(self, other: object) -> bool:
@@ -73,8 +74,8 @@ class Role:
 class Node:
     """One stage of the workflow: a function of a table, run on every worker of its role.
 
-    PlanError for a name, a parent or an option that cannot be. ``reads`` and ``writes`` come from the function's
-    ``@columns`` unless they are given here.
+    PlanError for an invalid name, parent or option. ``reads`` and ``writes`` replace those of the function's
+    ``@columns``.
     """
 
     name: str
@@ -83,19 +84,19 @@ class Node:
     _: KW_ONLY
     role: str
     after: Sequence[str] = ()
-    """Its parents: one name, or several. A tuple once the node is made."""
+    """Name of its parent, or names of several; a tuple once the node is made."""
     rows: Rows | str = Rows.ANYWHERE
-    """Layout of its rows among the workers of its role, or its name. A ``Rows`` once the node is made."""
+    """Layout of its rows among the workers of its role, or the layout's name; a ``Rows`` once the node is made."""
     save_as: str | None = None
-    """Table of the run in which every worker writes its part of the output."""
+    """Name of the run's table to which every worker writes its part of the output."""
     lag: int = 0
-    """Steps by which its input is older than the step, so that its workers need not wait for the step's own."""
+    """Steps by which its input is older than the step, so that its workers do not wait for the step's own rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the function, over those that a partial has bound; all of them, once the node is made."""
+    """Options of the function, which override those bound by a partial; all options once the node is made."""
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
     at: str = ""
-    """The file and line that it is written at, for errors."""
+    """File and line of its definition, for errors."""
 
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: node" if self.at else "node", self.name)
@@ -127,24 +128,25 @@ class Node:
 
     @property
     def label(self) -> str:
-        """Its name, and where it is written if that is known, for errors."""
+        """Name of the node for errors, after its file and line if known."""
         return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
 
     @property
     def contract(self) -> Contract:
+        """Contract of the function with its options, and with the node's own ``reads`` and ``writes``."""
         declared = contract_of(self.fn)
         reads = declared.reads if self.reads is None else tuple(self.reads)
         return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
 
     @property
     def weight_source(self) -> WeightSource | None:
-        """How it gives a model's weights bit by bit, with its options bound; None for other nodes."""
+        """WeightSource with the node's options bound; None if it has none."""
         stream = self.contract.stream
         return WeightSource(*self._bound(stream)) if isinstance(stream, WeightSource) else None
 
     @property
     def weight_sink(self) -> WeightSink | None:
-        """How it takes a model's weights bit by bit, with its options bound; None for other nodes."""
+        """WeightSink with the node's options bound; None if it has none."""
         stream = self.contract.stream
         return WeightSink(*self._bound(stream)) if isinstance(stream, WeightSink) else None
 
@@ -153,7 +155,7 @@ class Node:
         return partial(stream.tables, **self.options), tensors
 
     def try_options(self) -> None:
-        """PlanError when the node's options fail the trial that its function declares."""
+        """Raise PlanError if the node's options fail the trial that its function declares."""
         trial = self.contract.trial
         if trial is not None:
             try:
@@ -165,7 +167,7 @@ class Node:
 
     @property
     def key(self) -> str:
-        """Equal for nodes that do the same, written in YAML or in Python."""
+        """Text that is equal for equal nodes, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
         parts = (self.name, self.fn, self.role, self.after, self.rows, self.save_as, contract.reads, writes, self.lag)
@@ -180,9 +182,9 @@ class Node:
 
 @dataclass(frozen=True)
 class DAG:
-    """Roles and nodes. PlanError when a name is double or unknown, a role is unbound, or the nodes make a cycle.
+    """Roles and nodes. PlanError for a name that is double or unknown, a role that is not bound, or a cycle.
 
-    A DAG never changes: ``add``, ``replace`` and ``without`` give new ones, as changes of single nodes in YAML do.
+    A DAG is immutable: ``add``, ``replace`` and ``without`` return new ones, as changes of single nodes in YAML do.
     """
 
     roles: tuple[Role, ...]
@@ -216,7 +218,7 @@ class DAG:
         self.ordered()
 
     def node(self, name: str) -> Node:
-        """The node of that name. PlanError, with the nearest spelling, where there is none."""
+        """Return the node of that name. PlanError, with the nearest spelling, if there is none."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -224,7 +226,7 @@ class DAG:
         raise PlanError(f"node {name!r} is none of the DAG's (nodes: {names}){did_you_mean(name, names)}")
 
     def role(self, name: str) -> Role:
-        """The role of that name. PlanError, with the nearest spelling, where there is none."""
+        """Return the role of that name. PlanError, with the nearest spelling, if there is none."""
         for role in self.roles:
             if role.name == name:
                 return role
@@ -232,15 +234,15 @@ class DAG:
         raise PlanError(f"role {name!r} is none of the DAG's (roles: {names}){did_you_mean(name, names)}")
 
     def add(self, *nodes: Node, roles: Sequence[Role] = ()) -> DAG:
-        """This DAG with more nodes. A role takes the place of the one of its name, or is added."""
+        """Return this DAG with more nodes and roles. A role replaces the role of the same name."""
         named = {role.name: role for role in (*self.roles, *roles)}
         return DAG(tuple(named.values()), (*self.nodes, *nodes))
 
     def replace(self, name: str, **fields: Any) -> DAG:
-        """This DAG with other fields in the node ``name``: ``dag.replace("update", rows=Rows.BALANCED)``.
+        """Return this DAG with changed fields of the node ``name``: ``dag.replace("update", rows=Rows.BALANCED)``.
 
-        ``options`` are merged over the node's own, key by key; None takes an option away that was there. PlanError for
-        a node or a field that there is not.
+        ``options`` are merged over the node's own, key by key; None removes an option that the node has. PlanError for
+        an unknown node or field.
         """
         old = self.node(name)
         known = [f.name for f in dataclass_fields(Node) if f.name != "name"]
@@ -255,12 +257,12 @@ class DAG:
         return DAG(self.roles, tuple(new if node is old else node for node in self.nodes))
 
     def without(self, name: str) -> DAG:
-        """This DAG without the node ``name``. PlanError where there is none, or where another comes after it."""
+        """Return this DAG without the node ``name``. PlanError if there is none, or if another comes after it."""
         gone = self.node(name)
         return DAG(self.roles, tuple(node for node in self.nodes if node is not gone))
 
     def ordered(self) -> tuple[Node, ...]:
-        """The nodes, parents first, otherwise as written: the same order on every worker."""
+        """Return the nodes, parents first, otherwise as written: the same order on every worker."""
         done: dict[str, Node] = {}
         waiting = list(self.nodes)
         while waiting:
@@ -273,7 +275,7 @@ class DAG:
 
 
 def _check_name(what: str, name: object) -> None:
-    """Names become parts of file names, dotted config keys and edge names (``a->b``)."""
+    """Refuse a name that cannot be part of file names, dotted config keys and edge names (``a->b``)."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PlanError(f"{what} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
 
@@ -285,7 +287,7 @@ def _unique(what: str, names: Sequence[str]) -> None:
 
 
 def _cycle(nodes: Sequence[Node]) -> list[str]:
-    """The names along one cycle among nodes that all wait for each other."""
+    """Return the names along one cycle among nodes that all wait for each other."""
     waiting = {node.name: node for node in nodes}
     path = [nodes[0].name]
     while True:

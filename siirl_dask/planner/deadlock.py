@@ -1,15 +1,15 @@
-"""That a plan cannot stand still: the proof, by looking at it.
+"""Deadlock check: proves for a plan that its workers can never wait for each other in a circle.
 
-Two kinds of links wait. A ``Run`` may call collectives, which wait for the same node on all workers of its role; a
-``Recv`` waits for the ``Send`` of its edge on all workers that have the rows, and of the edge that guides it. If every
-worker goes through its nodes in one order that all share, and a ``Send`` comes with its source's ``Run`` while a
-``Recv`` comes just before its target's, then of all waiting workers those at the first node in that order wait for
-nobody: what they need has been run, or is being run by workers that are at the same node. What links that are behind
-wait for belongs to an iteration that all workers take before.
+Two kinds of links wait. A ``Run`` may call collectives, which wait for the same node on all workers of its role. A
+``Recv`` waits for the ``Send`` of its edge, and of the edge's guide, on all workers that hold the rows. The check holds
+every plan to three rules: all workers run their nodes in one common order, a ``Send`` follows its source's ``Run``, and
+a ``Recv`` comes right before its target's ``Run``. Now take the waiting workers at the earliest node of that order.
+Everything they wait for is done, or is being done by workers at the same node, so they proceed. Lagged links wait for
+an earlier iteration, which all workers run first.
 
-A ``Stream`` is two nodes at one place in that order. Its workers go through its parts in one order too: whoever gives
-makes part k when all who take have part k - 4, and whoever takes asks for part k when it has made its own. So of those
-in a stream, the ones at the earliest part wait for nobody.
+A ``Stream`` is two nodes at one place of the order, and its workers go through its pieces in one order: a source makes
+piece k once all sinks hold piece k - 4, and a sink asks for piece k once it has made its own. The workers at the
+earliest piece therefore wait for nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from siirl_dask.planner.weight_streams import run_order
 
 
 def check_order(plan: Plan) -> None:
-    """PlanError, a mistake of the planner's and not the user's, when workers could wait for each other in a circle."""
+    """Raise PlanError if workers could wait for each other in a circle: a mistake of the planner, not of the user."""
     order = run_order(plan.dag, plan.streams)
     place = {node.name: at for at, node in enumerate(order)}
     ran = {worker: [node for link in chain.flat for node in _run(link)] for worker, chain in plan.chains.items()}
@@ -54,7 +54,7 @@ def _run(link: Link) -> tuple[Node, ...]:
 
 
 def _sent(chain: Chain) -> set[str]:
-    """Edges that the chain serves, each after its source node and before the next."""
+    """Return the edges that the chain sends, each right after its source node."""
     latest, sent = "", set[str]()
     for link in chain.flat:
         match link:

@@ -1,4 +1,4 @@
-"""When a worker forgets its tables."""
+"""Adds the links that drop tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from siirl_dask.planner.chain import Drop, Link, Load, Recv, Run, Save, Send, St
 
 
 def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
-    """Each table is dropped right after the last link that uses it."""
+    """Return ``links`` with a Drop of each table right after the last link that uses it."""
     last: dict[str, int] = {}
     for position, link in enumerate(links):
         for table in _uses(link):

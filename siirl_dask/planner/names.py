@@ -20,11 +20,11 @@ from siirl_dask.errors import PlanError, did_you_mean
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``folder/file.py:function`` names; a file's path is absolute or relative
-    to the working directory. PlanError when there is none, with the nearest spelling, or when importing it fails.
+    """Return the function that ``module:function`` or ``folder/file.py:function`` names.
 
-    A file is loaded once in a process, as a module with its path for a name: so ``canonical.function_name`` of what is
-    found spells it as it was given.
+    A file's path is absolute or relative to the working directory. A file is loaded once in a process, as a module that
+    is named by its path, so that ``function_name`` spells the function as it was given. PlanError, with the nearest
+    spelling, if there is no such function, or if importing it fails.
     """
     origin, _, function = str(name).rpartition(":")
     if not origin or not function:
@@ -74,19 +74,19 @@ def _load(name: str, path: Path) -> ModuleType:
 
 
 def _failed(name: str, error: Exception) -> PlanError:
-    """Where in the user's own code an import went wrong."""
+    """Return the error of a failed import, with the place in the user's own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
     at = where or f"{frames[-1].filename}:{frames[-1].lineno}"
-    what = error.msg if isinstance(error, SyntaxError) else str(error)
-    return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {what}")
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {message}")
 
 
 def function_name(fn: object) -> str:
-    """``module:name`` of a module-level function or class, by the shortest package that publishes it.
+    """Return ``module:name`` of a module-level function or class, by the shortest package that publishes it.
 
-    A package publishes a name by importing it in its ``__init__.py``: so what a run wrote down still resolves when the
-    package's own modules are rearranged. PlanError for a lambda, a nested function or a method.
+    A package publishes a name by importing it in its ``__init__.py``. Names that a run wrote down therefore still
+    resolve when the package's modules are rearranged. PlanError for a lambda, a nested function or a method.
     """
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not module or not name:
@@ -98,14 +98,14 @@ def function_name(fn: object) -> str:
 
 
 def _publisher(fn: object, module: str, name: str) -> str:
-    """The outermost package of ``module`` whose ``name`` is ``fn``; ``module`` itself where no package has it."""
+    """Return the outermost package of ``module`` whose ``name`` is ``fn``, or ``module`` itself."""
     parts = module.split(".")
     packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((path for path in packages if vars(sys.modules.get(path, object)).get(name) is fn), module)
 
 
 def canonical(value: Any) -> Any:
-    """``value`` as plain JSON data. PlanError names a value that no YAML could spell."""
+    """Return ``value`` as plain JSON data. PlanError for a value that no YAML could spell."""
     match value:
         case None | bool() | int() | float() | str() if not isinstance(value, Enum):
             return value
@@ -130,4 +130,5 @@ def canonical(value: Any) -> Any:
 
 
 def canonical_text(value: Any) -> str:
+    """Return the JSON text of ``canonical(value)``, with sorted keys."""
     return json.dumps(canonical(value), sort_keys=True)

@@ -1,13 +1,13 @@
-"""A DAG as plain data, as YAML gives it, and back.
+"""Converts a DAG to and from plain data, as YAML gives it.
 
     roles:
       policy: {build: "siirl_dask.training:build_trainer", with: {model: "${model}", trainer: "${trainer}"}}
     nodes:
       - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with: {reward: "my:exact"}}
 
-An option becomes what its parameter's annotation says: a name becomes the function where a callable is wanted, a
-mapping becomes the dataclass, ``{run: ..., with: {...}}`` a partial; where None will do, it is None if ``run`` is null.
-A node whose function declares no columns says them itself: ``reads: [response]``, ``writes: {score: float32}``.
+An option is converted to its parameter's annotation: a name becomes a function where a callable is wanted, a mapping
+becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is null and the annotation allows it. A
+node whose function declares no columns declares them itself: ``reads: [response]``, ``writes: {score: float32}``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _coerce = Coercer(PlanError, _bound)
 
 
 def bind(fn: Callable[..., Any], options: Mapping[str, Any], what: str) -> Callable[..., Any]:
-    """``fn`` with ``options`` bound. PlanError for one it has not, one that is missing, or one of the wrong type."""
+    """Return ``fn`` with ``options`` bound. PlanError for an unknown or missing option, or one of the wrong type."""
     if not isinstance(options, Mapping):
         raise PlanError(f"{what} has with={options!r}: expected a mapping of options")
     check_options(fn, options, what)
@@ -57,7 +57,7 @@ def bind(fn: Callable[..., Any], options: Mapping[str, Any], what: str) -> Calla
 
 
 def _hints(fn: Callable[..., Any], names: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Types of the options ``names``. Of no others: those may be imported for type checkers only."""
+    """Return the types of the options ``names`` only: other annotations may be imported for type checkers alone."""
     owner = inspect.unwrap(fn.__init__ if isinstance(fn, type) else fn)  # type: ignore[misc]
     written = {name: hint for name, hint in getattr(owner, "__annotations__", {}).items() if name in names}
     try:
@@ -73,8 +73,10 @@ def dag_from_spec(
     role_places: Mapping[str, str] | None = None,
     node_places: Sequence[str] = (),
 ) -> DAG:
-    """The DAG that plain ``roles:`` and ``nodes:`` describe. PlanError names the role or node and what is wrong, and
-    where it is written, as far as ``role_places``, by name, and ``node_places``, one a node, tell.
+    """Return the DAG that plain ``roles:`` and ``nodes:`` describe.
+
+    PlanError names the role or node and the mistake, and its file and line where ``role_places`` (by name) and
+    ``node_places`` (one per node) give them.
     """
     places = role_places or {}
     return DAG(
@@ -117,7 +119,7 @@ def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
 
 
 def _names(value: Any, what: str) -> tuple[str, ...] | None:
-    """None, one name, or a list of names."""
+    """Return a tuple of names for one name or a list of names; None for None."""
     if value is None:
         return None
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
@@ -127,7 +129,10 @@ def _names(value: Any, what: str) -> tuple[str, ...] | None:
 
 
 def _schema(value: Any, what: str) -> Schema | None:
-    """None, or a mapping of column to Arrow type as Arrow prints it; of lists, those of the built-in columns."""
+    """Return the schema of a mapping from columns to Arrow types as Arrow prints them; None for None.
+
+    List types are limited to those of the built-in columns.
+    """
     if value is None:
         return None
     lists = {str(kind): kind for kind in TYPES.values()}
@@ -139,7 +144,7 @@ def _schema(value: Any, what: str) -> Schema | None:
 
 
 def dag_to_spec(dag: DAG) -> dict[str, Any]:
-    """``{"roles": ..., "nodes": ...}`` from which ``dag_from_spec`` makes an equal DAG."""
+    """Return ``{"roles": ..., "nodes": ...}`` from which ``dag_from_spec`` makes an equal DAG."""
     roles = {role.name: {"build": _call(role.build)["run"], "with": _call(role.build)["with"]} for role in dag.roles}
     nodes = []
     for node in dag.nodes:

@@ -1,4 +1,4 @@
-"""Which tables move in parts, from the node that makes them to the only one that takes them, both at once."""
+"""Finds the tables that are streamed piece by piece, from the node that makes them to their only reader."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 
 
 def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
-    """Source and target of each. All other tables are made whole: those that are kept, that several nodes read or one
-    of a later step does, and those of functions that know no parts.
+    """Return the target node of each source node whose table can be streamed.
+
+    A table is made whole if it is saved, if several nodes or a lagged one read it, or if one of the two functions
+    declares no stream.
     """
     readers: dict[str, list[str]] = {name: [] for name in stages}
     for name, stage in stages.items():
@@ -25,7 +27,7 @@ def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
 def why_no_broadcast(
     source: Stage, target: Stage, placed: Mapping[str, tuple[str, ...]], streams: Mapping[str, str]
 ) -> str | None:
-    """Why no broadcast can bring the tensors of ``source`` to ``target``, in words; None where one can."""
+    """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
     giver, taker = source.node, target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
     if taker.lag:
@@ -48,7 +50,7 @@ def _fit(source: Node, target: Node) -> bool:
 
 
 def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:
-    """The nodes as every worker comes to them: in the DAG's order, but what takes parts with what gives them."""
+    """Return the nodes in the order of every chain: the DAG's, with the target of a stream right after its source."""
     taking = set(streams.values())
     order = [node for node in dag.ordered() if node.name not in taking]
     return [n for node in order for n in (node, *(dag.node(t) for s, t in streams.items() if s == node.name))]

@@ -1,5 +1,5 @@
-"""Recipes: one algorithm's whole DAG a page, made from a configuration.
+"""Recipes: functions from a configuration to the DAG of one algorithm.
 
-A reward, an advantage or a loss of one's own is passed as an argument; ``DAG.add``, ``replace`` and ``without`` change
-the rest. ``from siirl_dask import grpo, ppo, dapo`` gives the functions.
+Pass your own reward, advantage or loss as an argument; change the rest with ``DAG.add``, ``replace`` and ``without``.
+``from siirl_dask import grpo, ppo, dapo`` imports the functions.
 """

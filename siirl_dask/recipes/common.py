@@ -1,6 +1,6 @@
-"""Pieces that recipes share: roles, the update with its loss, validation. Together they read every ``algorithm.*`` key.
+"""Parts that recipes share: roles, the update with its loss, validation. Together they read every ``algorithm.*`` key.
 
-Nothing that a configuration says is dropped: a key that an argument of the recipe replaces must be left at its default.
+No key is ignored: one that an argument of the recipe replaces must be left at its default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Function = Callable[..., Any]
 
 
 def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
-    """The engine, the scorer and the policy. ``reward``: a reward function in place of ``rewards.function``."""
+    """Return the engine, the scorer and the policy. ``reward`` replaces ``rewards.function``."""
     reward = resolve(config.rewards.function) if reward is None else reward
     model, rollout = config.model, config.rollout
     return (
@@ -46,19 +46,19 @@ def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
 
 
 def prompt_options(config: Config) -> dict[str, Any]:
-    """Options of ``encode_prompts``."""
+    """Return the options of ``encode_prompts``."""
     return {"max_prompt_length": config.data.max_prompt_length, "rollout": config.rollout}
 
 
 def advantage_of(config: Config, advantage: Function | None) -> Function:
-    """``advantage``, or the one that ``algorithm.advantage`` names. ConfigError where both are given."""
+    """Return ``advantage``, or the function of ``algorithm.advantage``. ConfigError if both are given."""
     return _chosen(config.algorithm, "advantage", advantage)
 
 
 def loss_of(config: Config, loss: Function | None) -> Function:
-    """The policy's loss: ``loss``, or ``algorithm.loss``, with its KL, entropy and correction terms.
+    """Return the policy's loss: ``loss``, or ``algorithm.loss``, with its KL, entropy and correction terms.
 
-    ConfigError where both ``loss`` and ``algorithm.loss`` are given.
+    ConfigError if both ``loss`` and ``algorithm.loss`` are given.
     """
     algorithm = config.algorithm
     correction = None
@@ -76,7 +76,7 @@ def loss_of(config: Config, loss: Function | None) -> Function:
 
 
 def learning(config: Config, loss: Function | None = None, columns: Sequence[str] = ()) -> tuple[Node, ...]:
-    """From advantages to engines with new weights. ``columns`` reach the loss as ``LossInputs.columns``."""
+    """Return the nodes from mini-batches to engines with new weights. The loss gets ``columns`` in LossInputs."""
     algorithm = config.algorithm
     draw = {
         "minibatches": algorithm.minibatches,
@@ -104,9 +104,9 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
 
 
 def with_reference(dag: DAG, config: Config) -> DAG:
-    """``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs; as it is where that is 0.
+    """Return ``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs; unchanged if that is 0.
 
-    With adapters the policy without them is the reference; otherwise it is a role of its own.
+    With adapters the reference is the policy without them; otherwise it is a role of its own.
     """
     if not config.algorithm.kl_coefficient:
         return dag
@@ -121,9 +121,9 @@ def with_reference(dag: DAG, config: Config) -> DAG:
 
 
 def validation(config: Config, dag: DAG) -> DAG:
-    """The validation that goes with a training DAG: its roles ``rollout`` and ``reward`` answer and score.
+    """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer and score.
 
-    PlanError when the training DAG does not have these roles.
+    PlanError if the training DAG does not have these roles.
     """
     settings = config.validation
     extract = resolve(settings.answer_extractor) if settings.answer_extractor else None
@@ -145,7 +145,7 @@ def validation(config: Config, dag: DAG) -> DAG:
 
 
 def check_reads(config: Config, *keys: str) -> None:
-    """ConfigError for an ``algorithm.*`` key that is given and is none of ``keys``: for a DAG that does not read it."""
+    """Raise ConfigError for an ``algorithm.*`` key that is set and is none of ``keys``, those that a DAG reads."""
     default = AlgorithmConfig()
     for name in (field.name for field in fields(AlgorithmConfig)):
         value = getattr(config.algorithm, name)
@@ -153,16 +153,16 @@ def check_reads(config: Config, *keys: str) -> None:
             raise ConfigError(f"algorithm.{name}={value!r}: this DAG does not read it; leave it out")
 
 
-def _chosen(algorithm: AlgorithmConfig, key: str, given: Function | None) -> Function:
-    """``given``, or the function that ``algorithm.<key>`` names. ConfigError where the configuration names one too."""
+def _chosen(algorithm: AlgorithmConfig, key: str, function: Function | None) -> Function:
+    """Return ``function``, or the one that ``algorithm.<key>`` names. ConfigError if both are given."""
     name: str = getattr(algorithm, key)
     options: Mapping[str, Any] = getattr(algorithm, f"{key}_options")
-    if given is None:
+    if function is None:
         return partial(resolve(name), **options)
     if name != getattr(AlgorithmConfig(), key) or options:
         configured = f"algorithm.{key}={name}" + (f" with {key}_options={dict(options)}" if options else "")
         raise ConfigError(
-            f"{configured}, and the recipe was given {key}={getattr(given, '__name__', given)}: expected one of them; "
-            "bind options to the function with functools.partial"
+            f"{configured}, and the recipe was given {key}={getattr(function, '__name__', function)}: expected "
+            "one of them; bind options to the function with functools.partial"
         )
-    return given
+    return function

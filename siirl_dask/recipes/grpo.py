@@ -24,10 +24,10 @@ def grpo(
     loss: Function | None = None,
     columns: Sequence[str] = (),
 ) -> DAG:
-    """The DAG of GRPO and of what differs from it by functions alone (Dr.GRPO, GSPO, CISPO, RLOO, ...).
+    """Return the DAG of GRPO, or of an algorithm that differs in functions only (Dr.GRPO, GSPO, CISPO, RLOO, ...).
 
     Each of ``reward``, ``advantage`` and ``loss`` replaces the function that the configuration names. ``columns`` are
-    further columns that the loss sees. ConfigError for an ``algorithm.*`` key that an argument would make void.
+    further columns for the loss. ConfigError for an ``algorithm.*`` key that an argument would override.
     """
     estimate = {"advantage": advantage_of(config, advantage)}
     placement = Rows(str(config.rollout.prompt_placement))

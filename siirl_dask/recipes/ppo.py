@@ -26,7 +26,7 @@ def ppo(
     loss: Function | None = None,
     columns: Sequence[str] = (),
 ) -> DAG:
-    """The DAG of PPO: GRPO's with a critic, whose values the advantage of each token starts from.
+    """Return the DAG of PPO: GRPO's with a critic, whose values enter the advantage of each token.
 
     ``algorithm.advantage`` names a function of TokenOutcomes, such as ``siirl_dask.algorithms:gae``. Arguments as in
     ``grpo``.

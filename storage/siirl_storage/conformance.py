@@ -1,4 +1,4 @@
-"""Conformance suite of a store: functions of an empty URL that raise AssertionError where tables would not be safe.
+"""Conformance suite of a store: functions of an empty URL that raise AssertionError if tables would not be safe.
 
 python -m siirl_storage.conformance s3://bucket/scratch
 
@@ -30,7 +30,7 @@ _SCHEMA = pa.schema({"row": pa.int64(), "ids": pa.list_(pa.int32()), "text": pa.
 
 
 def sample(start: int, rows: int) -> pa.Table:
-    """Rows ``start`` to ``start + rows`` of a ragged table with empty lists and nulls."""
+    """Return rows ``start`` to ``start + rows`` of a ragged table with empty lists and nulls."""
     return pa.table(
         {
             "row": range(start, start + rows),
@@ -184,11 +184,11 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     damage_is_named,
     what_is_missing_is_named,
 )
-"""Each takes the URL of a place where nothing is yet, and leaves its files there."""
+"""The checks. Each takes a URL at which nothing is yet, and leaves its files there."""
 
 
 def _together(work: Callable[[int], Result]) -> list[Result]:
-    """``work(index)`` in as many threads as there are writers, all starting at once."""
+    """Run ``work(index)`` in as many threads as there are writers, all starting at once."""
     barrier = Barrier(_WRITERS)
 
     def start(index: int) -> Result:

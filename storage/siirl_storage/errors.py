@@ -1,22 +1,22 @@
-"""Every exception this package raises on purpose. What the network or the disk raises (OSError) passes through."""
+"""The exceptions that this package raises on purpose. Errors of the network or the disk (OSError) pass through."""
 
 from __future__ import annotations
 
 
 class StorageError(Exception):
-    """Something stored, or asked of the store, cannot be used."""
+    """A stored file, or a request to the store, cannot be used."""
 
 
 class TableNotFound(StorageError):
-    """There is no table, or no such version of it, where one was looked for."""
+    """There is no table at a URL, or no such version of it."""
 
 
 class Conflict(StorageError):
-    """Somebody else created it first: a file that must be new, or a manifest's version."""
+    """Another writer was first to create a file that must be new, or a manifest's version."""
 
 
 class CorruptPart(StorageError):
-    """A part is missing, damaged, or not what its manifest says. Nothing of it was returned."""
+    """A part is missing, damaged, or differs from its manifest; no row of it was returned."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)  # both in args, so that the exception survives a trip between processes

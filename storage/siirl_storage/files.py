@@ -1,4 +1,4 @@
-"""The few verbs every store must have: open a URL, list, read, write atomically, create exclusively.
+"""The operations that every store must have: open a URL, list, read, write atomically, create exclusively.
 
 On local files both writes go to a temporary file in the same folder first. On an object store one PUT is atomic, and an
 exclusive one is a conditional PUT. Filesystems with neither (sftp, ftp, hdfs through fsspec) give no such promise.
@@ -28,7 +28,7 @@ _memory_lock = threading.Lock()  # memory:// looks, then creates: two threads co
 
 
 def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of ``url`` and the path on it. StorageError if the protocol is unknown or its package missing."""
+    """Return the filesystem of ``url`` and the path on it. StorageError if the protocol or its package is unknown."""
     try:
         fs, path = url_to_fs(url)
         if fs.async_impl:  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
@@ -43,18 +43,18 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def absolute(url: str) -> str:
-    """``url`` such that it names the same place from any process: a local path is made absolute."""
+    """Return ``url`` so that it names the same place in any process: a local path is made absolute."""
     fs, path = open_fs(url)
     return path if isinstance(fs, LocalFileSystem) else url
 
 
 def full_name(fs: AbstractFileSystem, path: str) -> str:
-    """``path`` as error messages show it: absolute, with its protocol unless it is local."""
+    """Return ``path`` for error messages: absolute, with its protocol unless it is local."""
     return path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
 
 
 def join(url: str, *names: str) -> str:
-    """``url/name/name``, for a URL, a URL that is only a protocol (``memory://``), or a path."""
+    """Return ``url/name/name``, for a URL, a URL that is only a protocol (``memory://``), or a path."""
     head, scheme, rest = url.rpartition("://")
     stem = rest.rstrip("/")
     start = f"{stem}/" if stem or rest else ""
@@ -62,29 +62,29 @@ def join(url: str, *names: str) -> str:
 
 
 def parent(url: str) -> str:
-    """The folder that holds ``url``."""
+    """Return the folder that holds ``url``."""
     head, scheme, rest = url.rpartition("://")
     folder, slash, _ = rest.rstrip("/").rpartition("/")
     return head + scheme + (folder or slash)
 
 
 def at(root: str, relative: str) -> str:
-    """The path of ``relative`` below ``root``, both on one filesystem."""
+    """Return the path of ``relative`` below ``root``, both on one filesystem."""
     return f"{root.rstrip('/')}/{relative}"
 
 
 def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
-    """Files at any depth below ``root``: path relative to it -> bytes. ``{"": bytes}`` if ``root`` is itself a file."""
+    """Return the sizes of all files below ``root`` by relative path. ``{"": bytes}`` if ``root`` is itself a file."""
     start = len(root.rstrip("/")) + 1
     try:
-        found = fs.find(root, detail=True)
+        files = fs.find(root, detail=True)
     except FileNotFoundError:  # a bucket that does not exist
         return {}
-    return {str(name)[start:]: int(info["size"] or 0) for name, info in found.items()}
+    return {str(name)[start:]: int(info["size"] or 0) for name, info in files.items()}
 
 
 def open_input(fs: AbstractFileSystem, path: str) -> pa.NativeFile:
-    """``path`` open for reading at random. FileNotFoundError if it is not there."""
+    """Open ``path`` for random reads. FileNotFoundError if it is missing."""
     if isinstance(fs, LocalFileSystem):
         return pa.OSFile(path, mode="rb")
     if isinstance(fs, MemoryFileSystem):
@@ -93,7 +93,7 @@ def open_input(fs: AbstractFileSystem, path: str) -> pa.NativeFile:
 
 
 def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
-    """Write or replace ``path``: at any moment a reader sees the whole old file or the whole new one.
+    """Write or replace ``path``; a reader sees the whole old file or the whole new one at any moment.
 
     Folders are made as needed. On local files the bytes are on disk when this returns.
     """
@@ -105,7 +105,7 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) ->
 
 
 def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
-    """Create ``path`` with all of ``data``, or raise Conflict if it exists: of several writers exactly one succeeds.
+    """Create ``path`` with ``data``, or raise Conflict if it exists; exactly one of several writers succeeds.
 
     A network that loses a reply can make the winner see Conflict too; who must know reads the file back.
     """
@@ -129,7 +129,7 @@ def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview)
 
 @contextmanager
 def _written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
-    """A temporary file beside ``path`` that holds ``data``, synced; gone afterwards, unless the block renamed it."""
+    """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless it was renamed."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{Path(path).name}.{uuid4().hex}.tmp"

@@ -1,4 +1,4 @@
-"""Tables to and from the bytes of one part: Parquet, or an Arrow IPC file. A row group is an IPC record batch there."""
+"""Converts tables to and from the bytes of one part: Parquet, or Arrow IPC, whose record batches are row groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from siirl_storage.schemas import check_schema
 
 
 class Format(StrEnum):
-    """File format of a part. The value is the ending of its file name."""
+    """File format of a part. The value is the suffix of its file name."""
 
     PARQUET = "parquet"
-    """Parquet with zstd and page checksums: small, and damage is noticed."""
+    """Parquet with zstd and page checksums: small, and damage is detected."""
     ARROW = "arrow"
-    """An uncompressed Arrow IPC file: no decoding, can be mapped; flipped bits inside a value go unnoticed."""
+    """Uncompressed Arrow IPC: not decoded, can be mapped; flipped bits inside a value are not detected."""
 
 
 ROWS_PER_GROUP = 1024
-"""Default rows of a row group: the unit that one worker reads. A few MB for prompts, about 100 MB for long contexts."""
+"""Default rows of a row group, the unit that one worker reads: a few MB for prompts, about 100 MB for long contexts."""
 
 _ENDINGS = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
 ENDINGS = ", ".join(_ENDINGS)
@@ -38,16 +38,16 @@ class Footer:
 
     schema: pa.Schema
     groups: tuple[int, ...]
-    """Rows of each row group."""
+    """Number of rows of each row group."""
 
 
 def format_of(path: str) -> Format | None:
-    """The format that the file name's ending stands for; None if it is no part."""
+    """Return the format of a file name's suffix; None if the file is no part."""
     return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
 
 
 def encode(table: pa.Table, kind: Format, rows_per_group: int) -> pa.Buffer:
-    """``table`` as the bytes of one part. StorageError if the format cannot hold a column."""
+    """Return ``table`` as the bytes of one part. StorageError if the format cannot hold a column."""
     if rows_per_group < 1:
         raise ValueError(f"rows_per_group={rows_per_group} must be at least 1")
     check_schema(table.schema, "table to write")
@@ -66,12 +66,12 @@ def encode(table: pa.Table, kind: Format, rows_per_group: int) -> pa.Buffer:
 
 
 def decode_footer(buffer: pa.Buffer, kind: Format) -> Footer:
-    """The footer of a part that ``encode`` has just made."""
+    """Return the footer of a part that ``encode`` has just made."""
     return _footer(pa.BufferReader(buffer), kind)
 
 
 def read_footer(fs: AbstractFileSystem, path: str) -> Footer:
-    """Schema and row groups of the part at ``path``, without its data. CorruptPart if it is missing or damaged."""
+    """Return schema and row groups of the part at ``path``, without data. CorruptPart if it is missing or damaged."""
     with _damage(fs, path), open_input(fs, path) as file:
         footer = _footer(file, _known(path))
         str(footer.schema)  # names are decoded only when they are looked at
@@ -82,7 +82,7 @@ def read_footer(fs: AbstractFileSystem, path: str) -> Footer:
 def read_groups(
     fs: AbstractFileSystem, path: str, indices: Sequence[int], columns: Sequence[str], groups: Sequence[int]
 ) -> pa.Table:
-    """Row groups ``indices`` of the part at ``path``: those of ``columns`` that it has, in its own types.
+    """Return the row groups ``indices`` of the part at ``path``, with those of ``columns`` that it has, in its types.
 
     CorruptPart if it is missing or damaged, or if the rows of its groups are not ``groups``.
     """
@@ -137,7 +137,7 @@ def _read_batches(file: pa.NativeFile, indices: Sequence[int], columns: Sequence
 
 @contextmanager
 def _damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
-    """Turns what Arrow raises on bad bytes into CorruptPart; errors of the store itself pass."""
+    """Convert Arrow's errors on bad bytes to CorruptPart; errors of the store itself pass through."""
     try:
         yield
     except pa.ArrowMemoryError as error:

@@ -1,4 +1,4 @@
-"""Columns that folder names hold: ``step=000007/part.parquet`` has a column ``step``, unless the file itself has it."""
+"""Columns from folder names: ``step=000007/part.parquet`` has a column ``step``, unless the file itself has one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def values(path: str) -> dict[str, str | None]:
-    """The ``key=value`` folders of a part's relative path; None stands for a null."""
+    """Return the ``key=value`` folders of a part's relative path; None stands for a null."""
     pairs = [folder.split("=", 1) for folder in path.split("/")[:-1] if "=" in folder]
     return {unquote(key): None if value == _NULL else unquote(value) for key, value in pairs if key}
 
 
 def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
-    """A field for each key in ``paths``: int64 if all of its values are integers, otherwise string."""
+    """Return a field for each key in ``paths``: int64 if all of its values are integers, otherwise string."""
     found: dict[str, list[str | None]] = {}
     for path in paths:
         for key, value in values(path).items():
@@ -29,7 +29,7 @@ def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
 
 
 def scalar(value: str | None, kind: pa.DataType) -> pa.Scalar:
-    """``value`` as the column's type."""
+    """Return ``value`` in the column's type."""
     return pa.scalar(value, pa.string()).cast(kind)
 
 

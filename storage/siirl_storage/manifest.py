@@ -1,4 +1,4 @@
-"""A snapshot as it is stored: ``_snapshots/000001.json``. Whatever is read back is taken for untrusted.
+"""A snapshot on disk: ``_snapshots/000001.json``. A manifest that is read is not trusted.
 
 The schema is Arrow's own serialization in base64; ``columns`` and each part's ``rows`` repeat what people and other
 tools want to read, and are not read here.
@@ -30,7 +30,7 @@ class Manifest:
 
     version: int
     commit: str
-    """Unique to the attempt that wrote it: a writer whose reply was lost finds out that it had won."""
+    """Id of the attempt that wrote it, by which a writer whose reply was lost finds out that it had won."""
     schema: pa.Schema
     parts: tuple[Part, ...]
     properties: Mapping[str, str]
@@ -56,19 +56,19 @@ def manifest_path(root: str, version: int) -> str:
 
 
 def list_versions(fs: AbstractFileSystem, root: str) -> list[int]:
-    """Committed versions of the table at ``root``, ascending; empty if it is no table."""
+    """Return the committed versions of the table at ``root``, ascending; empty if it is no table."""
     stems = [name.removesuffix(".json") for name in list_files(fs, at(root, FOLDER)) if name.endswith(".json")]
     return sorted(int(stem) for stem in stems if stem.isascii() and stem.isdigit() and f"{int(stem):06d}" == stem)
 
 
 def read_manifest(fs: AbstractFileSystem, root: str, version: int) -> Manifest:
-    """FileNotFoundError if there is no such version; StorageError if it is not a manifest of it."""
+    """Read the manifest of a version. FileNotFoundError if there is none; StorageError if it is not valid."""
     path = manifest_path(root, version)
     return parse_manifest(fs.cat_file(path), version, full_name(fs, path))
 
 
 def parse_manifest(data: bytes, version: int, where: str) -> Manifest:
-    """The manifest in ``data``. StorageError naming ``where`` unless it is a sound one, and of ``version``."""
+    """Return the manifest in ``data``. StorageError, naming ``where``, if it is not valid or not of ``version``."""
     try:
         return _from_document(json.loads(data), version)
     except (ValueError, RecursionError, StorageError) as error:  # JSON, UTF-8, base64, and what is raised below
@@ -113,7 +113,7 @@ def _part(entry: Any) -> Part:
 
 
 def is_below(path: str) -> bool:
-    """Does a relative path stay below the folder that it is relative to, on any filesystem?"""
+    """Tell whether a relative path stays below its folder, on any filesystem."""
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))
 
 

@@ -1,4 +1,4 @@
-"""Parts that independent workers write side by side, each its own: ``step=000007/part-00002-of-00004.parquet``.
+"""Parts that independent workers write side by side: ``step=000007/part-00002-of-00004.parquet``.
 
 Nobody commits: a part appears whole, its name says how many there will be, and the folder is complete when all are
 there.
@@ -22,11 +22,11 @@ class Part:
     """One data file of a table."""
 
     path: str
-    """Relative to the table's URL."""
+    """Path relative to the table's URL."""
     nbytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     groups: tuple[int, ...]
-    """Rows of each of its row groups."""
+    """Number of rows of each row group."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))  # a list, if it travelled as JSON
@@ -37,14 +37,14 @@ class Part:
 
 
 def part_name(index: int, count: int, format: Format = Format.PARQUET) -> str:
-    """``part-00002-of-00004.parquet``. ValueError unless 0 <= index < count."""
+    """Return ``part-00002-of-00004.parquet``. ValueError unless 0 <= index < count."""
     if not 0 <= index < count:
         raise ValueError(f"part index {index} is not in 0..{count - 1}")
     return f"part-{index:05d}-of-{count:05d}.{format}"
 
 
 def parse_part_name(name: str) -> tuple[int, int, Format] | None:
-    """The (index, count, format) that ``part_name`` turned into ``name``; None for any other name."""
+    """Return (index, count, format) of a name that ``part_name`` made; None for any other name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -61,7 +61,7 @@ def write_part(
     format: Format = Format.PARQUET,
     rows_per_group: int = ROWS_PER_GROUP,
 ) -> Part:
-    """Write part ``index`` of ``count`` into the folder ``url``: whole or not at all. Writing it again replaces it.
+    """Write part ``index`` of ``count`` into the folder ``url``, whole or not at all, or replace it.
 
     StorageError if the format cannot hold a column.
     """
@@ -77,7 +77,7 @@ def put_part(url: str, path: str, table: pa.Table, format: Format, rows_per_grou
 
 
 def complete_parts(url: str) -> list[str] | None:
-    """Names of the parts in the folder ``url`` in order, if all are there; None if some are missing.
+    """Return the parts' names in the folder ``url`` in order, if all are there; None if some are missing.
 
     Also None if two of them disagree on how many there are, or are the same part in two formats: a restart on another
     number of workers must empty the folder first.

@@ -1,4 +1,4 @@
-"""Tables that somebody else wrote: one Parquet or Arrow file, or a folder of them, without a manifest."""
+"""Tables without a manifest, which other tools wrote: one Parquet or Arrow file, or a folder of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STAGED = re.compile(rf"{DATA}/[0-9a-f]{{32}}\.(parquet|arrow)", re.ASCII)
 
 
 def open_plain(url: str) -> Snapshot:
-    """The files at ``url`` as one table, sorted by path. Reads every footer, and no data.
+    """Open the files at ``url`` as one table, sorted by path. Reads every footer, and no data.
 
     Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do. TableNotFound if nothing
     is left; CorruptPart for a file that cannot be read; StorageError if two files do not have the same columns.
@@ -42,7 +42,7 @@ def open_plain(url: str) -> Snapshot:
 
 
 def read_footers(fs: AbstractFileSystem, root: str, names: Sequence[str]) -> list[Footer]:
-    """The footers of the parts ``names`` below ``root``. CorruptPart for the first that cannot be read."""
+    """Return the footers of the parts ``names`` below ``root``. CorruptPart for the first that cannot be read."""
     with ThreadPoolExecutor(max_workers=16) as pool:  # on an object store each costs a few round trips
         return list(pool.map(lambda name: read_footer(fs, at(root, name)), names))
 
@@ -78,5 +78,5 @@ def _common_schema(fs: AbstractFileSystem, root: str, names: Sequence[str], foot
 
 
 def _with_types(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """``schema``, where columns that are ``null`` so far take the type that they have in ``other``."""
+    """Return ``schema`` with the types of ``other`` for columns whose type is ``null`` so far."""
     return pa.schema([other.field(f.name) if pa.types.is_null(f.type) and f.name in other.names else f for f in schema])

@@ -1,4 +1,4 @@
-"""When two schemas describe the same table: names and types agree; order, nullability and metadata may differ."""
+"""Comparison of schemas. Names and types must agree; order, nullability and metadata may differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from siirl_storage.errors import StorageError
 
 
 def check_schema(schema: pa.Schema, where: str) -> None:
-    """StorageError if ``schema`` has no column, or two of one name: columns are found by name."""
+    """Raise StorageError if ``schema`` has no column, or two of one name: columns are found by name."""
     if not schema.names:
         raise StorageError(f"{where}: no columns")
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
@@ -17,7 +17,7 @@ def check_schema(schema: pa.Schema, where: str) -> None:
 
 
 def difference(expected: pa.Schema, got: pa.Schema) -> str:
-    """Say in words what keeps ``got`` from being read as ``expected``; empty if nothing does.
+    """Return, in words, why ``got`` cannot be read as ``expected``; an empty text if it can.
 
     A column of type ``null`` goes for any type: it is what other writers infer from a partition without values.
     """
@@ -32,7 +32,7 @@ def difference(expected: pa.Schema, got: pa.Schema) -> str:
 
 
 def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
-    """``table`` with exactly the fields of ``schema``, in its order. StorageError that names the difference."""
+    """Return ``table`` with exactly the fields of ``schema``, in its order. StorageError that names the difference."""
     if table.schema.equals(schema, check_metadata=True):
         return table
     if differs := difference(schema, table.schema):

@@ -1,4 +1,4 @@
-"""One version of a table, for reading. It holds no open file: any process opens the same by ``url`` and ``version``."""
+"""One version of a table, for reading. It holds no open file: any process opens it by ``url`` and ``version``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from siirl_storage.schemas import difference
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The smallest piece of a table that can be read by itself."""
+    """The smallest unit of a table that can be read by itself."""
 
     part: str
     """Path of its part, relative to the table."""
     index: int
-    """Its place in that part."""
+    """Index of the row group in that part."""
     rows: int
 
 
@@ -36,7 +36,7 @@ class Snapshot:
     url: str
     """URL at which ``open_table`` finds the table again; a local path is absolute."""
     version: int | None
-    """None for plain files, which have no versions."""
+    """Number of the version; None for plain files."""
     schema: pa.Schema
     parts: tuple[Part, ...]
     properties: Mapping[str, str] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class Snapshot:
         return [join(self.base, part.path) for part in self.parts]
 
     def row_groups(self) -> tuple[RowGroup, ...]:
-        """Every row group that has rows, in table order."""
+        """Return every row group that has rows, in table order."""
         return tuple(
             RowGroup(part.path, index, rows) for part in self.parts for index, rows in enumerate(part.groups) if rows
         )
 
     def read_row_group(self, group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of ``group`` with all columns, or those named. Reads nothing else of the part.
+        """Read the rows of ``group`` with all columns, or those named, and nothing else of the part.
 
         CorruptPart if the part is missing, damaged, or not what the snapshot says; StorageError for a column or a
         group that the table has not.
@@ -70,13 +70,13 @@ class Snapshot:
         return self._read(part, [group.index], self._projection(columns))
 
     def to_table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """The whole table in memory. Raises what ``read_row_group`` raises."""
+        """Read the whole table into memory. Errors as in ``read_row_group``."""
         schema = self._projection(columns)
         tables = [self._read(part, range(len(part.groups)), schema) for part in self.parts if part.rows]
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def dataset(self) -> ds.Dataset:
-        """The parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
+        """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
         fs, root = open_fs(self.base)
         bridge = pafs.PyFileSystem(_Handler(fs))
         fragments = [self._fragment(part, at(root, part.path), bridge) for part in self.parts]
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, path: str) -> pa.Table:
-    """``table`` in the schema that the snapshot promised; CorruptPart if the file holds something else."""
+    """Return ``table`` in the snapshot's schema; CorruptPart if the file differs from it."""
     if differs := difference(schema, table.schema):
         raise CorruptPart(full_name(fs, path), f"it {differs}")
     try:
@@ -129,7 +129,7 @@ def _file_format(kind: Format | None) -> ds.FileFormat:
 
 
 class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
-    """Arrow's view of an fsspec filesystem, opening files as the rest of this package does."""
+    """Arrow handler of an fsspec filesystem that opens files as the rest of this package does."""
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return open_input(self.fs, path)

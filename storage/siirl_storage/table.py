@@ -27,10 +27,10 @@ _ATTEMPTS = 64  # of a commit; each that fails means that another writer's succe
 
 
 def open_table(url: str, version: int | None = None) -> Snapshot:
-    """The newest snapshot of the table at ``url``, or the one numbered ``version``; or plain files as a table.
+    """Return the newest snapshot of the table at ``url``, or version ``version``; or plain files as a table.
 
-    One of ours costs a listing and one small file, and its parts are checked as they are read. A plain ``.parquet``,
-    ``.arrow`` or ``.feather`` file, or a folder of them, costs reading every footer (see ``open_plain``).
+    A table with versions costs a listing and one small file, and its parts are checked as they are read. A plain
+    ``.parquet``, ``.arrow`` or ``.feather`` file, or a folder of them, costs reading every footer (see ``open_plain``).
 
     TableNotFound if there is none; CorruptPart or StorageError if it cannot be used.
     """
@@ -56,7 +56,7 @@ def create_table(
     rows_per_group: int = ROWS_PER_GROUP,
     properties: Mapping[str, str] | None = None,
 ) -> Snapshot:
-    """Write ``tables``, one after the other, as version 1 of a new table. ``schema`` defaults to the first one's.
+    """Write ``tables``, in order, as version 1 of a new table. ``schema`` defaults to that of the first.
 
     Conflict if there is a table, or another process creates it meanwhile; StorageError if a table does not fit the
     schema, or if there is neither a schema nor a table.
@@ -86,7 +86,7 @@ def append(
     rows_per_group: int = ROWS_PER_GROUP,
     properties: Mapping[str, str] | None = None,
 ) -> Snapshot:
-    """Add ``tables`` at the end, as the next version. ``properties`` are added to those there are.
+    """Append ``tables`` as the next version. ``properties`` are added to the existing ones.
 
     Any number of processes may append at once: each one's rows get in, together, in the order of their commits.
     TableNotFound if there is none; StorageError if one of ``tables`` does not fit; Conflict if others always win.
@@ -153,7 +153,7 @@ def _publish(
     properties: Mapping[str, str] | None,
     version: int | None = None,
 ) -> Snapshot:
-    """Create the manifest of exactly ``version``, or Conflict; if None, of the next version that is free."""
+    """Create the manifest of exactly ``version``, or raise Conflict; for None, of the next free version."""
     fs, root = open_fs(url)
     for name, value in (properties or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -187,7 +187,7 @@ def _publish(
 
 @contextmanager
 def _discarded_on_error(fs: AbstractFileSystem, root: str) -> Iterator[list[Part]]:
-    """A list for staged parts, which are deleted if the block raises StorageError.
+    """Yield a list for staged parts, which are deleted if the block raises StorageError.
 
     After any other error they stay: where a reply was lost, the manifest that lists them may be there.
     """
@@ -202,7 +202,7 @@ def _discarded_on_error(fs: AbstractFileSystem, root: str) -> Iterator[list[Part
 
 
 def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
-    """True if none of ``parts`` is in ``latest``, False if all are; StorageError for anything between."""
+    """Return True if none of ``parts`` is in ``latest``, False if all are; StorageError if some are."""
     there = {part.path for part in latest.parts}
     known = [part.path for part in parts if part.path in there]
     if known and len(known) < len(parts):
@@ -211,7 +211,10 @@ def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
 
 
 def _committer(fs: AbstractFileSystem, root: str, version: int) -> str | None:
-    """Who committed ``version``; None while a store refuses a second writer but does not show what the first wrote."""
+    """Return the id of the attempt that committed ``version``.
+
+    None while a store refuses a second writer but does not yet show the first one's file.
+    """
     try:
         return read_manifest(fs, root, version).commit
     except FileNotFoundError:
@@ -228,7 +231,7 @@ def _snapshot(url: str, manifest: Manifest) -> Snapshot:
 
 
 def _pieces(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
-    """The rows of ``tables`` in tables of exactly ``rows``, the last one with what is left; none for no rows."""
+    """Yield the rows of ``tables`` in tables of exactly ``rows``, the last one with the rest; none for no rows."""
     if rows < 1:
         raise ValueError(f"rows_per_part={rows} must be at least 1")
     held: list[pa.Table] = []

@@ -35,12 +35,12 @@ def loaded(seed: int) -> Table:
 
 
 def lies(row: int, seed: int, count: int) -> int:
-    """Which of the workers that load has the row."""
+    """Return which of the loading workers has the row."""
     return random.Random(seed * PROMPTS + row).randrange(count)
 
 
 def applied(node: Node, table: Table) -> Table:
-    """What a node makes of its rows: each value holds all it was made from, so a wrong input shows."""
+    """Return a node's output rows; each value holds all that it was made from, so that a wrong input shows."""
     contract = node.contract
     result: Table = {}
     for row, values in table.items():
@@ -89,7 +89,7 @@ def without_a_planner(dag: DAG, seed: int) -> dict[str, tuple[Table, Table]]:
 
 
 def owners(edge: Edge, parts: Sequence[Table]) -> dict[int, str | None]:
-    """Who gets each row of what the edge's sources have; None is everyone."""
+    """Return the owner of each row of the edge's sources; None stands for every worker."""
     lines = sorted(
         (row, values["group_id"], values["tokens"], values.get("minibatch", 0), source)
         for source, part in enumerate(parts)

@@ -132,7 +132,7 @@ def test_an_image_comes_from_the_last_node_that_read_it_there(fn, reads):
     assert carriers(planned(*nodes)) == {"paint->first", "first->second"}
 
 
-def test_of_two_branches_that_read_an_image_the_one_of_the_readers_role_gives_it():
+def test_an_image_comes_from_the_branch_of_the_readers_role():
     nodes = [
         node("paint", paint, "a"),
         node("here", plain, "a", "paint", reads=["image"]),

@@ -1,4 +1,4 @@
-"""From a DAG and a placement to chains: what stays, what moves, with which columns, in which order."""
+"""Chains of a DAG and a placement: the rows that stay, the rows and columns that move, and the order of links."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_rows_spread_from_different_places_move_again():
 
 
 def two_ways(placement):
-    """What moves where two branches bring the same rows to ``c``, balanced, from ``a`` and from ``b``."""
+    """Return the moves where two branches bring the same rows to ``c``, balanced, from ``a`` and from ``b``."""
     nodes = [
         Node("x", plain, role="a"),
         Node("y", plain, role="b", after="x", rows=Rows.GROUPED),
@@ -194,11 +194,11 @@ def two_ways(placement):
     return moving(compile_chains(DAG((*ROLES, Role("c", build)), nodes), [*WORKERS, "w4", "w5"], SOURCE, placement))
 
 
-def test_rows_balanced_from_elsewhere_are_in_one_place_wherever_they_came_from():
+def test_rows_balanced_from_elsewhere_share_one_layout():
     assert "from_y->join" not in two_ways({"a": [0, 1], "b": [2, 3], "c": [4, 5]})
 
 
-def test_rows_balanced_from_workers_where_some_may_have_stayed_move_again_to_join_others():
+def test_balanced_rows_that_may_have_stayed_move_again_to_join():
     assert "from_y->join" in two_ways({"a": [0, 1], "b": [3, 4], "c": [4, 5]})
     assert "from_x->join" not in two_ways({"a": [0, 1], "b": [3, 4], "c": [4, 5]})
 

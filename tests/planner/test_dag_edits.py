@@ -1,5 +1,4 @@
-"""Edits of a DAG in Python (add, replace, without) equal the by-name edits of its YAML, result by result and error by
-error."""
+"""Edits of a DAG in Python (add, replace, without) equal the by-name edits of its YAML, errors included."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def with_links(plan: Plan, worker: str, change) -> Plan:
 
 
 def at(links, kind, name) -> int:
-    """Where the link of a node's Run, or of an edge, is."""
+    """Return the position of the link of a node's Run, or of an edge."""
     return next(
         index
         for index, link in enumerate(links)

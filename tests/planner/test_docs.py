@@ -1,4 +1,4 @@
-"""What docs/dags.md shows is so."""
+"""The examples and tables of docs/dags.md hold."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+from siirl_dask import grpo
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
-from siirl_dask.planner import Rows
+from siirl_dask.planner import Node, Rows, resolve
+from tests.recipes.keys import same_dag
 
 DOCS = (Path(__file__).parents[2] / "docs" / "dags.md").read_text()
 BREVITY = """
@@ -44,8 +46,23 @@ def test_the_example_changes_the_base_as_it_says(tmp_path, monkeypatch, capsys):
     assert "mine.py:brevity" in capsys.readouterr().out
 
 
+def test_the_same_changes_in_python_make_the_same_dag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(BREVITY)
+    example = re.search(r"(    base: quickstart.yaml\n(?:    .*\n)+)", DOCS)[1]
+    text = textwrap.dedent(example).replace("quickstart.yaml", str(shipped("quickstart.yaml")))
+    (tmp_path / "mine.yaml").write_text(text)
+    try:
+        file = load_config_file("mine.yaml")
+        names = {"grpo": grpo, "Node": Node, "config": file.config, "brevity": resolve("mine.py:brevity")}
+        exec(re.search(r"```python\n(dag = grpo.*?)```", DOCS, re.DOTALL)[1], names)
+        assert same_dag(lambda config: names["dag"])(file)
+    finally:
+        del sys.modules["mine.py"]
+
+
 def keys(data):
-    """Of the object and of the objects in its lists; not of those whose keys are names of the user's."""
+    """Yield the keys of an object and of the objects in its lists, but for keys that are the user's names."""
     for key, value in data.items():
         yield key
         if key in ("memory", "chains", "edges", "links"):

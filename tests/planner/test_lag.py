@@ -32,7 +32,7 @@ def late(dag: DAG, **changes) -> DAG:
     return DAG(dag.roles, tuple(replace(node, **changes) if node.name == "load" else node for node in dag.nodes))
 
 
-def test_what_a_late_node_takes_and_does_is_one_link_of_its_workers_and_all_else_is_as_without(grpo, source):
+def test_a_lagged_node_is_one_link_and_changes_no_other(grpo, source):
     plan, usual = (compile_chains(dag, WORKERS, source, SPLIT) for dag in (late(grpo, lag=2), grpo))
     for worker in WORKERS[:2]:
         (link,) = (link for link in plan.chains[worker].links if isinstance(link, Lagged))
@@ -43,7 +43,7 @@ def test_what_a_late_node_takes_and_does_is_one_link_of_its_workers_and_all_else
     assert plan.edges == usual.edges
 
 
-def test_a_late_node_on_the_workers_of_its_parents_is_refused_with_what_to_change(grpo, source):
+def test_a_lagged_node_on_its_parents_workers_is_refused(grpo, source):
     for placement in ({}, {"rollout": [0, 1], "policy": [1, 2]}):
         with pytest.raises(PlanError, match=r"'load' is 1 step behind .*cluster\.placement"):
             compile_chains(late(grpo, lag=1), WORKERS, source, placement)

@@ -130,7 +130,7 @@ def test_a_function_is_named_by_the_package_that_publishes_it():
     assert function_name(is_run).startswith("siirl_dask.runs.reader:")  # no package publishes it
 
 
-def test_a_function_spelled_by_its_module_and_by_its_package_is_the_same_node():
+def test_a_function_has_one_name_by_its_module_and_by_its_package():
     names = ("siirl_dask.nodes:score", "siirl_dask.nodes.reward:score")
     roles = {"r": {"build": "siirl_dask.tasks.tiny_model:tiny_tokenizer"}}
     by_package, by_module = (dag_from_spec(roles, [{"name": "a", "run": name, "role": "r"}]) for name in names)

@@ -1,4 +1,4 @@
-"""What plans promise, on the real executor: branches apart run at once, and tables are no larger than estimated."""
+"""Plans on the real executor: separate branches run at once, and tables are no larger than estimated."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_branches_on_disjoint_workers_are_run_at_once(source, tmp_path):
 
 
 def test_two_branches_on_one_worker_are_not(source, tmp_path):
-    """So the test above would see it."""
+    """Show that the test above would notice it."""
     with pytest.raises(Exception, match="BrokenBarrierError"):
         run(diamond("in turn", 0.1), source, tmp_path, ("w0",), {})
 

@@ -219,7 +219,7 @@ REFUSED = [
         "x",
         "role 'policy' has an unknown key 'biuld' (keys: ['build', 'with']); did you mean 'build'?",
     ),
-    ("roles.policy.with.options", {}, "role 'policy': options lacks ['lr']: a Options needs them"),
+    ("roles.policy.with.options", {}, "role 'policy': options lacks ['lr'], which Options needs"),
     ("roles.policy.with.options.l", 1, "role 'policy': options has an unknown key 'l' (keys: ['lr', 'kind', 'betas'])"),
     ("roles.policy.with.options.lr", "x", "role 'policy': options.lr='x': expected a number (float)"),
     (

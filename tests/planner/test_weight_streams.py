@@ -28,7 +28,7 @@ def plan():
     return compile_chains(DAG((Role("learns", build), Role("samples", build)), nodes), WORKERS, SOURCE, PLACED)
 
 
-def test_every_worker_of_either_has_one_link_for_both_at_the_place_of_the_first(plan):
+def test_a_stream_is_one_link_at_the_place_of_its_source(plan):
     links = {
         worker: [
             (link.source.name, link.gives, link.takes) if isinstance(link, Stream) else link.node.name

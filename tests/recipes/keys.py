@@ -1,5 +1,4 @@
-"""Checks that a recipe, a script or a YAML file makes the DAG that a config spells, and heeds every key of the
-algorithm."""
+"""Checks of recipes, scripts and YAML files: they make the DAG of a config, and heed every ``algorithm.*`` key."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -40,7 +39,7 @@ NEEDS = {
 
 
 def same_dag(recipe):
-    """Whether the recipe makes the DAG that a config file spells."""
+    """Return a check that the recipe makes the DAG that a config file spells."""
 
     def compare(file):
         spelled, made = dags(file)[0], recipe(file.config)
@@ -76,7 +75,7 @@ def check_no_key_is_ignored(recipe, config, refused=()):
 
 
 def _made(recipe, config, algorithm):
-    """What the recipe makes, or None and why it refuses."""
+    """Return the recipe's DAG and an empty text, or None and the error that refuses it."""
     try:
         return recipe(replace(config, algorithm=algorithm)), ""
     except UserError as error:

@@ -29,7 +29,7 @@ def test_a_recipe_makes_the_dag_that_the_yaml_spells(config):
     assert same_dag(SPELLED[config])(load_config_file(shipped(config)))
 
 
-def test_the_recipe_of_dapo_makes_its_dag_but_for_the_price_of_long_responses():
+def test_the_recipe_of_dapo_makes_its_dag_but_for_half_the_penalty():
     file = load_config_file(shipped("quickstart_dapo"))
     halved = dapo(file.config).replace("reward", options={"factor": 0.5})
     assert same_dag(lambda config: halved)(file)

@@ -1,4 +1,4 @@
-"""YAML files and ``key=value`` overrides, as a checked Config and a DAG in plain data.
+"""Reads YAML files and ``key=value`` overrides into a checked Config and a DAG in plain data.
 
     base: grpo_base.yaml            # another file, read first; its path is relative to this one
     rollout: {n: 16}                # values, by group: see siirl_dask/config
@@ -7,9 +7,8 @@
       update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
       reference_logprobs: null      # without this one
 
-Whatever cannot be used is refused here, before anything starts. OmegaConf reads, merges and interpolates; the types are
-checked against the dataclasses of siirl_dask/config by hand: OmegaConf takes 1.5 for an int and gives tuples back as
-lists.
+Mistakes are refused here, before anything starts. OmegaConf reads and interpolates; ``siirl_dask/coerce.py`` checks the
+types against the dataclasses of siirl_dask/config, since OmegaConf takes 1.5 for an int and returns tuples as lists.
 """
 
 from __future__ import annotations
@@ -33,20 +32,22 @@ __all__ = ["ConfigFile", "dump", "load", "load_config_file", "load_text", "shipp
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a YAML file holds, as plain data. The DAG parts are empty when the file has none."""
+    """The content of a YAML file: a Config, and the DAG's parts as plain data, empty if the file has none."""
 
     config: Config
     roles: dict[str, Any] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     validation_nodes: list[Any] = field(default_factory=list)
     role_places: dict[str, str] = field(default_factory=dict)
-    """File and line, or override, of each role; for errors."""
+    """File and line, or override, of each role, for errors."""
     node_places: list[str] = field(default_factory=list)
+    """File and line, or override, of each node, for errors."""
     validation_node_places: list[str] = field(default_factory=list)
+    """File and line, or override, of each validation node, for errors."""
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file with overrides, ``trainer.lr=2e-6``; a DAG in the file is left aside.
+    """Return the configuration of a YAML file with overrides (``trainer.lr=2e-6``); a DAG in the file is ignored.
 
     ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
     """
@@ -54,7 +55,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
 
 
 def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
-    """The file, its bases and the overrides (``trainer.lr=2e-6``, ``nodes.update.rows=balanced``) as one.
+    """Return a file, its bases and the overrides (``trainer.lr=2e-6``, ``nodes.update.rows=balanced``) as one.
 
     ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
     """
@@ -62,7 +63,7 @@ def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()
 
 
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
-    """As ``load``, of YAML text from anywhere; errors call it ``name``. ConfigError also where it names a base."""
+    """Return the configuration of a YAML text, as ``load``; errors call it ``name``. ConfigError if it has a base."""
     return _assemble([text_layer(text, name), *map(override, overrides)], name).config
 
 
@@ -88,20 +89,20 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
 
 
 def dump(config: Config) -> str:
-    """YAML from which ``load`` makes an equal Config."""
+    """Return YAML from which ``load`` makes an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(escaped(plain(config))))
 
 
 def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList]:
-    """Groups and roles, and the two lists of nodes, interpolations unresolved."""
+    """Return groups with roles, and the two lists of nodes, interpolations unresolved."""
     values: Any = {group: defaults(kind) for group, kind in GROUPS.items()}
     lists = {"nodes": NodeList([], []), "validation_nodes": NodeList([], [])}
     for layer in layers:
-        given = {key: value for key, value in layer.values.items() if value is not None}
+        present = {key: value for key, value in layer.values.items() if value is not None}
         for key in lists:
-            if key in given:
+            if key in present:
                 lists[key] = merged_nodes(lists[key], layer, key)
-        values = merged(values, {key: value for key, value in given.items() if key not in lists}, layer.depth)
+        values = merged(values, {key: value for key, value in present.items() if key not in lists}, layer.depth)
     return values, lists["nodes"], lists["validation_nodes"]
 
 
@@ -112,12 +113,12 @@ def _container(value: Any, kind: type[Any], key: str, path: object) -> Any:
 
 
 def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
-    """A role of a later file replaces the earlier one whole."""
-    given = ((layer, layer.values.get("roles")) for layer in layers)
-    return {name: layer.place("roles", name) for layer, roles in given if isinstance(roles, dict) for name in roles}
+    """Return the place of each role; a role of a later file replaces the earlier one whole."""
+    parts = ((layer, layer.values.get("roles")) for layer in layers)
+    return {name: layer.place("roles", name) for layer, roles in parts if isinstance(roles, dict) for name in roles}
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
-    """Where each ``group.key`` was given last."""
-    given = ((layer.origin, group, inner) for layer in layers for group, inner in layer.values.items())
-    return {f"{group}.{key}": origin for origin, group, inner in given if isinstance(inner, dict) for key in inner}
+    """Return the origin of the last value of each ``group.key``."""
+    groups = ((layer.origin, group, inner) for layer in layers for group, inner in layer.values.items())
+    return {f"{group}.{key}": origin for origin, group, inner in groups if isinstance(inner, dict) for key in inner}

@@ -1,4 +1,4 @@
-"""Plain values as the typed Config, interpolations resolved, and back."""
+"""Converts plain values to the typed Config, interpolations resolved, and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _coerce = Coercer(ConfigError)
 
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
-    """As written on the class: unlike an instance's, they still hold their interpolations."""
+    """Return the defaults of a class, with interpolations that an instance would have resolved."""
     made = {f.name: f.default_factory() for f in fields(kind) if f.default_factory is not MISSING}
     return plain({f.name: made.get(f.name, f.default) for f in fields(kind)})  # type: ignore[no-any-return]
 
 
 def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str) -> Config:
-    """``tree`` is what ``raw`` became."""
+    """Return the Config of ``tree``, which OmegaConf made of ``raw``. ConfigError for a missing or wrong value."""
     if missing := [f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"]:
         raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
     groups = {}
@@ -47,21 +47,21 @@ def _checked(kind: type[Any], values: Mapping[str, Any], path: str) -> Any:
 
 
 def resolved(tree: DictConfig, key: str, path: str) -> Any:
-    """The part of the tree under ``key`` as plain data, None when there is none."""
+    """Return the part of the tree under ``key`` as plain data; None if there is none."""
     part = tree.get(key)
     try:
         return OmegaConf.to_container(part, resolve=True, throw_on_missing=True) if OmegaConf.is_config(part) else part
     except (OmegaConfBaseException, RecursionError) as error:
-        given = getattr(error, "full_key", None) or key
+        place = getattr(error, "full_key", None) or key
         hint = ""
         if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"'(.*)'", str(error))):
             hint = key_hint(wanted[1])
         text = "its interpolation never ends" if isinstance(error, RecursionError) else first_line(error)
-        raise ConfigError(f"{path}: {given}: {text}{hint}") from error
+        raise ConfigError(f"{path}: {place}: {text}{hint}") from error
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, enums and tuples as what YAML has."""
+    """Return dataclasses, enums and tuples as mappings, texts and lists, as YAML has them."""
     match value:
         case _ if is_dataclass(value) and not isinstance(value, type):
             return plain(asdict(value))
@@ -75,10 +75,10 @@ def plain(value: Any) -> Any:
 
 
 def escaped(value: Any) -> Any:
-    """Plain data with ``${`` written so that OmegaConf takes it literally."""
+    """Return plain data with ``${`` escaped, so that OmegaConf takes it literally."""
     match value:
         case str():
-            return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+            return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
         case Mapping():
             return {key: escaped(item) for key, item in value.items()}
         case list():

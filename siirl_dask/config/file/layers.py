@@ -1,4 +1,4 @@
-"""The layers of a configuration: a file's bases, the file, overrides; and the lines at which its nodes are written."""
+"""Reads the layers of a configuration (bases, file, overrides) and the lines of their roles and nodes."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ RENAMED = {
     "validation.source": "validation.source_column",
     "validation.extract": "validation.answer_extractor",
 }
-"""Keys of earlier versions, and what they are called now."""
+"""Keys of earlier versions, with their present names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values and where they come from. Later layers win."""
+    """Values with their origin. Later layers win."""
 
     origin: str
     values: Mapping[str, Any]
     depth: int = 2
-    """Levels that are merged key by key: groups and their keys. A mapping below (a placement, a role) is a value, and
-    replaces the earlier one; ``cluster.placement.policy=[2]`` goes one level deeper."""
+    """Levels that are merged key by key: groups, and keys within them. A mapping below, such as a placement or a role,
+    is a value and replaces the earlier one; ``cluster.placement.policy=[2]`` goes one level deeper."""
     lines: Mapping[tuple[str, str | int | None], int] = field(default_factory=dict)
-    """Where roles and nodes are written, by part of the DAG and name, or place in a list; None stands for the part."""
+    """Lines of roles and nodes, by part of the DAG and by name or list index; None stands for the part itself."""
 
     def place(self, part: str, key: str | int | None) -> str:
-        """``configs/grpo.yaml:42``, for an error."""
+        """Return file and line, as ``configs/grpo.yaml:42``, for an error."""
         line = self.lines.get((part, key), self.lines.get((part, None)))
         return self.origin if line is None else f"{self.origin}:{line}"
 
 
 def shipped(name: str) -> Path:
-    """A config that comes with the package, such as ``quickstart.yaml``. ConfigError lists those there are."""
-    there = _shipped()
-    path = there.get(name) or there.get(f"{name}.yaml")
+    """Return the path of a config that comes with the package, such as ``quickstart.yaml``. ConfigError lists all."""
+    configs = _shipped()
+    path = configs.get(name) or configs.get(f"{name}.yaml")
     if path is None:
-        raise ConfigError(f"no config {name!r} comes with siirl_dask (there are: {sorted(there)})")
+        raise ConfigError(f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})")
     return path
 
 
@@ -69,8 +69,10 @@ def _shipped() -> dict[str, Path]:
 
 
 def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a file: those of its bases, in order, then its own. A base that two of them share counts once,
-    where it is first. ConfigError for a file that is missing, no YAML, or a base of itself.
+    """Return the layers of a file: those of its bases, in order, then its own.
+
+    A base that two of them share counts once, at its first place. ConfigError for a file that is missing, not YAML, or
+    a base of itself.
     """
     if path.resolve() in chain:
         raise ConfigError(f"{chain[-1]}: base {path} makes a cycle: a file cannot be its own base")
@@ -89,10 +91,10 @@ def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
     return [*layers, Layer(str(path), values, lines=_lines(text))]
 
 
-def text_layer(given: str | bytes, name: str) -> Layer:
-    """The layer of YAML text that errors call ``name``. ConfigError for text that is no YAML, or that names a base."""
+def text_layer(text: str | bytes, name: str) -> Layer:
+    """Return the layer of a YAML text that errors call ``name``. ConfigError if it is not YAML, or names a base."""
     try:
-        text = given if isinstance(given, str) else given.decode()
+        text = text if isinstance(text, str) else text.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: expected YAML with groups of values: {error}") from error
     values = _parse(text, name)
@@ -113,7 +115,7 @@ def _read(path: Path, asked_by: str) -> str:
 
 
 def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
-    """The values that ``text`` holds, interpolations unresolved."""
+    """Return the values of a YAML text, interpolations unresolved."""
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except MarkedYAMLError as error:
@@ -128,7 +130,7 @@ def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
 
 
 def _syntax_error(text: str, error: MarkedYAMLError) -> str:
-    """Line and problem, and the likely cause in ``with: {n: ${rollout.n}}``, where the brace ends the mapping."""
+    """Return line and problem, with a hint for ``with: {n: ${rollout.n}}``, where the brace ends the mapping."""
     number = error.problem_mark.line if error.problem_mark else 0
     line = "".join(text.splitlines()[number : number + 1])
     hint = '; within {} and [], write interpolations in quotes: "${...}"' if "${" in line else ""
@@ -136,6 +138,7 @@ def _syntax_error(text: str, error: MarkedYAMLError) -> str:
 
 
 def override(text: str) -> Layer:
+    """Return the layer of ``key=value``. ConfigError for another form, or a key that only a file may have."""
     origin = f"override {text!r}"
     key, separator, _ = text.partition("=")
     top = key.split(".")[0]
@@ -151,7 +154,7 @@ def override(text: str) -> Layer:
 
 
 def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
-    """Lines, from 1, of the parts of the DAG, and of each role and node in them."""
+    """Return the lines, from 1, of the parts of the DAG, and of each role and node in them."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     lines: dict[tuple[str, str | int | None], int] = {}
     for key, part in root.value if isinstance(root, yaml.MappingNode) else ():
@@ -179,7 +182,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def check_keys(layer: Layer) -> None:
-    """ConfigError for a group or a key that there is not, with the nearest spelling or its new name."""
+    """Raise ConfigError for an unknown group or key, with the nearest spelling or the key's new name."""
     for group, values in layer.values.items():
         if group in _DAG_KEYS or (group in GROUPS and values is None):
             continue
@@ -207,7 +210,7 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
 
 
 def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
-    """Every key of a configuration, ``rollout.n``, ``rollout.vllm.sleep_level``, in the order of the groups."""
+    """Return every key of a configuration (``rollout.n``, ``rollout.vllm.sleep_level``) in the order of the groups."""
     hints, keys = get_type_hints(kind), list[str]()
     for name in (f.name for f in fields(kind)):
         full = f"{group}.{name}" if group else name
@@ -216,7 +219,7 @@ def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
 
 
 def key_hint(key: str) -> str:
-    """A hint to the key that is spelled nearly as ``key``, in whatever group it is."""
+    """Return a hint to the nearest spelling of ``key`` in any group, for an error."""
     return _renamed(key) or _elsewhere(key.rpartition(".")[2]) or did_you_mean(key, config_keys())
 
 
@@ -227,7 +230,7 @@ def _renamed(key: str) -> str:
 
 
 def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
-    """A hint to the key of another group that has this name, or nearly so; first to a key below ``group``."""
+    """Return a hint to a key of another group with this name, or nearly so; keys below ``group`` come first."""
     keys = sorted(config_keys(), key=lambda full: not full.startswith(f"{group}."))
     full = {full.rpartition(".")[2]: full for full in reversed(keys)}
     near = get_close_matches(key, full, n=1, cutoff=cutoff)
@@ -235,7 +238,7 @@ def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
 
 
 def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
-    """``new`` over ``old``: mappings are merged down to ``depth``, and wherever the configuration has a group."""
+    """Return ``new`` merged over ``old``: key by key down to ``depth``, and in every group of the configuration."""
     if not ((depth or is_dataclass(kind)) and isinstance(old, dict) and isinstance(new, dict)):
         return new
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
@@ -243,4 +246,5 @@ def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]

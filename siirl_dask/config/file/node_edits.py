@@ -1,4 +1,4 @@
-"""The nodes of a DAG from one layer after the other: a list replaces what was there, a mapping by name changes it."""
+"""Merges the nodes of one layer after the other: a list replaces all nodes, a mapping by name changes single ones."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ _DEPTH = 2  # a node's keys, and the options under its ``with``, are merged one 
 
 @dataclass(frozen=True, slots=True)
 class NodeList:
-    items: Any
-    """The nodes' specs; a text if all of them are an interpolation, or whatever else was given by mistake."""
-    places: list[str]
-    """Where each is written: file and line, and what it was written over. One for all if ``items`` is no list."""
+    """The specs of a DAG's nodes, each with its place."""
 
-    def places_of(self, found: Any) -> list[str]:
-        """Of the specs that were found when ``items`` was resolved."""
+    items: Any
+    """Specs of the nodes; a text if the whole list is an interpolation, or another value by mistake."""
+    places: list[str]
+    """File and line of each spec, and of the specs that it changes; one place for all if ``items`` is no list."""
+
+    def places_of(self, resolved: Any) -> list[str]:
+        """Return the place of each spec in ``resolved``, which ``items`` became."""
         listed = isinstance(self.items, list)
-        return self.places if listed else self.places * (len(found) if isinstance(found, list) else 0)
+        return self.places if listed else self.places * (len(resolved) if isinstance(resolved, list) else 0)
 
 
 def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
-    """What ``layer`` makes of the nodes so far. ConfigError for a node that is not there to be changed."""
-    given = layer.values[key]
-    if isinstance(given, list):
-        return NodeList(given, [layer.place(key, at) for at in range(len(given))])
-    if not isinstance(given, Mapping):
-        return NodeList(given, [layer.place(key, None)])
+    """Return the nodes so far with the changes of ``layer``. ConfigError for a change of a node that is not there."""
+    part = layer.values[key]
+    if isinstance(part, list):
+        return NodeList(part, [layer.place(key, at) for at in range(len(part))])
+    if not isinstance(part, Mapping):
+        return NodeList(part, [layer.place(key, None)])
     if not isinstance(old.items, list):
         raise ConfigError(
             f"{layer.place(key, None)}: {key} gives nodes by name, and the base's are {old.items!r}: "
@@ -40,7 +42,7 @@ def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
     named: dict[Any, tuple[Any, str]] = {}
     for position, (item, place) in enumerate(zip(old.items, old.places, strict=True)):
         named[item.get("name", position) if isinstance(item, Mapping) else position] = (item, place)
-    for name, change in given.items():
+    for name, change in part.items():
         _change(named, str(name), change, layer, layer.place(key, str(name)))
     return NodeList([item for item, _ in named.values()], [place for _, place in named.values()])
 
@@ -71,7 +73,7 @@ def _change(named: dict[Any, tuple[Any, str]], name: str, change: Any, layer: La
 
 
 def _over(old: Any, new: Any, depth: int) -> Any:
-    """``new`` over ``old``, key by key down to ``depth``; null takes away what was there."""
+    """Return ``new`` merged over ``old``, key by key down to ``depth``; null removes a key that was there."""
     if not depth or not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     merged = {**old, **{key: _over(old.get(key), value, depth - 1) for key, value in new.items()}}

@@ -1,1 +1,1 @@
-"""A plan for readers: as text, JSON or SVG, with estimated bytes and memory."""
+"""Plans for readers: as text, JSON or SVG, with estimated bytes and memory."""

@@ -1,4 +1,4 @@
-"""A plan as plain data: what ``siirl-dask plan --format json`` gives. docs/dags.md says what each key holds."""
+"""A plan as plain data, for ``siirl-dask plan --format json``. docs/dags.md describes the keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from siirl_dask.schema import IDENTITY
 
 
 def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
-    """Dicts, lists, texts and numbers. ``dag`` is what ``dag_from_spec`` reads."""
+    """Return a plan as dicts, lists, texts and numbers. ``dag_from_spec`` reads the entry ``dag``."""
     moving = {(edge.source, edge.target): edge for edge in plan.edges}
     return {
         "prompts": sizes.prompts,
@@ -32,10 +32,10 @@ def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
 
 
 def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
-    """Workers that do the same are listed once. Which part of a table is whose follows from the rank."""
+    """Return the chains; workers with equal chains are listed once. Their parts of a table follow from the rank."""
     doing: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker, chain in chains.items():
-        links = tuple(found for link in chain.flat for found in _link(link))
+        links = tuple(step for link in chain.flat for step in _link(link))
         doing.setdefault(links, []).append(worker)
     return [
         {"workers": same, "links": [{"do": do, "what": what} for do, what in links]} for links, same in doing.items()
@@ -61,8 +61,8 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
 
 def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> dict[str, Any]:
     stage, moves = plan.stages[target], edge is not None and edge.moves
-    given = [name for name, giver in stage.sources.items() if giver == source]
-    columns = edge.schema.names if edge is not None and edge.moves else given
+    local = [name for name, supplier in stage.sources.items() if supplier == source]
+    columns = edge.schema.names if edge is not None and edge.moves else local
     return {
         "source": source,
         "target": target,

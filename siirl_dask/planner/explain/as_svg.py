@@ -1,4 +1,4 @@
-"""A plan as a drawing, in SVG: nodes coloured by role, moved rows as bold arrows with their columns and bytes."""
+"""Draws a plan in SVG: nodes coloured by role, moved rows as bold arrows with their columns and bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARROW = (
 
 
 def draw(plans: Mapping[str, tuple[Plan, Sizes]]) -> str:
-    """The DAGs of several phases, one below the other."""
+    """Return an SVG of the DAGs of several phases, one below the other."""
     drawings = [_drawing(phase, plan, sizes) for phase, (plan, sizes) in plans.items()]
     width, top, parts = max(drawing.width for drawing in drawings), 0, []
     for drawing in drawings:
@@ -104,7 +104,7 @@ def _wide(layer: Sequence[Place]) -> int:
 
 
 def _across(layout: Layout, width: int) -> dict[Place, float]:
-    """The middle of each place; every layer is centred."""
+    """Return the middle of each place; every layer is centred."""
     middles: dict[Place, float] = {}
     for layer in layout.layers:
         left = (width - _wide(layer)) / 2
@@ -130,8 +130,8 @@ def _colour(plan: Plan, role: str) -> str:
 
 
 def _label(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> _Label:
-    given = plan.stages[target].sources
-    names = edge.schema.names if edge else [name for name, giver in given.items() if giver == source]
+    suppliers = plan.stages[target].sources
+    names = edge.schema.names if edge else [name for name, supplier in suppliers.items() if supplier == source]
     columns = ", ".join(name + "?" * (name in size.unknown) for name in names if name not in IDENTITY) or "row ids only"
     if edge is None:
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
@@ -150,7 +150,7 @@ def _cut(text: str) -> str:
 def _line(
     path: Sequence[Place], x: Mapping[Place, float], down: Sequence[int], layout: Layout, moves: bool, label: _Label
 ) -> str:
-    """From the bottom of the source by way of the bends, straight down past each layer, to the top of the target."""
+    """Draw an edge from the bottom of its source through its bends, straight past each layer, to its target's top."""
     first = next(depth for depth, layer in enumerate(layout.layers) if path[0] in layer)
     points = [(x[path[0]], down[first] + _HIGH)]
     for depth, place in enumerate(path[1:-1], first + 1):
@@ -178,14 +178,14 @@ def _lines(lines: Iterable[str], middle: float, first: float) -> str:
 def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     node = plan.stages[name].node
     left, colour = middle - _BOX / 2, _colour(plan, node.role)
-    kept = f", keeps {node.save_as}" if node.save_as else ""
-    most = int(_BOX / _LETTER)
+    saved = f", saves {node.save_as}" if node.save_as else ""
+    letters = int(_BOX / _LETTER)
     function = short_name(node.fn)
-    shown = function if len(function) <= most else f"… {function.rpartition('.')[2]}"[:most]
+    shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]
     return (
         f'<rect class="box" x="{left:.0f}" y="{top}" width="{_BOX}" height="{_HIGH}" rx="6" fill="{colour}"/>'
         f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{escape(name)}</text>'
-        + _lines([shown, f"{node.role}{kept}"[:most]], middle, top + 18 + _LINE)
+        + _lines([shown, f"{node.role}{saved}"[:letters]], middle, top + 18 + _LINE)
     )
 
 
@@ -194,7 +194,7 @@ _SWEEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bend:
-    """Where an edge passes a layer."""
+    """Point at which an edge passes a layer."""
 
     source: str
     target: str
@@ -202,19 +202,21 @@ class Bend:
 
 
 Place = str | Bend
-"""A node, by name, or a bend."""
+"""A node's name, or a bend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """Nodes and bends in layers, parents above their children."""
+
     layers: tuple[tuple[Place, ...], ...]
-    """From left to right."""
+    """Places of each layer, from left to right."""
     paths: Mapping[tuple[str, str], tuple[Place, ...]]
-    """Of each edge, from its source to its target, one place a layer."""
+    """Places of each edge, from its source to its target, one in each layer."""
 
 
 def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, str]]) -> Layout:
-    """``nodes`` come parents first."""
+    """Lay out ``nodes``, which come parents first."""
     edges = list(edges)
     depth = dict.fromkeys(nodes, 0)
     for node in nodes:
@@ -233,6 +235,7 @@ def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, str]]) -> Layout:
 
 
 def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> None:
+    """Sort each layer by the mean position of its neighbours, down and up by turns, so that fewer edges cross."""
     above: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
     below: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
     for path in paths:

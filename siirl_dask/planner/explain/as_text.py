@@ -1,4 +1,4 @@
-"""A plan as text: what ``siirl-dask plan`` prints. As readable for 2 workers as for 1,024."""
+"""A plan as text, for ``siirl-dask plan``; as readable for 1,024 workers as for 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from siirl_dask.schema import IDENTITY
 
 
 def describe(plan: Plan, sizes: Sizes) -> str:
-    """The DAG, each worker's chain, and every edge: where its rows go, its columns, and its bytes at most."""
+    """Describe the DAG, each worker's chain, and every edge with its workers, its columns and a bound of its bytes."""
     workers = tuple(plan.chains)
     estimates = estimate(plan, sizes)
     sections = {
@@ -45,13 +45,13 @@ def _nodes(stages: Iterable[Stage]) -> str:
         node, contract = stage.node, stage.node.contract
         reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        kept = f", kept as {node.save_as!r}" if node.save_as else ""
-        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + kept))
+        saved = f", saved as {node.save_as!r}" if node.save_as else ""
+        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + saved))
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
 
 def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
-    """Workers that do the same are shown once."""
+    """Return the table of chains; workers with equal chains share a line."""
     doing: dict[str, list[str]] = {}
     for worker, chain in plan.chains.items():
         doing.setdefault(_chain(chain), []).append(worker)
@@ -59,19 +59,19 @@ def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
 
 
 def _chain(chain: Chain) -> str:
-    """The nodes in order, each with where it gets rows from other workers and where it sends them."""
+    """Return the nodes in order, each with the nodes that it receives rows from and sends rows to."""
     steps: list[str] = []
     notes: dict[str, list[str]] = {}
 
     def begin(name: str) -> None:
         finish()
         steps.append(name)
-        notes.update({"from": [], "in parts from": [], "to": [], "in parts to": [], "statistics to": [], "keeps": []})
+        notes.update({"from": [], "in parts from": [], "to": [], "in parts to": [], "statistics to": [], "saves": []})
 
     def finish() -> None:
-        told = "; ".join(f"{word} {', '.join(names)}" for word, names in notes.items() if names)
-        if steps and told:
-            steps[-1] += f" ({told})"
+        text = "; ".join(f"{word} {', '.join(names)}" for word, names in notes.items() if names)
+        if steps and text:
+            steps[-1] += f" ({text})"
 
     received: list[str] = []  # since the node before
     for link in chain.flat:
@@ -94,7 +94,7 @@ def _chain(chain: Chain) -> str:
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
             case Save(table=table):
-                notes["keeps"].append(table)
+                notes["saves"].append(table)
     finish()
     return " > ".join(steps) or "nothing"
 
@@ -112,7 +112,7 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
             at_most = "?" if size.bytes is None else f"<= {readable_bytes(size.bytes)}"
         else:
             where, at_most = ("local" if edge is None else "local, guide"), "-"
-            columns = [name for name, giver in stage.sources.items() if giver == source and name not in IDENTITY]
+            columns = [name for name, node in stage.sources.items() if node == source and name not in IDENTITY]
         marked = ", ".join(name + "?" * (name in size.unknown) for name in columns) or "-"
         count = "?" if size.rows is None else str(size.rows)
         rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked))
@@ -120,7 +120,7 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, s
 
 
 def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
-    """From which workers to which; by count and role where the names would take several lines."""
+    """Return the workers at both ends of an edge, by count and role if the names would take several lines."""
     text = f"{worker_ranges(edge.sources, workers)} -> {worker_ranges(edge.targets, workers)}"
     if len(text) <= LEAST:
         return text
@@ -132,6 +132,6 @@ def _total(estimates: Mapping[tuple[str, str], Estimate]) -> str:
     sizes = list(estimates.values())
     text = f"Between workers: at most {readable_bytes(sum(size.bytes or 0 for size in sizes))} a step"
     if any(size.unknown or size.bytes is None for size in sizes):
-        text += ", and what is marked '?', of which the size is not known"
+        text += ", and columns marked '?', whose size is not known"
     guide = "local: rows stay in their process. guide: they stay, and decide where the other parents' rows go."
     return f"{text}.\n{guide}"

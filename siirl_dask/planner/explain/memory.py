@@ -1,8 +1,8 @@
-"""How much a worker's tables take along its chain, at most. For whoever reads a plan: nothing is decided by it.
+"""Upper bound of the memory that a worker's tables take along its chain, for readers of a plan.
 
-Rows that are loaded or made where they are: each worker has its even share, each row at its longest. Rows that have
-moved: balanced by what they cost, so that nobody has more than 1.02 of the mean and one row (or group, or one row of
-each mini-batch); shorter rows, but no more tokens than that. What a node makes of its own while it runs is not in it.
+Rows that are loaded or made in place count as an even share per worker, each row at its longest. Rows that have moved
+are balanced by cost: a worker has at most 1.02 of the mean plus one row (or one group, or one row of each mini-batch).
+A node's own temporary memory is not counted.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_o
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_GIVEN, _TAKEN = 4, 3  # parts of a table that are there at once: see worker/weight_stream.py
-_BUFFERS = 2  # that are there at once on either side: see worker/weight_broadcast.py
-_READ = 2  # what is loaded, and that of the next step, which is read ahead
+_GIVEN, _TAKEN = 4, 3  # pieces of a streamed table at once: see worker/weight_stream.py
+_BUFFERS = 2  # of a broadcast at once, on either side: see worker/weight_broadcast.py
+_READ = 2  # batches in memory: the step's, and the next one's, which is read ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one worker in one step, in bytes."""
+    """Bytes of tables on one worker in one step."""
 
     tables: int
-    """That are there at once, at most."""
+    """Peak bytes of live tables."""
     node: str
-    """While which they are."""
+    """Node at which the peak occurs."""
     moving: int
-    """Published for others and received, in all."""
+    """Bytes published for peers and received from them, in all."""
     unknown: tuple[str, ...]
-    """Columns that nothing bounds, which are not counted."""
+    """Columns without a bound, which are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A worker's part of some rows, at most. ``rows`` None: nothing bounds it."""
+    """Upper bound of a worker's part of some rows. ``rows`` is None without a bound."""
 
     made_by: str
     rows: int | None
@@ -46,14 +46,14 @@ class _Share:
 
 
 def usage(plan: Plan, sizes: Sizes) -> dict[str, Usage]:
-    """By worker."""
+    """Return the usage of each worker."""
     weigh = _Weighing(plan, sizes)
     return {worker: _along(chain, weigh) for worker, chain in plan.chains.items()}
 
 
 def _along(chain: Chain, weigh: _Weighing) -> Usage:
     live: dict[str, int] = {}
-    most, node, moving = 0, "", 0
+    peak, node, moving = 0, "", 0
     unknown: dict[str, None] = {}
     for link in chain.flat:
         match link:
@@ -64,25 +64,25 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 moving += live[edge.name]
             case Run(ran):
                 now = sum(live.values()) + weigh.made[ran.name]
-                most, node = max((most, node), (now, ran.name), key=lambda pair: pair[0])
-                live[ran.name] = weigh.kept[ran.name]
+                peak, node = max((peak, node), (now, ran.name), key=lambda pair: pair[0])
+                live[ran.name] = weigh.outputs[ran.name]
                 unknown |= dict.fromkeys(weigh.unknown[ran.name])
             case Stream(source, target, gives, takes):
                 moved = weigh.buffers(link, chain.worker)
                 if moved is None:
                     moved = gives * weigh.given(source.name) + takes * weigh.taken(link)
                 now = sum(live.values()) + moved
-                most, node = max((most, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
+                peak, node = max((peak, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
                 unknown |= dict.fromkeys(weigh.unknown[source.name] if gives else ())
             case Send(edge) if edge.moves:
                 moving += weigh.sent[edge.name]
             case Drop(table):
                 del live[table]
-    return Usage(most, node, moving, tuple(unknown))
+    return Usage(peak, node, moving, tuple(unknown))
 
 
 class _Weighing:
-    """Bytes on one worker of every table that a plan makes."""
+    """Upper bounds of the bytes that each table of a plan takes on one worker."""
 
     def __init__(self, plan: Plan, sizes: Sizes) -> None:
         self._plan, self._sizes = plan, sizes
@@ -92,7 +92,7 @@ class _Weighing:
         self.loaded: dict[str, int] = {}
         self.received: dict[str, int] = {}
         self.made: dict[str, int] = {}
-        self.kept: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
         self.sent: dict[str, int] = {}
         self.unknown: dict[str, tuple[str, ...]] = {}
         into: dict[str, list[Edge]] = {name: [] for name in plan.stages}
@@ -104,12 +104,12 @@ class _Weighing:
             shares[name] = self._share_out(stage, before)
             self._weigh(stage, into[name], before, shares[name])
         for edge in plan.edges:
-            waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows nobody has taken yet
+            waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows are not yet pulled
             sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
     def buffers(self, link: Stream, worker: str) -> int | None:
-        """Of a table that goes by broadcast, what is there of it at once; None of any other."""
+        """Return the bytes of a broadcast's buffers on a worker; None for a stream that is no broadcast."""
         if not (self._sizes.buffers and link.joins):
             return None
         name = link.source.name
@@ -117,11 +117,11 @@ class _Weighing:
         return min(total, _BUFFERS * self._part(name)) if worker in link.joins else 0
 
     def given(self, source: str) -> int:
-        """Of a table that is made in parts, what is there of it at once: never more than this worker's share."""
+        """Return the bytes of a stream's pieces on a worker that makes them, at most the worker's share."""
         return min(self.made[source], _GIVEN * self._part(source))
 
     def taken(self, link: Stream) -> int:
-        """The same of what comes; where it is made it is there already."""
+        """Return the bytes of a stream's pieces on a worker that receives them; 0 where they are made."""
         return 0 if link.edge is None else min(self.received[link.edge.name], _TAKEN * self._part(link.source.name))
 
     def _part(self, source: str) -> int:
@@ -130,15 +130,15 @@ class _Weighing:
         return total if self._sizes.part is None else max(self._sizes.part, largest)
 
     def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
-        name, given = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))
+        name, names = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))
         if not stage.node.after:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
         for edge in edges:
             self.received[edge.name] = self._bytes(before, edge.schema.names, stage.available)
-        columns = {column: stage.produced.get(column) or stage.available[column] for column in given}
-        self.made[name] = self._bytes(after, given, columns)
-        self.kept[name] = self._bytes(after, stage.outputs, stage.produced)
-        self.unknown[name] = tuple(column for column in given if self._unbounded(after, columns[column]))
+        columns = {column: stage.produced.get(column) or stage.available[column] for column in names}
+        self.made[name] = self._bytes(after, names, columns)
+        self.outputs[name] = self._bytes(after, stage.outputs, stage.produced)
+        self.unknown[name] = tuple(column for column in names if self._unbounded(after, columns[column]))
 
     def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
         rows, workers = self._rows[stage.rows], len(self._plan.placement[stage.node.role])
@@ -148,15 +148,15 @@ class _Weighing:
         if rows is None:
             return _Share(stage.rows, None, 0)
         if guide is None or guide.rows is Rows.REPLICATED or workers == 1:
-            mine = rows if guide else -(-rows // workers)
-            return _Share(stage.rows, mine, mine * self._row_tokens)
-        most = self._most(guide, rows, workers)
-        if guide.rows is Rows.ANYWHERE:  # what lies on a worker stays there
-            most = max(most, shares[guide.source].tokens)
-        return _Share(stage.rows, rows, most)
+            own = rows if guide else -(-rows // workers)
+            return _Share(stage.rows, own, own * self._row_tokens)
+        tokens = self._balanced(guide, rows, workers)
+        if guide.rows is Rows.ANYWHERE:  # rows on the node's workers stay there
+            tokens = max(tokens, shares[guide.source].tokens)
+        return _Share(stage.rows, rows, tokens)
 
-    def _most(self, edge: Edge, rows: int, workers: int) -> int:
-        """Cost that one worker gets of balanced rows, which is at least their tokens."""
+    def _balanced(self, edge: Edge, rows: int, workers: int) -> int:
+        """Return the largest cost of balanced rows on one worker, which bounds their tokens."""
         tokens, start = self._row_tokens, self._sizes.quadratic_from
         cost = max(1, tokens + (tokens * tokens // start if start else 0))
         group = max(1, rows // max(1, self._sizes.prompts)) if edge.rows is Rows.GROUPED else 1
@@ -175,13 +175,13 @@ class _Weighing:
         return _Share(name, rows, (rows or 0) * self._row_tokens)
 
     def _bytes(self, share: _Share, names: Iterable[str], columns: Mapping[str, Column]) -> int:
-        """Of those columns that have a bound."""
-        found = [columns[name] for name in names]
+        """Return the bytes of the columns that have a bound."""
+        chosen = [columns[name] for name in names]
         if (total := self._sizes.totals.get(share.made_by)) is not None:
             _, largest = self._sizes.pieces.get(share.made_by, (0, total))
             here = total if share.rows is None else min(total, share.rows * largest)
-            return here if any(c.writer == share.made_by for c in found) else 0
-        return sum(self._column(share, column) or 0 for column in found)
+            return here if any(column.writer == share.made_by for column in chosen) else 0
+        return sum(self._column(share, column) or 0 for column in chosen)
 
     def _column(self, share: _Share, column: Column) -> int | None:
         width = width_of(column.name, column.type, self._sizes, self._longest)

@@ -1,4 +1,4 @@
-"""How many rows and bytes a plan moves in a step, at most. For whoever reads a plan: nothing is decided by it."""
+"""Upper bounds of the rows and bytes that a plan moves in a step, for readers of a plan; no decision uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from siirl_dask.schema import (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """``rows`` and ``bytes`` are upper bounds, None when there is none; the columns in ``unknown`` are not counted."""
+    """Upper bounds of an edge's rows and bytes, None without a bound; columns in ``unknown`` are not counted."""
 
     rows: int | None
     bytes: int | None
@@ -41,40 +41,40 @@ class Estimate:
 
 
 def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
-    """What goes along each edge of the DAG, and straight to who reads a blob, by (source, target): bytes of values and
-    offsets, 0 where rows stay.
+    """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by (source, target).
+
+    Bytes are those of values and offsets, 0 where rows stay in place.
     """
     rows = rows_made(plan, sizes)
     moving = {(edge.source, edge.target): edge for edge in plan.edges if edge.moves}
-    found: dict[tuple[str, str], Estimate] = {}
+    estimates: dict[tuple[str, str], Estimate] = {}
     for target, stage in plan.stages.items():
         for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
             edge = moving.get((source, target))
             if edge is None:
-                found[source, target] = Estimate(rows[stage.rows], 0)
+                estimates[source, target] = Estimate(rows[stage.rows], 0)
                 continue
             copies = len(edge.targets) if edge.rows is Rows.REPLICATED else 1
             types = {field.name: field.type for field in edge.schema}
             if stage.rows in sizes.totals:
                 made = plan.stages[stage.rows].node.contract.writes.names
                 unknown = tuple(name for name in types if name not in (*made, *IDENTITY))
-                found[source, target] = Estimate(rows[stage.rows], copies * sizes.totals[stage.rows], unknown)
+                estimates[source, target] = Estimate(rows[stage.rows], copies * sizes.totals[stage.rows], unknown)
             else:
-                found[source, target] = _rows_of_widths(plan, sizes, types, rows[stage.rows], copies)
-    return found
+                estimates[source, target] = _rows_of_widths(plan, sizes, types, rows[stage.rows], copies)
+    return estimates
 
 
 def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], rows: int | None, copies: int) -> Estimate:
     longest = max(len(worker.encode()) for worker in plan.chains)
-    found = {name: width_of(name, kind, sizes, longest) for name, kind in types.items()}
-    widths = {name: None if width is None else width.bytes for name, width in found.items()}
+    widths = {name: width_of(name, kind, sizes, longest) for name, kind in types.items()}
     unknown = tuple(name for name, width in widths.items() if width is None)
-    known = sum(width for width in widths.values() if width is not None)
+    known = sum(width.bytes for width in widths.values() if width is not None)
     return Estimate(rows, None if rows is None else rows * copies * known, unknown)
 
 
 def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
-    """Rows over all workers, by who made them. Without ``expand``, a node makes no more than came in."""
+    """Return the rows over all workers by the node that made them; None without a bound."""
     rows: dict[str, int | None] = {DATA: sizes.prompts}
     for name, stage in plan.stages.items():
         if stage.node.contract.new_rows:
@@ -99,7 +99,7 @@ def times_of(node: Node) -> int | None:
 
 _OFFSET = 4  # bytes per row that Arrow spends on where a list or string ends
 _FINISH_REASONS = len("length")
-_OF_RESPONSES = (
+_PER_RESPONSE_TOKEN = (
     RESPONSE_IDS,
     RESPONSE_MASK,
     ROLLOUT_LOGPROBS,
@@ -112,39 +112,40 @@ _OF_RESPONSES = (
     COVARIANT,
     TOKEN_VERSIONS,
 )
-"""Lists with a value for each token of the response."""
+"""List columns with a value for each token of the response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Upper bounds that a plan's estimates start from."""
+    """Upper bounds from which a plan's estimates start."""
 
     prompts: int
-    """Per step, over all workers."""
+    """Prompts per step, over all workers."""
     prompt_tokens: int
-    """Of one prompt."""
+    """Tokens of one prompt."""
     response_tokens: int
-    """Of one response."""
+    """Tokens of one response."""
     token_bytes: int | None = None
-    """Of the text of one token; None, and columns of text have no known bound."""
+    """Bytes of the text of one token; None leaves text columns without a bound."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Bytes per row of other columns, by name."""
     totals: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of all rows that a node makes, by node: of weights, the model's size."""
+    """Bytes of all rows that a node makes, by node; for weights the model's size."""
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """How many rows it makes in all, the same number on each worker, and the bytes of the largest; by node."""
+    """Number of rows that a node makes in all, each worker an equal share, and bytes of the largest row; by node."""
     part: int | None = None
-    """Bytes at most of what moves at once of a table that moves in parts; a row that is larger moves alone."""
+    """Largest piece of a streamed table in bytes; a larger row moves alone."""
     buffers: bool = False
-    """What a broadcast can bring goes by one, through buffers in a worker's own memory."""
+    """True if streams that a broadcast can carry go through its buffers, in a worker's own memory."""
     minibatches: int = 1
+    """Mini-batches in a step."""
     quadratic_from: int = 0
-    """Tokens from which balancing counts a row's attention as well; 0, not at all."""
+    """Tokens from which balancing counts a row's attention (``data.quadratic_from``); 0: it never does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Bytes of one row, at most: ``fixed``, and ``bits`` of each of up to ``tokens`` tokens."""
+    """Upper bound of a row's size: ``fixed`` bytes, and ``bits`` for each of up to ``tokens`` tokens."""
 
     fixed: int
     bits: int = 0
@@ -156,14 +157,14 @@ class Width:
 
 
 def width_of(name: str, kind: DataType, sizes: Sizes, longest_worker: int) -> Width | None:
-    """None when nothing bounds the column. ``longest_worker``: bytes of the longest name of a worker."""
+    """Return a column's width, None without a bound. ``longest_worker``: bytes of the longest worker name."""
     if name in sizes.widths:
         return Width(sizes.widths[name])
     try:
         return Width((int(kind.bit_width) + 7) // 8)
     except ValueError:  # not a type of fixed width
         pass
-    tokens = {PROMPT_IDS: sizes.prompt_tokens, **dict.fromkeys(_OF_RESPONSES, sizes.response_tokens)}
+    tokens = {PROMPT_IDS: sizes.prompt_tokens, **dict.fromkeys(_PER_RESPONSE_TOKEN, sizes.response_tokens)}
     if name in tokens:
         return Width(_OFFSET, int(kind.value_type.bit_width), tokens[name])
     texts = {PROMPT_TEXT: sizes.prompt_tokens, RESPONSE: sizes.response_tokens}

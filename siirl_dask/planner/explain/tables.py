@@ -1,4 +1,4 @@
-"""Words and tables for people who read a plan."""
+"""Words and aligned tables for readers of a plan."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ PACKAGE = __name__.split(".")[0]
 _WIDTH = 120
 _GAP = 2
 LEAST = 30
-"""Characters of the last column of a table, at least."""
+"""Least width of a table's last column, in characters."""
 _UNITS = ("kB", "MB", "GB", "TB")
 _RUNS = 3  # of workers that are listed before the rest is only counted
 
 
 def short_name(fn: object) -> str:
-    """The name of a function, or of that of a partial, without the name of this package."""
+    """Return the name of a function, or of a partial's function, without the name of this package."""
     return function_name(getattr(fn, "func", fn)).removeprefix(PACKAGE)
 
 
 def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
-    """Runs of neighbours, ``w0..w511 (512)``; the rest is counted when there are many."""
+    """Return the ranges of neighbouring workers, ``w0..w511 (512)``; beyond a few ranges, only their count."""
     place = {worker: index for index, worker in enumerate(workers)}
     runs: list[list[str]] = []
     for worker in sorted(members, key=place.__getitem__):
@@ -37,7 +37,7 @@ def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """Rounded up, so that it stays an upper bound."""
+    """Return bytes with a unit, rounded up so that an upper bound stays one."""
     if count < 1000:
         return f"{count} B"
     power = min((len(str(count)) - 1) // 3, len(_UNITS))
@@ -46,7 +46,7 @@ def readable_bytes(count: int) -> str:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns; what does not fit the width goes on in its own column, on the next line."""
+    """Return rows in aligned columns; a text that is too wide goes on in its column on the next line."""
     natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     room = _WIDTH - _GAP * len(header) - min(natural[-1], LEAST)
     fixed = _shrunk(natural[:-1], room)
@@ -70,4 +70,5 @@ def _shrunk(widths: list[int], room: int) -> list[int]:
 
 
 def steps_behind(steps: int) -> str:
+    """Return ``1 step behind`` or ``2 steps behind``."""
     return f"{steps} step{'' if steps == 1 else 's'} behind"

@@ -1,4 +1,4 @@
-"""What ``siirl-dask plan`` prints."""
+"""The text of ``siirl-dask plan``."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def test_text_in_full():
         f"learn {here}:build w0..w2 (3)",
         f"make {here}:generate gen - - -> prompt_ids",
         f"far {here}:plain learn make prompt_ids, prompt -> -",
-        f"join {here}:plain gen near, far prompt_ids -> -, kept as 'rollouts'",
+        f"join {here}:plain gen near, far prompt_ids -> -, saved as 'rollouts'",
         "w0, w1 make (from data; to far) > near (statistics to join) > far (from make; to join) > join (from far;"
-        " keeps rollouts)",
+        " saves rollouts)",
         "w2 far (from make; to join)",
         "make -> near 64 anywhere local - -",
         "make -> far 64 grouped w0, w1 -> w0..w2 (3) <= 27.4 kB prompt?, prompt_ids",
         "near -> join 64 anywhere local, guide - -",
         "far -> join 64 anywhere w0..w2 (3) -> w0, w1 <= 27.4 kB prompt?, prompt_ids",
-        "Between workers: at most 54.8 kB a step, and what is marked '?', of which the size is not known.",
+        "Between workers: at most 54.8 kB a step, and columns marked '?', whose size is not known.",
     ):
         assert line in " ".join(flat), f"{line}\n\n{text}"
 
