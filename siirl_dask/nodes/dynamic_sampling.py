@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.generate import generate
-from siirl_dask.nodes.prompts import MAX_TOKENS, encode, reads_expected_length, skip_step
+from siirl_dask.nodes.prompts import MAX_TOKENS, encode, reads_expected_length, report_dropped
 from siirl_dask.nodes.reward import score
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
@@ -84,10 +84,7 @@ def sample_until_mixed(
         missing, rate = batch_size - len(groups), len(groups) / first
         count = min(batch_size, ceil(missing / rate)) if rate else batch_size
         table = ctx.draw_prompts(count)
-    if not groups:
-        total, kept = ctx.all_sum([len(dropped), sum(part.num_rows for part in parts)])
-        if not kept:
-            skip_step(ctx, dropped, int(total), max_prompt_length)
+    report_dropped(ctx, sum(part.num_rows for part in parts), dropped, max_prompt_length)
     if ctx.rank.rank == 0:  # all workers know the same
         ctx.log("data/drawn_prompts", first)
         ctx.log("data/generation_rounds", len(parts))

@@ -49,11 +49,7 @@ def encode_prompts(
     leaves no worker any trains nothing; in a run's first step that is a DataError.
     """
     table, dropped = encode(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
-    left, total = ctx.all_sum([table.num_rows, len(dropped)])
-    if not left:
-        skip_step(ctx, dropped, int(total), max_prompt_length)
-    elif dropped:
-        logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, len(dropped), max_prompt_length)
+    report_dropped(ctx, table.num_rows, dropped, max_prompt_length)
     return table
 
 
@@ -81,16 +77,22 @@ def encode(
     return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string())), dropped
 
 
-def skip_step(ctx: Context, dropped: Sequence[int], total: int, max_prompt_length: int) -> None:
-    """Warn once of a step without rows on any worker. DataError in a run's first step: its limit fits no prompt.
+def report_dropped(ctx: Context, kept: int, dropped: Sequence[int], max_prompt_length: int) -> None:
+    """Warn of dropped prompts: each worker of its own, or one for all where the step has no prompts left.
 
-    All of the role's workers must call it: each with the lengths of the prompts that it dropped, and with the ``total``
-    that all of them dropped.
+    DataError where a run's first step has none. All of the role's workers must call it, with the number of rows that
+    they kept and the lengths of the prompts that they dropped.
     """
+    all_kept, all_dropped = ctx.all_sum([kept, len(dropped)])
+    if all_kept:
+        if dropped:
+            count = len(dropped)
+            logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, count, max_prompt_length)
+        return
     lengths = [int(length) for length in ctx.all_gather(str(min(dropped, default="")).encode()) if length]
     reason = f"step {ctx.step} has no prompts"
     if lengths:
-        reason += f": all {total} are longer than {max_prompt_length} tokens (data.max_prompt_length)"
+        reason += f": all {all_dropped:.0f} are longer than {max_prompt_length} tokens (data.max_prompt_length)"
         reason += f", the shortest has {min(lengths)}"
     if ctx.step <= _FIRST_STEP:
         raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts (data.url)")

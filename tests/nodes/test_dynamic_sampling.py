@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.config import RewardsConfig, RolloutConfig
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.errors import PlanError
+from siirl_dask.errors import DataError, PlanError
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.rewards import build_scorer
@@ -63,7 +63,7 @@ def source(tmp_path):
 
 def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, **options):
     sample = partial(
-        sample_until_mixed, rollout=RolloutConfig(n=6), max_prompt_length=4, **({"batch_size": 8} | options)
+        sample_until_mixed, rollout=RolloutConfig(n=6), **({"max_prompt_length": 4, "batch_size": 8} | options)
     )
     roles = (
         Role("rollout", build_guesser),
@@ -111,6 +111,12 @@ def test_it_gives_up_after_its_rounds_when_no_group_has_a_spread(source, tmp_pat
     assert table.num_rows == 0
     assert metrics["data/generation_rounds"].value == 3
     assert metrics["data/drawn_prompts"].value == 24
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_first_step_whose_prompts_are_all_too_long_is_refused(source, tmp_path, workers):
+    with pytest.raises(DataError, match=r"all 24 are longer than 0 tokens .*, the shortest has 1; raise data\.max"):
+        run(source, workers, tmp_path, rounds=3, max_prompt_length=0)
 
 
 def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
