@@ -1,6 +1,4 @@
-"""``siirl-dask``: run, plan, quickstart, rollouts, eval, export. Errors are one message on stderr; exit codes are in
-``--help``.
-"""
+"""Post-training of language models with no centre. Errors are one message on stderr."""
 
 from __future__ import annotations
 
@@ -14,17 +12,17 @@ from siirl_dask.driver.phases import dags
 
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
-    "k": ("validation.k", "1,4,8", "of pass@k; default: 1 and N"),
+    "k": ("validation.k", "1,4,8", "values of k for pass@k; default: 1 and N"),
     "temperature": ("validation.temperature", "T", "default: 0, the most likely response, or 1 where N is more than 1"),
-    "max-tokens": ("rollout.max_response_length", "N", "tokens of a response"),
-    "reward": ("rewards.function", "module:function", "what scores; default: as the run did"),
-    "workers": ("cluster.workers", "N", "processes"),
+    "max-tokens": ("rollout.max_response_length", "N", "longest response, in tokens"),
+    "reward": ("rewards.function", "module:function", "reward function; default: the run's own"),
+    "workers": ("cluster.workers", "N", "worker processes"),
 }
-"""Options that stand for a key of the configuration."""
+"""Options of ``eval`` that are short for a key: {option: (key, placeholder, help)}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command. Ends the process with a message and an exit code where it fails."""
+    """Run one command; a failure ends the process with a message and an exit code."""
     exit_with_message(lambda: _dispatch(_parse(arguments)))
 
 
@@ -70,7 +68,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN", help="the run's folder or URL")
     command.add_argument("to", metavar="DEST", help="a folder or URL where there is nothing yet")
-    command.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
+    command.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
     command.add_argument("--role", default="policy", metavar="ROLE", help="default: policy")
     command.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
     command.add_argument("--dtype", choices=[*Dtype], type=Dtype, help="default: as the run's model.dtype")
@@ -78,6 +76,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _dispatch(chosen: argparse.Namespace) -> None:
+    """Call the chosen command. Each is imported here: torch and Dask take seconds, for which others need not wait."""
     match chosen.command:
         case "run":
             file = load_config_file(chosen.config, chosen.overrides)
@@ -101,8 +100,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "export":
             from siirl_dask.commands.export import export
 
-            how = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter")}
-            step = export(chosen.run, chosen.to, **how)
+            options = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter")}
+            step = export(chosen.run, chosen.to, **options)
             print(f"{chosen.role} of step {step} is in {chosen.to}")
 
 
@@ -110,17 +109,17 @@ def _evaluate(chosen: argparse.Namespace) -> None:
     from siirl_dask.commands.evaluate import EvalRequest, evaluate
     from siirl_dask.observe import print_eval_result
 
-    given = {key: getattr(chosen, key) for key, _, _ in _EVAL_OPTIONS.values()}
+    texts = {key: getattr(chosen, key) for key, _, _ in _EVAL_OPTIONS.values()}
     lists = ("validation.k",)
-    options = [
-        f"{key}=[{text}]" if key in lists else f"{key}={text}" for key, text in given.items() if text is not None
+    overrides = [
+        f"{key}=[{text}]" if key in lists else f"{key}={text}" for key, text in texts.items() if text is not None
     ]
     request = EvalRequest(
         model=chosen.model,
         data=chosen.data,
         step=chosen.step,
         out=chosen.out,
-        overrides=[*options, *chosen.overrides],
+        overrides=[*overrides, *chosen.overrides],
     )
     print_eval_result(*evaluate(request))
 

@@ -1,7 +1,7 @@
-"""``siirl-dask eval``: sample from a model over a dataset, score, and say how good it is.
+"""``siirl-dask eval``: samples from a model over a dataset, scores the samples and reports metrics.
 
-A pass over the data is a phase like a validation: the same workers, plan and nodes, and no trainer. Samples are drawn
-by seeds of (run seed, step of the checkpoint, row id), so that it says what the run's own validation said.
+The pass over the data is a phase like a validation: the same workers, plan and nodes, without a trainer. Seeds are
+made of run seed, checkpoint step and row id, so the result equals that of the run's own validation.
 """
 
 from __future__ import annotations
@@ -38,26 +38,28 @@ _REWARD = "rewards.function="
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalRequest:
-    """What to evaluate, on what, and how."""
+    """A model, a dataset, and how to sample."""
 
     model: str
     """A run's folder or URL, or a Hugging Face folder."""
     data: str
+    """URL of the dataset."""
     step: int | None = None
-    """Of a run's checkpoint; none, the newest."""
+    """Step of the run's checkpoint; None takes the newest."""
     out: str | None = None
-    """Where to write; none, below the run, or below ``evaluations`` here."""
+    """URL to write to; None takes a folder below the run, or below ``evaluations`` in the working directory."""
     overrides: Sequence[str] = ()
-    """``key=value`` of a configuration: over that of the run, or of a model over the defaults."""
+    """Overrides, ``key=value``, of the run's configuration, or of the defaults for a Hugging Face folder."""
 
 
 def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
-    """Write every sample and ``metrics.json``; gives the numbers, and where they are. UserError before anything
-    starts.
+    """Write every sample and ``metrics.json``, and return the result with the URL that it is written to.
+
+    UserError before anything starts.
     """
     run = _is_run(request)
     step = Run(request.model).checkpoint_step(request.step) if run else None
-    out = request.out or _place(request, step)
+    out = request.out or _default_out(request, step)
     check_unused(out, "--out")
     with TemporaryDirectory() as folder:
         settings = {**_settings(request.data, out), "model.path": folder if run else request.model}
@@ -68,24 +70,29 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
         dag, source = _planned(config, scoring)
         if step is not None:
             write_folder(Path(folder), request.model, Run(request.model).config, step, role="policy")
-        found = one_pass(config, dag, source, step or 0)
-    result = _eval_result(request, config, scoring, step, found)
+        logged = one_pass(config, dag, source, step or 0)
+    result = _eval_result(request, config, scoring, step, logged)
     write_eval_result(out, result)
     return result, out
 
 
 def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
-    """Prompts, responses, rewards; then the numbers, and the table of samples. ``data``: what the dataloader gives."""
-    given, source = config.validation, ColumnPath(config.validation.source_column)
+    """Return a DAG that generates and scores responses, saves every sample and logs the metrics.
+
+    ``data`` is the schema of the dataloader's tables.
+    """
+    validation, source = config.validation, ColumnPath(config.validation.source_column)
     roles = (
         Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward)),
     )
     encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
-    sample = partial(generate_answers, rollout=config.rollout, validation=given)
-    extract = resolve(given.answer_extractor) if given.answer_extractor else None
-    measure = partial(measure_answers, n=given.n, k=tuple(given.k), source=source, extract=extract, alone=True)
-    keep = partial(eval_table, n=given.n, source=source)
+    sample = partial(generate_answers, rollout=config.rollout, validation=validation)
+    extract = resolve(validation.answer_extractor) if validation.answer_extractor else None
+    measure = partial(
+        measure_answers, n=validation.n, k=tuple(validation.k), source=source, extract=extract, alone=True
+    )
+    keep = partial(eval_table, n=validation.n, source=source)
     columns = eval_table_schema(data.field(PROMPT).type, data.field(ANSWER).type)
     nodes = (
         Node("prompts", encode, role="rollout"),
@@ -111,8 +118,8 @@ def _is_run(request: EvalRequest) -> bool:
     return False
 
 
-def _place(request: EvalRequest, step: int | None) -> str:
-    """``RUN/evaluations/test-step000010``, ``evaluations/MODEL-test``."""
+def _default_out(request: EvalRequest, step: int | None) -> str:
+    """Return ``RUN/evaluations/test-step000010`` for a run, ``evaluations/MODEL-test`` for a model."""
     data = PurePosixPath(request.data).stem
     if step is not None:
         return join(request.model, "evaluations", f"{data}-step{step:06d}")
@@ -120,7 +127,7 @@ def _place(request: EvalRequest, step: int | None) -> str:
 
 
 def _settings(data: str, out: str) -> Mapping[str, object]:
-    """What of a run's configuration is not for an evaluation of it."""
+    """Return overrides for keys of a run's configuration that an evaluation must not take over."""
     return {
         "run.url": out,
         "data.url": data,
@@ -135,22 +142,22 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
 
 
 def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
-    """DataError or PlanError for data, a source or columns that cannot be used."""
+    """Return the DAG and its dataset. DataError or PlanError for unusable data, source or columns."""
     source = Source(url=config.data.url, prompt=config.data.prompt, answer=config.data.answer)
     schema = open_source(source).schema
-    if config.validation.source_column is not None:  # a field of a struct: the plan looks at columns alone
+    if config.validation.source_column is not None:  # a field of a struct, which the plan does not check
         source_schema(schema, replace(source, answer=config.validation.source_column))
-    given = source_schema(schema, source)
-    dag = evaluation_dag(config, scoring, given)
-    compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], given, config.cluster.placement)
+    columns = source_schema(schema, source)
+    dag = evaluation_dag(config, scoring, columns)
+    compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], columns, config.cluster.placement)
     return dag, source
 
 
 def _eval_result(
-    request: EvalRequest, config: Config, scoring: Scoring, step: int | None, found: Mapping[str, float | None]
+    request: EvalRequest, config: Config, scoring: Scoring, step: int | None, logged: Mapping[str, float | None]
 ) -> EvalResult:
-    metrics = {name: value for name, value in found.items() if value is not None}
-    given = config.validation
+    metrics = {name: value for name, value in logged.items() if value is not None}
+    validation = config.validation
     return EvalResult(
         model=request.model,
         step=step,
@@ -158,10 +165,10 @@ def _eval_result(
         reward=function_name(getattr(scoring.reward, "func", scoring.reward)),
         prompts=_prompts(join(config.run.url, TABLE, f"step={step or 0:06d}")),
         samples=round(metrics["samples"]),
-        n=given.n,
-        k=given.k,
-        temperature=answering(config.rollout, given).temperature,
-        top_p=given.top_p,
+        n=validation.n,
+        k=validation.k,
+        temperature=answering(config.rollout, validation).temperature,
+        top_p=validation.top_p,
         max_tokens=config.rollout.max_response_length,
         seed=config.run.seed,
         failures=round(metrics["reward/failures"]),
@@ -172,7 +179,7 @@ def _eval_result(
 
 
 def _prompts(url: str) -> dict[str | None, int]:
-    """How many prompts there are of each source."""
+    """Return the number of prompts from each source."""
     table = open_table(url).to_table([GROUP_ID, SOURCE]).group_by([GROUP_ID, SOURCE]).aggregate([])
     counts = table.group_by(SOURCE).aggregate([([], "count_all")]).sort_by(SOURCE)
     return dict(zip(counts[SOURCE].to_pylist(), counts["count_all"].to_pylist(), strict=True))

@@ -1,4 +1,4 @@
-"""``siirl-dask export``: a run's checkpoint as a Hugging Face folder, or its adapters as peft's, on any fsspec URL."""
+"""``siirl-dask export``: writes a checkpoint as a Hugging Face folder, or its adapters for peft, to any fsspec URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from siirl_dask.runs.folder import check_writable
 from siirl_dask.runs.reader import open_run
 
 _LAST = ("config.json", "adapter_config.json")
-"""Without it, nothing loads the folder: so a copy that was cut short is never taken for whole."""
+"""Files that are copied last: nothing loads a folder without them, so an incomplete copy is never used."""
 
 
 def export(
@@ -29,11 +29,11 @@ def export(
     dtype: Dtype | None = None,
     adapter: bool = False,
 ) -> int:
-    """Write what ``role`` had learned by ``step`` (the newest checkpoint's) to ``to``, and give the step.
+    """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the newest checkpoint.
 
-    ``ema`` takes the moving average of the weights; ``dtype`` is the run's own if none is given. Adapters
-    (``trainer.lora.rank``) are merged with the weights that they are for, or with ``adapter`` written alone, for peft.
-    ConfigError when there is no such run, checkpoint or role, or when there is something at ``to``.
+    ``ema`` takes the moving average of the weights; ``dtype`` is by default the run's own. Adapters
+    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. ConfigError
+    when there is no such run, checkpoint or role, or when something is at ``to``.
     """
     recorded = open_run(run)
     config, chosen = recorded.config, recorded.checkpoint_step(step)
@@ -55,10 +55,9 @@ def write_folder(
     dtype: Dtype | None = None,
     adapter: bool = False,
 ) -> None:
-    """As ``export``, into a local folder that is there."""
-    from siirl_dask.training.files.checkpoint import (
-        read_model,  # torch and transformers: seconds that --help need not wait
-    )
+    """Write the weights as ``export`` does, into an existing local folder."""
+    # here, because torch and transformers take seconds, for which --help need not wait
+    from siirl_dask.training.files.checkpoint import read_model
     from siirl_dask.training.files.hugging_face import with_base, write_adapters, write_hugging_face
 
     roles = read_state(run, step).roles
@@ -81,7 +80,7 @@ def write_folder(
 
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint has adapters. ConfigError unless they are those that ``trainer`` describes."""
+    """Return whether the checkpoint has adapters. ConfigError unless their rank is ``trainer.lora.rank``."""
     from siirl_dask.training.model.lora import is_adapter, rank_of
 
     ranks = {rank_of(name, tensor) for name, tensor in weights.items() if is_adapter(name)}
@@ -94,7 +93,7 @@ def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
 
 
 def check_unused(url: str, option: str) -> None:
-    """ConfigError unless there is nothing at ``url``, which ``option`` gives, or an empty folder."""
+    """Raise ConfigError, naming ``option``, unless ``url`` can be written and is absent or an empty folder."""
     try:
         fs, path = open_fs(url)
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""``siirl-dask quickstart``: the main job on this machine, told to someone who sees it for the first time."""
+"""``siirl-dask quickstart``: trains a tiny model on this machine, and explains the result to a first-time user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
 
 def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
-    """Train as the shipped config says and show what came of it. A run of an earlier quickstart is replaced."""
+    """Train as the shipped config says and print a report. A run of an earlier quickstart is replaced."""
     file = load_config_file(config_file, overrides)
     config, console = file.config, PipeConsole()
     console.print(
@@ -37,7 +37,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         "summary": join(url, "summary.json"),
         "plot": join(url, "plot.png"),
     }
-    command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # as it can be typed here
+    command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # typed as it was here
     next_lines = (
         f"{command} rollouts {url}",
         f"{command} plan {os.path.relpath(config_file.resolve())}",

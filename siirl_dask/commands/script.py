@@ -1,4 +1,4 @@
-"""The command line of a pipeline script, and how every command of siirl_dask ends."""
+"""The command line of a pipeline script, and the end of every command: exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.planner import DAG
 from siirl_dask.runs.reader import Run, open_run
 
-EXIT_CODES = "exit codes: 0 done, 1 the run failed, 2 something given cannot be used, 130 stopped by Ctrl-C or SIGTERM"
+EXIT_CODES = (
+    "exit codes: 0 done, 1 the run failed, 2 an argument, config, DAG or dataset is unusable, 130 stopped by Ctrl-C or "
+    "SIGTERM, 141 the reader of the output closed it"
+)
 Recipe = Callable[[Config], DAG]
 _T = TypeVar("_T")
 
@@ -28,9 +31,9 @@ _T = TypeVar("_T")
 def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence[str] | None = None) -> Run:
     """Train the DAG that ``training`` makes: ``python script.py CONFIG [key=value ...] [--fresh | --force]``.
 
-    The script's DAG stands in for the configuration's. ``validation`` makes the DAG that runs over the validation data
-    in between; None takes the one that goes with the training DAG (``siirl_dask.recipes.common.validation``). Returns
-    the run, to be asked questions; where training fails or is stopped, the process ends with a message instead.
+    The script's DAG replaces the configuration's. ``validation`` makes the DAG that runs over the validation data in
+    between; None takes the default of the training DAG (``siirl_dask.recipes.common.validation``). Returns the run, as
+    ``open_run`` does; if training fails or is stopped, the process ends with a message instead.
     """
     parser = argparse.ArgumentParser(epilog=EXIT_CODES)
     add_resume_options(parser)
@@ -48,9 +51,9 @@ def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence
 
 
 def add_resume_options(parser: argparse.ArgumentParser) -> None:
-    """``--fresh`` and ``--force``; without either, a run that is there is resumed."""
+    """Add ``--fresh`` and ``--force``; without either, an existing run is resumed."""
     parser.add_argument("--fresh", action="store_true", help="begin anew: what the run left in its folder is removed")
-    parser.add_argument("--force", action="store_true", help="go on with the run though CONFIG is not what it was")
+    parser.add_argument("--force", action="store_true", help="resume the run although CONFIG or the DAG has changed")
 
 
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
@@ -61,11 +64,11 @@ def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Na
 
 
 def exit_with_message(work: Callable[[], _T]) -> _T:
-    """The result of ``work``. An error that it raises on purpose becomes one message, any other stays a traceback."""
+    """Return the result of ``work``. A SiirlError becomes one message on stderr, any other error stays a traceback."""
     signal.signal(signal.SIGTERM, _as_interrupt)
     atexit.register(_end_soon)
     hide()
-    sys.path.insert(0, str(Path.cwd()))  # functions named module:function in a config are looked for here too
+    sys.path.insert(0, str(Path.cwd()))  # where functions named module:function in a config are looked for, too
     try:
         return _with_output_flushed(work)
     except KeyboardInterrupt:
@@ -81,7 +84,7 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
 def _with_output_flushed(work: Callable[[], _T]) -> _T:
     """Return the result of ``work`` once all that it printed is written, also where argparse prints help and exits.
 
-    BrokenPipeError when whoever read the output has closed it; at the end of the process that could only be shown.
+    BrokenPipeError when the reader has closed the pipe; Python itself would only print that at its end.
     """
     try:
         result = work()
@@ -94,14 +97,15 @@ def _with_output_flushed(work: Callable[[], _T]) -> _T:
 
 def _end_for_closed_pipe() -> NoReturn:
     """End quietly with the status of a program that SIGPIPE ends: the reader, such as ``head``, has enough."""
-    # Python flushes standard output once more at its end, and would complain again
+    # Python flushes stdout once more at its end, and would print the error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)
 
 
 def _end_soon() -> None:
-    """Python would go through all that torch made once more, for a second. nanobind, which triton and duckdb are built
-    with, calls leaked what is left out.
+    """Keep Python from collecting all of torch's objects at exit, which takes a second.
+
+    Not with triton or duckdb loaded: nanobind, which they are built with, would report leaks.
     """
     if not {"triton", "duckdb"} & sys.modules.keys():
         gc.freeze()

@@ -1,1 +1,1 @@
-"""The client's process: it checks a run, starts its workers, drives its steps and logs them."""
+"""The client's process: checks a run, starts its workers, drives its steps and logs them."""

@@ -1,4 +1,4 @@
-"""The driver hands out iterations a few steps ahead and listens: to metrics and failures, never to a sample."""
+"""Submits iterations to the workers a few steps ahead, and receives metrics and failures, never a sample."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
 logger = logging.getLogger("siirl_dask.driver")
-_GRACE = 2.0  # seconds after a first failure in which its cause may still come in
+_GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
-_CLOSE_TIMEOUT = 30.0  # seconds for every worker to let go of its model
-_STOP_TIMEOUT = 2.0  # seconds given to workers to hear an abort before the cluster is closed over their heads
+_CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
+_STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,25 @@ class Done:
 
     iteration: Iteration
     seconds: float
-    """Since the iteration before it was done, or since the start."""
+    """Seconds since the previous iteration was done, or since the start."""
     metrics: dict[str, Metric]
+    """Metrics of all workers, merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A checkpoint of which every worker has written its part."""
+    """A checkpoint whose parts are all written."""
 
     iteration: Iteration
     url: str
     saved: list[Mapping[str, Any]]
-    """What each worker said of its part, in rank order."""
+    """Each worker's report on its part, in rank order."""
 
 
 @dataclass(slots=True)
 class _Pending:
+    """An iteration under way, and the metrics of the workers that have completed it."""
+
     iteration: Iteration
     futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
@@ -67,6 +70,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Writing:
+    """A checkpoint that is being written, and the workers that have written their part."""
+
     iteration: Iteration
     url: str
     saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -74,12 +79,12 @@ class _Writing:
 
 
 class Driver:
-    """Runs iterations on the workers of one run."""
+    """Runs iterations on the workers of a run."""
 
     def __init__(
         self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, claim: Callable[[int], str]
     ) -> None:
-        """``claim(step)`` gives the URL of a new folder for the checkpoint of a step."""
+        """``claim(step)`` returns the URL of a new folder for the checkpoint of a step."""
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
@@ -94,7 +99,7 @@ class Driver:
 
     @contextmanager
     def at_work(self, cluster: ClusterConfig) -> Iterator[None]:
-        """Every worker's roles are there inside, and let go of afterwards; what is raised inside stops the workers."""
+        """Build every worker's roles, and free them on the way out; an exception inside stops the workers."""
         try:
             self.start(cluster.start_timeout)
             yield
@@ -108,7 +113,7 @@ class Driver:
                 self.close()  # a cluster that was started for this run ends with it
 
     def start(self, timeout: float) -> None:
-        """Put the run on the cluster and build every worker's roles. Raises what a role's build raised."""
+        """Register the run on the cluster and build every worker's roles. Raises what a role's build raised."""
         client, plugin = self._client, self._spec.plugin
         client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
         self._undo.callback(client.unsubscribe_topic, self._spec.topic)
@@ -121,11 +126,11 @@ class Driver:
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
-        """Yield each iteration when all workers are through with it, while the next ones are under way already, and
-        each checkpoint when it is written, which may be some iterations later.
+        """Yield each iteration that all workers have completed, and each checkpoint once it is written.
 
-        The run's failure is raised here: WorkerLost names the worker and the step, CheckpointError a folder that
-        cannot be written, anything else is what a node raised.
+        The next iterations are under way by then, and a checkpoint may come some iterations later. Raises the run's
+        failure: WorkerLost names the worker and the step, CheckpointError a folder that cannot be written; any other
+        exception comes from a node.
         """
         since = time.monotonic()
         while True:
@@ -144,7 +149,7 @@ class Driver:
             since = now
 
     def _next_written(self) -> Written | None:
-        """One whose iteration was yielded before."""
+        """Return a written checkpoint whose iteration was yielded before, if there is one."""
         under_way = {pending.iteration.sequence for pending in self._pending}
         for sequence, writing in self._writing.items():
             if sequence not in under_way and len(writing.written) == len(self._spec.members):
@@ -153,12 +158,12 @@ class Driver:
         return None
 
     def traffic(self) -> int | None:
-        """Bytes through the scheduler and the client since ``start``."""
+        """Return the bytes through the scheduler and the client since ``start``; None where they cannot be counted."""
         count: int | None = self._call("traffic")
         return count
 
     def abort(self, reason: str) -> None:
-        """Tell every worker to stop, and wait a moment until they have."""
+        """Tell every worker to stop, and wait up to two seconds until they have."""
         if not self._started:
             return
         try:
@@ -170,16 +175,16 @@ class Driver:
             time.sleep(0.05)
 
     def finish(self, timeout: float) -> None:
-        """Let every worker go of what it built."""
+        """Have every worker free what it built."""
         self._last = self._submit("finish", lambda worker: (finish_worker, self._spec.plugin, self._last[worker]))
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
-        """Take the run off the cluster."""
+        """Remove the run's plugins from the cluster."""
         self._undo.close()
 
     def _busy_workers(self) -> list[str]:
-        """Workers that have not returned from the first iteration that is under way, or from building their roles."""
+        """Return the workers that are still in the first iteration under way, or still building their roles."""
         futures = self._pending[0].futures if self._pending else self._last
         return [worker for worker, future in futures.items() if future.status == "pending"]
 
@@ -204,7 +209,7 @@ class Driver:
             call = self._client.run(describe_position, self._spec.plugin, workers=[address])
             try:
                 return str((await asyncio.wait_for(call, _STOP_TIMEOUT))[address])
-            except Exception:  # whatever a worker whose event loop gets no time makes of a connection
+            except Exception:  # a worker whose event loop gets no time may break the connection in any way
                 return "a call that keeps it from answering"
 
         return await asyncio.gather(*map(ask, addresses))
@@ -219,6 +224,7 @@ class Driver:
             logger.warning("a worker does not answer: what this run built on it stays there until it is restarted")
 
     def _hand_out(self, iteration: Iteration) -> None:
+        """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
         named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
         task: tuple[Any, ...] = (run_chain, self._spec.plugin, named, completed)
@@ -231,7 +237,7 @@ class Driver:
         self._last = futures
 
     def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future[Any]]:
-        """One task a worker, pinned, after the worker's task before it."""
+        """Submit one task to each worker, pinned to it, to run after its previous task."""
         futures = {}
         for worker, address in self._spec.members.items():
             function, *arguments = task(worker)
@@ -258,7 +264,7 @@ class Driver:
             self._handle(event)
 
     def _next_event(self, timeout: float, stalled: str = "") -> dict[str, Any]:
-        """The next event, waited for in slices so that Ctrl-C is heard."""
+        """Return the next event. Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -296,9 +302,7 @@ class Driver:
                 return
 
     def _cause(self, events: list[dict[str, Any]]) -> Exception:
-        """Of all that failed together, what the rest follows from: a death, else an error of a worker's own, else a
-        peer's.
-        """
+        """Return the failure that caused the others: a worker's death, else a worker's own error, else a peer's."""
         for event in events:
             if event["kind"] == "lost":
                 step = str(self._pending[0].iteration) if self._pending else "the start"
@@ -321,8 +325,10 @@ class Driver:
         failure.add_note("".join(format_exception(cause)))
         return failure
 
-    def _call(self, what: str, **arguments: Any) -> Any:
+    def _call(self, operation: str, **arguments: Any) -> Any:
+        """Call the supervisor on the scheduler."""
+
         async def call() -> Any:
-            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{what}")(**arguments)
+            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(**arguments)
 
         return self._client.sync(call, callback_timeout=_CALL_TIMEOUT)

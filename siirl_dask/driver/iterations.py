@@ -1,4 +1,4 @@
-"""The order of a run: which phase every worker goes through when."""
+"""Generates the iterations of a run in order: phase, step, and whether the pipeline drains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from siirl_dask.planner import Iteration, Phase
 
 
 def iterations(config: Config, phases: Collection[Phase], done: int = 0) -> Iterator[Iteration]:
-    """Every iteration of a run, in order, after ``done`` steps.
+    """Yield every iteration of a run in order, after ``done`` steps.
 
     Validation comes before the first step, every ``validation.every`` steps and after the last; a checkpoint every
     ``checkpoint.every`` steps and after the last; the test at the end. A resumed run begins with the weights.
@@ -33,9 +33,9 @@ def iterations(config: Config, phases: Collection[Phase], done: int = 0) -> Iter
 
 
 def with_drains(iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-    """The iterations, with those marked as drains that no training step follows.
+    """Yield the iterations, and mark each training step that no other one follows as a drain.
 
-    Nodes with a lag catch up in them, so that a validation or a checkpoint sees everything of its step.
+    Nodes with a lag catch up in a drain, so that a validation or a checkpoint sees everything of its step.
     """
     for iteration, following in pairwise(chain(iterations, [None])):
         assert iteration is not None

@@ -1,4 +1,4 @@
-"""What the driver's process writes and shows of a run: metrics, progress, the summary, the plot."""
+"""Logs a run from the driver's process: metrics, progress, the summary, the plot."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ from siirl_dask.planner import Phase
 
 @dataclass(slots=True)
 class RunLog:
-    """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. A resumed run counts in full."""
+    """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. Earlier steps count as well."""
 
     config: Config
     resume: ResumePoint = field(default_factory=ResumePoint)
     steps: int = field(init=False)
+    """Steps trained, those before the resumption included."""
     samples: float = 0.0
+    """Responses trained on."""
     peer_bytes: float = 0.0
+    """Bytes from worker to worker."""
     scheduler_bytes: int | None = None
+    """Bytes through scheduler and client since the resumption; None where they cannot be counted."""
     accuracy: Accuracy = field(default_factory=Accuracy)
     progress: Progress = field(init=False)
     _started: float | None = None
@@ -55,6 +59,7 @@ class RunLog:
         self.progress = Progress(self.config.run.steps, enabled=self.config.observe.progress)
 
     def begin(self, dashboard: str) -> None:
+        """Open the logs; a resumed run's lines after the checkpoint are dropped, and those before it are counted."""
         url, done = self.config.run.url, self.resume.done
         until, again_from = (done or -1, done + 1 if done else 0) if self.resume.exists else (None, None)
         self._metrics = MetricsLog(url, until)
@@ -66,6 +71,7 @@ class RunLog:
         self.progress.start(dashboard, url, done)
 
     def record(self, done: Done) -> None:
+        """Log a completed iteration."""
         phase = done.iteration.phase
         if phase is Phase.CHECKPOINT:
             self._of_step[done.iteration.step] = self._latest
@@ -88,11 +94,11 @@ class RunLog:
             self.progress.validation(done.iteration.step, metrics, phase)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Of a step of which a checkpoint was made, as ``train/loss``, and of the validation after it. Once."""
+        """Return, once, metrics of a checkpoint's step and of the validation after it, named as ``train/loss``."""
         return self._of_step.pop(step)
 
     def end(self, status: Status, error: str | None) -> Summary:
-        """Close what is open and write the summary; nothing is written for a run that never began."""
+        """Close the logs, and write summary and plot unless the run never began."""
         self.progress.close()
         if self._tensorboard:
             self._tensorboard.close()

@@ -1,13 +1,13 @@
-"""Estimates the memory of a worker process, as an upper bound, and refuses a run that does not have it.
+"""Estimates an upper bound of each worker's memory, and refuses a run that exceeds ``cluster.memory_limit``.
 
     process     Python with torch, transformers, Arrow and Dask
     roles       what each role's builder declares (``RoleCost.memory``): see training/preflight.py, rollout/preflight.py
     checkpoint  the copy that is written while training goes on (``RoleCost.checkpoint_copy``)
-    tables      at the node of the chain where there are most: see planner/explain/memory.py
-    moving      rows published and received, of as many steps as run at once; at most data.memory_limit
+    tables      peak of the live tables, over the nodes of the chain: see planner/explain/memory.py
+    moving      rows published and received by the steps that run at once; at most data.memory_limit
 
-Not counted: activations, transformers' cache of keys and values, columns that nothing bounds (texts of the dataset),
-and what the dataloader keeps of a file.
+Not counted: activations, transformers' key-value cache, columns without a bound (texts of the dataset), and the row
+groups that the dataloader caches.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.training.preflight import count_adapters
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
-_ROW = 512  # bytes of a published parameter's name, type, shape and ids: names of 400 letters would be long
+_ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-_LOWER = {  # what to do about the largest part
+_LOWER = {  # advice by the largest part
     "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
     "roles more workers",
     "moving rows": "lower data.memory_limit or run.lookahead, or what makes the tables large",
@@ -41,23 +41,27 @@ _LOWER = {  # what to do about the largest part
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Of each of some workers that have the same roles, in bytes."""
+    """Estimated bytes of each worker in a group of workers that have the same roles."""
 
     workers: tuple[str, ...]
     roles: Mapping[str, int | None]
-    """What each role builds; None where that is not known."""
+    """Bytes of each role's object; None if unknown."""
     tables: int
+    """Peak bytes of live tables."""
     largest: str
-    """Where the most tables are there at once: ``update of train``."""
+    """Node and phase of that peak, as ``update of train``."""
     moving: int
+    """Bytes of rows published and received."""
     unknown: tuple[str, ...]
-    """Columns that nothing bounds."""
+    """Columns whose size has no bound."""
     process: int = _PROCESS
+    """Bytes of the process before any role is built."""
     checkpoint: int = 0
-    """The copy of what its roles have learned that is being written."""
+    """Bytes of the copy from which an asynchronous checkpoint is written."""
 
     @property
     def parts(self) -> dict[str, int]:
+        """Bytes by part."""
         roles = sum(size or 0 for size in self.roles.values())
         return {
             "process": self.process,
@@ -69,10 +73,11 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
+        """Bytes in all."""
         return sum(self.parts.values())
 
     def text(self) -> str:
-        """Each part, largest first."""
+        """Return the parts with their sizes as one line, largest first."""
         parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
         parts |= {"checkpoint": self.checkpoint} if self.checkpoint else {}
         parts |= {f"role {role}": size for role, size in self.roles.items() if size}
@@ -81,7 +86,7 @@ class WorkerMemory:
 
 
 def memory_of(config: Config, phases: Phases, costs: Mapping[str, RoleCost]) -> list[WorkerMemory]:
-    """The memory of each group of workers that have the same roles, in the phase that takes most."""
+    """Return the memory of each group of workers with the same roles, in the phase that takes most."""
     count = cache(count_parameters)
     used = {
         phase: usage(plan, sizes_of(config, plan, source, count))
@@ -110,20 +115,20 @@ def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
 def _largest(
     config: Config, workers: Sequence[str], roles: Mapping[str, int | None], each: Sequence[tuple[str, Usage]]
 ) -> WorkerMemory:
-    phase, most = max(each, key=lambda pair: pair[1].tables)
+    phase, peak = max(each, key=lambda pair: pair[1].tables)
     steps = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
     return WorkerMemory(
         workers=tuple(workers),
         roles=roles,
-        tables=most.tables,
-        largest=f"{most.node} of {phase}",
+        tables=peak.tables,
+        largest=f"{peak.node} of {phase}",
         moving=min(parse_bytes("data.memory_limit", config.data.memory_limit), steps * max(u.moving for _, u in each)),
         unknown=tuple(dict.fromkeys(name for _, used in each for name in used.unknown)),
     )
 
 
 def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
-    """PlanError when ``cluster.memory_limit`` is less than what a worker may come to need."""
+    """Raise PlanError if a worker may need more than ``cluster.memory_limit``."""
     if config.cluster.memory_limit is None:
         return
     limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)
@@ -142,16 +147,16 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
 def sizes_of(
     config: Config, plan: Plan, source: Source, count: Callable[[str], ModelSize | None] = count_parameters
 ) -> Sizes:
-    """What the estimates of a phase start from. A dataset that is read whole and is not there yet counts as a batch."""
+    """Return the sizes that a phase's estimates start from. An absent dataset that is read whole counts as a batch."""
     published = {node.name: _published(node, config, plan, count) for node in plan.dag.nodes}
-    weights = {name: found for name, found in published.items() if found is not None}
+    weights = {name: pair for name, pair in published.items() if pair is not None}
     rows = source.batch_size or (open_source(source).num_rows if exists(source.url) else config.data.batch_size)
     return Sizes(
         prompts=rows,
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.rollout.max_response_length,
-        totals={name: found.total * each + found.tensors * _ROW for name, (found, each) in weights.items()},
-        pieces={name: (found.tensors, found.largest * each + _ROW) for name, (found, each) in weights.items()},
+        totals={name: size.total * each + size.tensors * _ROW for name, (size, each) in weights.items()},
+        pieces={name: (size.tensors, size.largest * each + _ROW) for name, (size, each) in weights.items()},
         part=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
         buffers=config.rollout.weight_sync is WeightSync.broadcast,
         minibatches=config.algorithm.minibatches,
@@ -162,8 +167,9 @@ def sizes_of(
 def _published(
     node: Node, config: Config, plan: Plan, count: Callable[[str], ModelSize | None]
 ) -> tuple[ModelSize, int] | None:
-    """The size of what a node publishes of a model, and bytes of each number; None for other nodes, and for a model
-    that is not on this machine.
+    """Return the size of the weights that a node publishes, and the bytes of each number.
+
+    None for a node that publishes none, and for a model that is not on this machine.
     """
     if PARAMETER_DATA not in node.contract.writes.names:
         return None

@@ -1,4 +1,4 @@
-"""The phases of a run (training, validation, test): their DAGs, datasets and plans."""
+"""Plans the phases of a run (training, validation, test): their DAGs, datasets and chains."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Phases = dict[Phase, tuple[Plan, Source]]
 def plan_phases(
     config: Config, dag: DAG, validation: DAG | None, workers: Sequence[str], *, assume_columns: bool = False
 ) -> Phases:
-    """The plans of a run on ``workers``. ConfigError, DataError or PlanError for what cannot run.
+    """Return the plans of a run on ``workers``. ConfigError, DataError or PlanError for a run that cannot work.
 
-    Opens the datasets for their columns; with ``assume_columns`` one that is not there (yet) is assumed to have those
-    that the configuration names.
+    Opens the datasets to read their columns; with ``assume_columns`` an absent one is assumed to have the columns that
+    the configuration names.
     """
     _check(config, dag, validation)
     training = Source(
@@ -53,7 +53,7 @@ def plan_phases(
 
 
 def assumed_columns(config: Config) -> Schema:
-    """Dataset columns that the configuration names: texts, and whole numbers of expected tokens."""
+    """Return the dataset columns that the configuration names: texts, and whole numbers for expected lengths."""
     named = [config.data.prompt, config.data.answer, config.validation.source_column]
     paths: dict[str, DataType] = {path: pa.string() for path in named if path is not None}
     if config.rollout.expected_length_column is not None:
@@ -68,7 +68,7 @@ def assumed_columns(config: Config) -> Schema:
 
 
 def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
-    """The type of a column from the dotted paths into it, and their types; an empty path is the column itself."""
+    """Return a column's type, given the dotted paths into it with their types; an empty path is the column itself."""
     inner: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in fields:
         if path == "":
@@ -81,9 +81,9 @@ def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
 
 
 def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | None:
-    """``validation``, else the validation DAG that goes with ``dag``; None where there is no validation data.
+    """Return ``validation``, else the default validation of ``dag``; None without validation data.
 
-    ConfigError where none is given and the training DAG does not have the roles that it needs.
+    ConfigError if the training DAG lacks the roles that the default needs.
     """
     if validation is not None or not config.validation.url:
         return validation
@@ -97,12 +97,12 @@ def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | Non
 
 
 def worker_names(config: Config) -> list[str]:
-    """The names that workers started on this machine will have; for a plan before there are any."""
+    """Return the names that workers started on this machine will have, for a plan before they start."""
     return [str(worker) for worker in range(config.cluster.workers)]
 
 
 def prepare(config: Config) -> bool:
-    """Make the dataset where there is none, if ``data.prepare`` says how. Whether it was made."""
+    """Call ``data.prepare`` if it is set and the dataset is absent; return whether it was called."""
     if config.data.prepare is None:
         return False
     make = resolve(config.data.prepare)
@@ -113,7 +113,7 @@ def prepare(config: Config) -> bool:
 
 
 def exists(url: str) -> bool:
-    """Tell whether there is a table at ``url``, be it a damaged one. DataError where the storage cannot be reached."""
+    """Return whether there is a table at ``url``, also a damaged one. DataError if the storage cannot be reached."""
     try:
         open_table(url)
     except TableNotFound:
@@ -126,7 +126,7 @@ def exists(url: str) -> bool:
 
 
 def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
-    """ConfigError where groups of the configuration, or the configuration and the DAG, contradict each other."""
+    """Raise ConfigError where groups of the configuration, or configuration and DAG, contradict each other."""
     for name, value in {"data.url": config.data.url, "model.path": config.model.path}.items():
         if value == "???":
             raise ConfigError(f"{name} is not set: give it in the config or as {name}=...")
@@ -152,7 +152,7 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
 
 
 def dags(file: ConfigFile) -> tuple[DAG, DAG | None]:
-    """The training and the validation DAG that a config file spells; None where it spells no validation."""
+    """Return the training and the validation DAG of a config file; None if it has no validation nodes."""
     dag = dag_from_spec(file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places)
     if not file.validation_nodes:
         return dag, None

@@ -1,7 +1,7 @@
-"""The one list of checks before a run starts: ``run``, ``plan`` and ``eval`` call it, and nothing else checks.
+"""Checks a run before it starts; ``run``, ``plan`` and ``eval`` all call ``check``, and nothing else checks.
 
-What a role needs is declared beside its builder (``@builds(preflight=...)``), what a node's options must be beside its
-function (``@columns(trial=...)``): nothing here knows a role, an algorithm or an engine.
+A role's needs are declared beside its builder (``@builds(preflight=...)``), a node's options beside its function
+(``@columns(trial=...)``). This module knows no role, no algorithm and no engine.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from siirl_dask.worker.run_spec import serialize_phases
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the checks found out about a run that passed them."""
+    """Results of the checks that a plan shows."""
 
     memory: list[WorkerMemory]
     notes: list[str]
-    """Sentences for readers of a plan."""
+    """Sentences for the reader of a plan."""
 
 
 def check(config: Config, phases: Phases) -> Checked:
-    """Refuse a run that cannot work, as far as that can be seen before it starts.
+    """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known before it starts.
 
-    ConfigError, DataError or PlanError. Datasets and models that are not there (yet) are not looked into.
+    Datasets and models that are absent are not looked into.
     """
     plan, _ = next(iter(phases.values()))
     serialize_phases(phases)
@@ -53,7 +53,7 @@ def check(config: Config, phases: Phases) -> Checked:
 
 
 def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
-    """What the role's own preflight says; errors name the role."""
+    """Run the role's own preflight; its errors name the role."""
     preflight = preflight_of(role.build)
     if preflight is None:
         note = f"{short_name(role.build)} declares no preflight (@builds): it is not checked, its memory not counted"
@@ -65,7 +65,7 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
 
 
 def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
-    """ConfigError for a node whose role does not provide what the node's function asks for."""
+    """Raise ConfigError for a node whose role does not provide what the node's function requires."""
     for node in dag.nodes:
         if lacking := sorted(
             set(node.contract.requires) - costs[node.role].provides - provides_of(dag.role(node.role).build)
@@ -92,8 +92,10 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
 
 
 def _check_expected_lengths(config: Config, phases: Phases) -> None:
-    """ConfigError where no node of the training asks for the column. DataError where its dataset has none, or where any
-    dataset that is there has one that holds anything but whole numbers of at least 1.
+    """Raise ConfigError or DataError for an unusable ``rollout.expected_length_column``.
+
+    ConfigError if no training node reads the column; DataError if the training dataset lacks it, or if any dataset has
+    values in it other than whole numbers of at least 1.
     """
     column = config.rollout.expected_length_column
     if column is None:

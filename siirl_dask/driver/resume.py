@@ -1,4 +1,4 @@
-"""Where a run begins: at step 1, or after the newest checkpoint that an earlier start of it left."""
+"""Finds where a run begins: at step 1, or after the newest checkpoint of an earlier start."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class ResumePoint:
     url: str | None = None
     state: State | None = None
     exists: bool = False
-    """There is a run in the folder, which this one resumes or whose steps it repeats."""
+    """True if the folder holds a run, which this start resumes or whose steps it repeats."""
     fresh: bool = False
-    """The run in the folder is removed first."""
+    """True if the run in the folder is removed first."""
     note: str = ""
     """A sentence for the user about where the run begins."""
 
     @property
     def checkpoint(self) -> ResumeFrom | None:
-        """The checkpoint as workers are told of it; None for a run that begins at step 1."""
+        """The checkpoint for the workers' RunSpec; None for a run that begins at step 1."""
         if self.url is None or self.state is None:
             return None
         state = self.state
@@ -45,10 +45,10 @@ class ResumePoint:
 
 
 def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> ResumePoint:
-    """Where the run at ``run.url`` goes on. ``fresh``: at step 1, whatever is there.
+    """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder holds.
 
-    ConfigError for a folder with a run that is finished, or that differs in what decides its results (``force``: go on
-    all the same), or with checkpoints and no run.
+    ConfigError if the folder holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs
+    in what decides its results.
     """
     url = config.run.url
     if fresh:
@@ -84,9 +84,9 @@ def _left_behind(url: str) -> tuple[RunIdentity | None, list[int]]:
 
 
 def weights_dag(dag: DAG) -> DAG | None:
-    """The part of a training DAG that brings the policy's weights to the engines; None if there is none.
+    """Return the nodes of a training DAG that bring the policy's weights to the engines; None if it has none.
 
-    PlanError when what publishes weights reads rows, or when what loads them does: there are none before a step.
+    PlanError when a node that publishes or loads weights reads rows: there are none before a step.
     """
     chosen: dict[str, Node] = {}
     for node in dag.ordered():
@@ -104,7 +104,7 @@ def weights_dag(dag: DAG) -> DAG | None:
 
 
 def _check_unfinished(config: Config, done: int) -> None:
-    """ConfigError where the run in the folder has trained all its steps, or ended without a checkpoint."""
+    """Raise ConfigError if the run in the folder has trained all its steps, or ended without a checkpoint."""
     url, steps = config.run.url, config.run.steps
     if done > steps:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _check_unfinished(config: Config, done: int) -> None:
     try:
         summary = read_summary(url)
     except DataError:
-        return  # it was not finished by any version that this one knows
+        return  # a version that this one does not know wrote it
     if summary.status is Status.COMPLETE and summary.steps >= steps:
         raise ConfigError(
             f"run.url={url!r} holds a run already, finished after {summary.steps} steps: raise run.steps={steps} to go "

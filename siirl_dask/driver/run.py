@@ -1,4 +1,4 @@
-"""One run: from a configuration and a DAG to files under ``run.url`` and a summary."""
+"""Trains: turns a configuration and a DAG into files under ``run.url`` and a summary."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def run(
 ) -> Summary:
     """Train ``dag`` as ``config`` says; ``validation`` runs over the validation data in between.
 
-    With ``validation.url`` and no ``validation``, the one that goes with ``dag`` runs: see recipes/common.py.
+    With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see recipes/common.py.
 
-    A run that stopped is resumed from its newest checkpoint. ``fresh``: begin anew, and remove what the run left;
-    ``force``: resume although the configuration or the DAG has changed.
+    A run that stopped is resumed from its newest checkpoint. ``fresh`` begins anew and removes what the run left;
+    ``force`` resumes although the configuration or the DAG has changed.
 
-    Everything is under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
-    starts; RunError when the run could not go on; Interrupted on Ctrl-C.
+    All files are under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
+    starts; RunError if the run failed; Interrupted on Ctrl-C.
     """
     hide()
     validation = validation_of(config, dag, validation)
@@ -53,7 +53,7 @@ def run(
     check(config, planned)
     check_writable(config.run.url)
     if prepare(config):
-        check(config, planned)  # the dataset and the model are there by now
+        check(config, planned)  # again: now the dataset and the model exist
     log = RunLog(config, resume)
     try:
         _note_start(log)
@@ -118,7 +118,7 @@ def _plan(
     *,
     assume: bool = False,
 ) -> Phases:
-    """The phases of the run; one that is resumed begins with that of the weights."""
+    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines."""
     phases = plan_phases(config, dag, validation, workers, assume_columns=assume)
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
@@ -130,7 +130,7 @@ def _plan(
 
 
 def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, resume: ResumePoint) -> None:
-    """Remove what an earlier start left that no longer counts, and write what identifies the run."""
+    """Remove files of an earlier start that no longer count, and write the run's identity."""
     url, tables = config.run.url, tables_of([dag, validation])
     if resume.fresh:
         remove_run(url, tables)
@@ -141,5 +141,6 @@ def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, resume: Re
 
 
 def _commit(checkpoints: Checkpoints, log: RunLog, dag: DAG, written: Written) -> None:
+    """Commit a checkpoint that every worker has written."""
     step, digest = written.iteration.step, RunIdentity.of(log.config, dag).digest()
     checkpoints.commit(written.url, State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest))

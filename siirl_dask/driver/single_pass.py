@@ -1,4 +1,4 @@
-"""One pass of a DAG over a dataset, by the workers of a run: no training, no checkpoints."""
+"""Runs a DAG once over a dataset, without training and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from siirl_dask.worker.run_spec import RunSpec
 
 
 def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, float | None]:
-    """Run every worker through ``dag`` once, over the whole of ``source``; returns what the nodes logged.
+    """Run every worker through ``dag`` once, over all of ``source``, and return the logged metrics.
 
-    Tables that the nodes save are below ``run.url``, as those of ``step``, which is part of the samples' seeds.
+    Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the samples' seeds.
     UserError before anything starts; Interrupted on Ctrl-C.
     """
     hide()

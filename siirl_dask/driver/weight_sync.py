@@ -1,4 +1,4 @@
-"""Checks how the policy's new weights will reach the engines (``rollout.weight_sync``), and says so for readers."""
+"""Checks how the policy's new weights reach the engines (``rollout.weight_sync``), and describes it for a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from siirl_dask.schema import PARAMETER_DATA
 
 
 def check_weight_sync(config: Config, plan: Plan) -> None:
-    """PlanError where ``rollout.weight_sync=broadcast`` and the plan has weights that no broadcast can bring."""
+    """Raise PlanError if ``rollout.weight_sync=broadcast`` and a broadcast cannot bring all weights of the plan."""
     if config.rollout.weight_sync is not WeightSync.broadcast:
         return
     for source, target in _transfers(plan):
@@ -25,27 +25,29 @@ def check_weight_sync(config: Config, plan: Plan) -> None:
 
 
 def transfer_notes(config: Config, plan: Plan) -> list[str]:
-    """How weights that leave their workers travel, as far as that is known before the devices are. Sentences."""
-    workers, way, notes = tuple(plan.chains), config.rollout.weight_sync, []
+    """Return a sentence on each transfer of weights between workers, as far as is known before the devices are."""
+    workers, weight_sync, notes = tuple(plan.chains), config.rollout.weight_sync, []
     for source, target in _transfers(plan):
-        giving, taking = plan.placement[source.node.role], plan.placement[target.node.role]
-        if set(giving) == set(taking) and len(giving) == 1:
+        senders, receivers = plan.placement[source.node.role], plan.placement[target.node.role]
+        if set(senders) == set(receivers) and len(senders) == 1:
             continue
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
-        broadcast = f"by broadcast from worker {giving[0]} to {worker_ranges(taking, workers)}"
-        if way is WeightSync.rows or reason:
-            route = f"as rows: {reason if reason and way is not WeightSync.rows else 'rollout.weight_sync=rows'}"
-        elif way is WeightSync.broadcast:
+        broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"
+        if weight_sync is WeightSync.rows or reason:
+            route = (
+                f"as rows: {reason if reason and weight_sync is not WeightSync.rows else 'rollout.weight_sync=rows'}"
+            )
+        elif weight_sync is WeightSync.broadcast:
             route = broadcast
         else:
-            both = worker_ranges((*giving, *taking), workers)
+            both = worker_ranges((*senders, *receivers), workers)
             route = f"{broadcast} if workers {both} have an accelerator each, else as rows"
         notes.append(f"new weights ({source.node.name} -> {target.node.name}) go {route}")
     return notes
 
 
 def _transfers(plan: Plan) -> Iterator[tuple[Stage, Stage]]:
-    """Each stage that publishes weights, with each that reads them."""
+    """Yield each stage that publishes weights, with each stage that reads them."""
     for source in plan.stages.values():
         if PARAMETER_DATA not in source.node.contract.writes.names:
             continue

@@ -1,4 +1,4 @@
-"""Built-in node functions: ``(Context, pa.Table) -> pa.Table``. Any function of that shape is a node."""
+"""The nodes that come with the package: functions ``(Context, pa.Table) -> pa.Table``. Any such function is a node."""
 
 from siirl_dask.nodes.advantage import (
     draw_minibatches,

@@ -1,7 +1,7 @@
-"""Advantages of rows and of tokens, and the draw of mini-batches.
+"""Estimates advantages of rows or of tokens, and draws mini-batches.
 
-A row without a reward (its reward function failed, and that was allowed) gets none, and is left out of what the others
-are compared with.
+A row without a reward (its reward function failed, and ``rewards.max_failures`` allowed it) gets no advantage and does
+not count in those of others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from siirl_dask.schema import (
     fields,
 )
 
-_DRAW = -1  # in place of a row id, for the seed of a draw that belongs to the step as a whole
+_DRAW = -1  # stands for a row id in the seed of a draw that belongs to the step as a whole
 
 
 def _try_rows(*, advantage: Callable[[Outcomes], Tensor]) -> None:
@@ -47,14 +47,14 @@ def _try_rows(*, advantage: Callable[[Outcomes], Tensor]) -> None:
 def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> None:
     none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     outcomes = TokenOutcomes(rewards=none, group_ids=ids, offsets=torch.zeros(1).long(), mask=none.bool(), values=none)
-    given = advantage(outcomes)
-    _check_count(given.advantages, "advantages")
-    _check_count(given.returns, "returns")
+    estimated = advantage(outcomes)
+    _check_count(estimated.advantages, "advantages")
+    _check_count(estimated.returns, "returns")
 
 
-def _check_count(given: Tensor, what: str) -> None:
-    if given.shape != (0,):
-        raise ValueError(f"{what} have shape {list(given.shape)}: expected [0]")
+def _check_count(values: Tensor, name: str) -> None:
+    if values.shape != (0,):
+        raise ValueError(f"{name} have shape {list(values.shape)}: expected [0]")
 
 
 @columns(
@@ -64,9 +64,9 @@ def _check_count(given: Tensor, what: str) -> None:
     trial=_try_rows,
 )
 def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor]) -> pa.Table:
-    """One advantage a row, ``advantage(Outcomes) -> [R]``; the node asks for rows=GROUPED so that groups are whole.
+    """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node asks for rows=GROUPED: groups are whole.
 
-    What each response token adds to the reward (``kl_penalty``) counts with the row's reward.
+    The sum of a row's token rewards (``kl_penalty``) is added to its reward.
     """
     comparable = valid_rows(table, REWARD, GREEDY_REWARD)
     scored = table.filter(comparable)
@@ -94,9 +94,9 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
 def estimate_token_advantages(
     ctx: Context, table: pa.Table, *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True
 ) -> pa.Table:
-    """An advantage and a return for each response token. A row's reward is that of its last token that is learned from.
+    """Add an advantage and a return for each response token. The row's reward falls on its last token in the mask.
 
-    ``whiten``: advantages get mean 0 and variance 1 over the tokens of all the role's workers.
+    With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers.
     """
     comparable = valid_rows(table, REWARD)
     scored = table.filter(comparable)
@@ -122,9 +122,10 @@ def estimate_token_advantages(
 
 @columns(reads=[GREEDY, REWARD, GROUP_ID], writes=fields(GREEDY_REWARD), new_rows=True)
 def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
-    """Beside each sample the reward of the most likely response to the same prompt, whose own rows end here (ReMax).
+    """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax, arXiv:2310.10505).
 
-    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``.
+    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``. ValueError for a group without a
+    greedy response.
     """
     greedy = table.filter(table[GREEDY])
     baseline = dict(zip(greedy[GROUP_ID].to_pylist(), greedy[REWARD].to_pylist(), strict=True))
@@ -132,17 +133,19 @@ def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     sampled = table.filter(pc.invert(table[GREEDY]))
     if missing := sorted(set(sampled[GROUP_ID].to_pylist()) - baseline.keys()):
         raise ValueError(f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy")
-    given = pa.array([baseline[group] for group in sampled[GROUP_ID].to_pylist()], TYPES[GREEDY_REWARD])
-    return sampled.append_column(GREEDY_REWARD, given)
+    baselines = pa.array([baseline[group] for group in sampled[GROUP_ID].to_pylist()], TYPES[GREEDY_REWARD])
+    return sampled.append_column(GREEDY_REWARD, baselines)
 
 
 @columns(reads=[GROUP_ID], writes=fields(MINIBATCH))
 def draw_minibatches(
     ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int, n: int = 1, split_groups: bool = False
 ) -> pa.Table:
-    """Which mini-batch each row is in: the step's prompts are shuffled and cut into equal runs, samples go with their
-    prompt, and groups of an earlier step where one of this would be. With ``split_groups`` each of a prompt's ``n``
-    samples is drawn by itself. A function of the step's seed alone, so every worker draws the same without asking.
+    """Assign each row to a mini-batch: shuffle the step's prompts and cut them into equal parts.
+
+    Samples go with their prompt; a group of an earlier step goes where the group at its place would. With
+    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself. The draw depends on the step's seed alone, so
+    all workers agree without a message.
     """
     ids, count = (table[ROW_ID], batch_size * n) if split_groups else (table[GROUP_ID], batch_size)
     order = np.random.default_rng(ctx.seed(_DRAW)).permutation(count)
@@ -151,7 +154,7 @@ def draw_minibatches(
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """[R] rewards to [K]: each on its row's last token that is learned from; of a row without such, nowhere."""
+    """Put each row's reward on its last token in the mask; a row without one gets zeros. [R] -> [K]."""
     rows = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
     places = torch.where(mask, torch.arange(len(mask)), -1)
     last = torch.full((len(rewards),), -1).scatter_reduce(0, rows, places, "amax")

@@ -1,4 +1,4 @@
-"""Which tokens clip-cov and kl-cov treat apart (arXiv:2505.22617): a choice over the mini-batches of all workers."""
+"""Chooses the tokens that clip-cov and kl-cov treat apart (arXiv:2505.22617), over the mini-batches of all workers."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def choose_covariant(
     low: float | None = None,
     high: float | None = None,
 ) -> pa.Table:
-    """Mark ``fraction`` of each mini-batch's tokens, at least one: those of highest covariance (kl-cov), or with
-    bounds, any of those between them, drawn by the step's seed (clip-cov: 1 and 5).
+    """Mark ``fraction`` of each mini-batch's tokens, at least one.
 
-    The same tokens on any number of workers: means and the choice are over all of them. It is made once a step, by the
-    log-probabilities from before the update, which is the paper's choice in the first mini-batch.
+    kl-cov marks the tokens of highest covariance; clip-cov, with bounds (1 and 5 in the paper), draws from the tokens
+    between them with the step's seed. Means and choice are over all workers: any number of them marks the same tokens.
+    The choice is made once a step, from log-probs before the update, as the paper's is in the first mini-batch.
     """
-    there = valid_rows(table, advantages_of(table))
-    rows = table.filter(there)
+    comparable = valid_rows(table, advantages_of(table))
+    rows = table.filter(comparable)
     packed = pack_rows(rows)
     mask, offsets = response_mask(rows)
     logprobs, advantages = (packed.column(rows, name).double() for name in (OLD_LOGPROBS, advantages_of(rows)))
@@ -67,21 +67,21 @@ def choose_covariant(
             places, scores = places[between], draws[places[between]]
         chosen[places[scores >= _threshold(ctx, scores, max(1, int(fraction * count)))]] = True
     ctx.log("policy/covariant_tokens", int(chosen.sum()), Reduce.SUM)
-    return table.append_column(COVARIANT, scatter_valid(there, ragged(chosen, offsets, TYPES[COVARIANT])))
+    return table.append_column(COVARIANT, scatter_valid(comparable, ragged(chosen, offsets, TYPES[COVARIANT])))
 
 
 def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:
-    """[K]: a number in [0, 1) for each token, which its row and place decide."""
+    """Return a number in [0, 1) for each token, decided by its row and its place. [K]."""
     seeds = (ctx.seed(row_id) for row_id in table[ROW_ID].to_pylist())
     drawn = [np.random.default_rng(seed).random(n) for seed, n in zip(seeds, offsets.diff().tolist(), strict=True)]
     return torch.from_numpy(np.concatenate([np.zeros(0), *drawn]))
 
 
 def _threshold(ctx: Context, scores: Tensor, count: int) -> float:
-    """What the ``count`` highest scores over all workers reach at least."""
-    mine = scores.topk(min(count, len(scores))).values
+    """Return the ``count``-th highest score over all workers."""
+    own = scores.topk(min(count, len(scores))).values
     slots = torch.zeros(ctx.rank.size, count, dtype=torch.float64)
     slots[ctx.rank.rank] = -inf
-    slots[ctx.rank.rank, : len(mine)] = mine
+    slots[ctx.rank.rank, : len(own)] = own
     everyone = torch.tensor(ctx.all_sum(slots.flatten().tolist()), dtype=torch.float64)
     return float(everyone.topk(count).values[-1])

@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling (arXiv:2503.14476): a group whose rewards are all equal teaches nothing, and is replaced.
 
-Which groups stay, how many prompts are drawn in their place, and in what order they count is decided by every worker
-alike, from which of all the workers' groups had a spread: the same rows come out on any number of workers.
+All workers learn which groups of all workers have different rewards. From that each computes alike which groups stay,
+how many prompts are drawn next, and how groups are numbered: the same rows come out on any number of workers.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def sample_until_mixed(
     scorer: str = "reward",
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """``batch_size`` groups whose rewards differ, or fewer if ``rounds`` rounds of generation do not give as many.
+    """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
 
-    ``scorer`` is the role whose scorer, on the same workers, gives the rewards. Groups are numbered anew, in the order
-    in which their prompts stand in the dataset; so are their rows. Draws as many prompts as are likely to be enough.
+    Each round draws as many prompts as are likely to be enough. Groups and rows are numbered anew, in the dataset's
+    order of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards. DataError when
+    no prompt fits in the run's first step.
     """
     groups: list[int] = []
     parts: list[pa.Table] = []
@@ -75,8 +76,7 @@ def sample_until_mixed(
         dropped += too_long
         rows = generate(ctx, prompts, rollout=rollout)
         rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
-        found = _everywhere(ctx, _mixed_groups(rows), first, count)
-        groups += found
+        groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
         parts.append(rows)
         first += count
         if len(groups) >= batch_size or not left:
@@ -96,23 +96,23 @@ def sample_until_mixed(
 
 
 def _mixed_groups(rows: pa.Table) -> list[int]:
-    """Groups whose rewards are not all the same; failed rows are not counted."""
+    """Return the groups whose rewards are not all equal; rows without a reward do not count."""
     spread = rows.group_by(GROUP_ID).aggregate([(REWARD, "min"), (REWARD, "max")])
     mixed = pc.greater(spread[f"{REWARD}_max"], spread[f"{REWARD}_min"])
-    found: list[int] = spread.filter(mixed)[GROUP_ID].to_pylist()
-    return found
+    groups: list[int] = spread.filter(mixed)[GROUP_ID].to_pylist()
+    return groups
 
 
-def _everywhere(ctx: Context, mine: Sequence[int], first: int, count: int) -> list[int]:
-    """All workers' groups among the ``count`` from ``first`` on, ascending."""
+def _on_all_workers(ctx: Context, own: Sequence[int], first: int, count: int) -> list[int]:
+    """Return the groups of all workers, ascending; they are among the ``count`` from ``first`` on."""
     flags = np.zeros(count)
-    flags[np.asarray(mine, dtype=np.int64) - first] = 1
-    found: list[int] = (np.flatnonzero(ctx.all_sum(flags.tolist())) + first).tolist()
-    return found
+    flags[np.asarray(own, dtype=np.int64) - first] = 1
+    groups: list[int] = (np.flatnonzero(ctx.all_sum(flags.tolist())) + first).tolist()
+    return groups
 
 
 def _renumbered(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
-    """The rows of ``groups``, the one at place p of which becomes group p."""
+    """Return the rows of ``groups``, in which the group at place p of the list becomes group p."""
     place = {group: at for at, group in enumerate(groups)}
     rows = rows.filter(pc.is_in(rows[GROUP_ID], pa.array(groups, TYPES[GROUP_ID])))
     numbers = np.array([place[group] for group in rows[GROUP_ID].to_pylist()], dtype=np.int64)

@@ -1,14 +1,14 @@
-"""Numbers of a validation or an evaluation whose prompts have several samples, or come from several sources.
+"""Measures the answers of a validation or an evaluation, with several samples a prompt or several sources of prompts.
 
     mean@n      mean reward of all samples
-    pass@k      chance that one of k samples at least is right, which a reward of at least 1 says
-    best@k      mean of the highest reward of k samples; only where rewards are others than 0 and 1
+    pass@k      chance that at least one of k samples is right, that is, has a reward of at least 1
+    best@k      mean of the highest reward of k samples; only where some rewards are neither 0 nor 1
     maj@k       mean reward of the answer that most of k samples give
     pass@4/gsm8k, ...    the same over the prompts of one source
 
-A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples whose reward
-function failed are none, and a prompt that has fewer than k left has no number for that k. Sums over workers are of
-fractions, rounded once: the same bits on any number of workers.
+A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples without a reward do
+not count, and a prompt with fewer than k samples does not count for that k. Workers sum fractions and round once: the
+same bits come out on any number of workers.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from siirl_dask.schema import (
 )
 
 _RIGHT = 1.0  # rewards of at least this: all tests passed, the answer and the format right
-_MOST_SOURCES = 256  # a column with more values than this is no source
+_MAX_SOURCES = 256  # a column with more values than this is no source
 _BEST = "best@"
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column of the dataset; a dot goes into a struct. As an iterable: the columns that it takes, for a contract."""
+    """A column of the dataset; a dot goes into a struct. Iterating gives the columns that it reads, for a contract."""
 
     path: str | None = None
-    """None is no column."""
+    """None stands for no column."""
 
     def __iter__(self) -> Iterator[str]:
         if self.path is not None:
             yield self.path.split(".")[0]
 
     def texts(self, table: pa.Table) -> list[str | None]:
-        """Of each row, as text; None where there is none. DataError for a path that the struct has not."""
+        """Return each row's value as text, None where there is none. DataError for a path that is not in the struct."""
         if self.path is None:
             return [None] * table.num_rows
         first, *rest = self.path.split(".")
         try:
-            found = pc.struct_field(table[first], rest) if rest else table[first]
+            values = pc.struct_field(table[first], rest) if rest else table[first]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise DataError(f"there is no {self.path!r} in column {first!r} of type {table[first].type}") from error
-        return [None if value is None else str(value) for value in found.to_pylist()]
+        return [None if value is None else str(value) for value in values.to_pylist()]
 
 
 NO_COLUMN = ColumnPath()
@@ -74,35 +74,39 @@ NO_COLUMN = ColumnPath()
 
 @dataclass(slots=True)
 class _Tally:
-    """Of each number, the sum over prompts and how many they are."""
+    """The sum of each metric over prompts, and the number of prompts in it."""
 
     sums: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
     binary: bool = True
-    """Whether all rewards so far are 0 or 1."""
+    """True while all rewards are 0 or 1."""
 
     def add(self, name: str, value: Fraction, count: int = 1) -> None:
+        """Add the sum ``value`` of ``count`` prompts."""
         total, counted = self.sums.get(name, (Fraction(0), 0))
         self.sums[name] = (total + value, counted + count)
 
     def merge(self, packed: bytes) -> None:
+        """Add another worker's tally."""
         sums, binary = json.loads(packed)
         self.binary &= binary
         for name, (total, count) in sums.items():
             self.add(name, Fraction(total), count)
 
     def pack(self) -> bytes:
+        """Return the tally as bytes for ``merge``."""
         sums = {name: [str(total), count] for name, (total, count) in self.sums.items()}
         return json.dumps([sums, self.binary]).encode()
 
     def check(self, source: ColumnPath) -> None:
-        """DataError when there are too many sources to be any."""
-        found = {name.partition("/")[2] for name in self.sums} - {""}
-        if len(found) > _MOST_SOURCES:
+        """Raise DataError when ``source`` has more values than a column of sources can have."""
+        sources = {name.partition("/")[2] for name in self.sums} - {""}
+        if len(sources) > _MAX_SOURCES:
             raise DataError(
-                f"column {source.path!r} has {len(found)} values or more: expected at most {_MOST_SOURCES} sources"
+                f"column {source.path!r} has {len(sources)} values or more: expected at most {_MAX_SOURCES} sources"
             )
 
     def values(self) -> dict[str, float]:
+        """Return the mean of each metric, without best@k where all rewards are 0 or 1: there it equals pass@k."""
         left_out = (_BEST,) if self.binary else ()
         return {
             name: float(total / count) for name, (total, count) in self.sums.items() if not name.startswith(left_out)
@@ -110,10 +114,10 @@ class _Tally:
 
 
 def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | None = None, **others: object) -> None:
-    if outside := [one for one in k if not 1 <= one <= n]:
+    if outside := [size for size in k if not 1 <= size <= n]:
         raise ValueError(f"k={list(k)}: {outside[0]} of n={n} samples")
-    if extract is not None and not isinstance(found := extract(""), str | None):
-        raise ValueError(f"extract gave {found!r}: expected a text or None")
+    if extract is not None and not isinstance(answer := extract(""), str | None):
+        raise ValueError(f"extract gave {answer!r}: expected a text or None")
 
 
 @columns(reads=[GROUP_ID, REWARD, RESPONSE], depends_on_options=reads_option("source"), trial=_try)
@@ -127,17 +131,17 @@ def measure_answers(
     extract: Callable[[str], str | None] | None = None,
     alone: bool = False,
 ) -> pa.Table:
-    """Log what ``n`` samples a prompt say of the model. The node asks for rows=GROUPED, so that prompts are whole.
+    """Log the metrics above for ``n`` samples a prompt. The node asks for rows=GROUPED, so that prompts are whole.
 
-    maj@k counts ``extract(response)``, and where that gives None or is not given, the response without the white space
-    around it. With one sample and no source nothing is logged unless ``alone``: ``reward/mean`` says it.
+    maj@k counts ``extract(response)``; where that is None or not given, the response without surrounding white space.
+    With one sample and no source nothing is logged unless ``alone``: ``reward/mean`` is the same number.
     """
     if n == 1 and source.path is None and not alone:
         return table
-    mine = _tally(table, n, k, source, extract)
-    mine.check(source)  # before a column of prompts goes to everybody
+    own = _tally(table, n, k, source, extract)
+    own.check(source)  # before a column of prompts goes to everybody
     tally = _Tally()
-    for packed in ctx.all_gather(mine.pack()):
+    for packed in ctx.all_gather(own.pack()):
         tally.merge(packed)
     tally.check(source)
     if ctx.rank.rank == 0:  # all workers know the same
@@ -174,13 +178,13 @@ def _tally(
 
 
 def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequence[int]) -> Mapping[str, float]:
-    """Of one prompt, what its samples are enough for."""
+    """Return the estimates of one prompt, for each k that it has enough samples for."""
     count, right = len(rewards), sum(reward >= _RIGHT for reward in rewards)
     numbers = {f"mean@{n}": mean(rewards)} if rewards else {}
-    numbers |= {f"pass@{one}": pass_at_k_estimate(count, right, one) for one in k if one <= count}
-    more = [one for one in k if 1 < one <= count]
-    numbers |= {f"{_BEST}{one}": best_at_k(rewards, one) for one in more}
-    return numbers | {f"maj@{one}": majority_at_k(answers, rewards, one) for one in more}
+    numbers |= {f"pass@{size}": pass_at_k_estimate(count, right, size) for size in k if size <= count}
+    several = [size for size in k if 1 < size <= count]
+    numbers |= {f"{_BEST}{size}": best_at_k(rewards, size) for size in several}
+    return numbers | {f"maj@{size}": majority_at_k(answers, rewards, size) for size in several}
 
 
 SAMPLE, SOURCE = "sample", "source"
@@ -188,17 +192,18 @@ _SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
 
 
 def eval_table_schema(prompt: DataType, answer: DataType) -> Schema:
-    """The columns that ``eval_table`` writes, for its node: a dataset's prompts and answers are of any type."""
+    """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the dataset's types."""
     own = {SAMPLE: pa.int64(), SOURCE: pa.string()}
     return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED)})
 
 
 @columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=reads_option("source"), passes=False)
 def eval_table(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN) -> pa.Table:
-    """Prompt, answer, response and reward of each row, which of the prompt's ``n`` samples it is, from 0, and its
-    source; and nothing that depends on which worker made it.
+    """Return a table to read: prompt, answer, response, reward, source, and the sample's number from 0 to ``n - 1``.
+
+    No column depends on which worker made it.
     """
-    given = {name: table[name] for name in (*IDENTITY, PROMPT, ANSWER, *_SAMPLED)}
-    given[SAMPLE] = pa.array(table[ROW_ID].to_numpy() % n, pa.int64())
-    given[SOURCE] = pa.array(source.texts(table), pa.string())
-    return pa.table(given)
+    shown = {name: table[name] for name in (*IDENTITY, PROMPT, ANSWER, *_SAMPLED)}
+    shown[SAMPLE] = pa.array(table[ROW_ID].to_numpy() % n, pa.int64())
+    shown[SOURCE] = pa.array(source.texts(table), pa.string())
+    return pa.table(shown)

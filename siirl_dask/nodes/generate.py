@@ -1,4 +1,4 @@
-"""Sampling responses."""
+"""Samples responses: n for each prompt, with a greedy one beside them, or as validation wants them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def _writes_versions(*, rollout: RolloutConfig) -> Changes:
     expand="rollout.rows_per_prompt",
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """``rollout.n`` samples of each prompt; sample k of the prompt at position p is row ``p * n + k`` of group p.
+    """Sample ``rollout.n`` responses to each prompt.
 
-    With ``rollout.partial``, samples of groups that are complete, of this step and of those before: see ``parts``.
+    Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are those of
+    the groups that are complete by now, from this step and from earlier ones: see ``partial_rollout.py``.
     """
-    ways = [_sampling(rollout)] * rollout.n
+    samplings = [_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
-        return generate_partial(ctx, table, ways, rollout.max_tokens_per_step)
-    return _generate(ctx, table, ways)
+        return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
+    return _generate(ctx, table, samplings)
 
 
 @columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """As ``generate``, and after each prompt's samples its most likely response, which ``greedy`` marks."""
+    """Sample as ``generate`` does, and add each prompt's greedy response, which the column ``greedy`` marks."""
     rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
     marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
@@ -52,12 +53,12 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
 def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
-    """``validation.n`` samples of each prompt, drawn as ``validation`` says, numbered as those of ``generate``."""
+    """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those of ``generate``."""
     return _generate(ctx, table, [answering(rollout, validation)] * validation.n)
 
 
 def answering(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
-    """How ``generate_answers`` draws: where no temperature is given, one sample greedily and several at 1."""
+    """Return the sampling parameters of ``generate_answers``; the default temperature is 0 for one sample, else 1."""
     temperature = validation.temperature
     if temperature is None:
         temperature = 0.0 if validation.n == 1 else 1.0
@@ -81,6 +82,6 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
     )
 
 
-def _generate(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> pa.Table:
-    rows, requests = make_requests(ctx, table, ways)
+def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> pa.Table:
+    rows, requests = make_requests(ctx, table, samplings)
     return add_samples(ctx, rows, generate_all(ctx, requests, rows[TOKENS].to_pylist()))

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was sampled, under the policy or a reference."""
+"""Scores sampled responses: log-probs under the policy or a reference, values under a critic."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from siirl_dask.training import Critic, Trainer
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(OLD_LOGPROBS))
 def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Under the policy as it is before this step's update."""
+    """Add the log-probs under the policy before this step's update."""
     return _logprobs(ctx, table, OLD_LOGPROBS)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS))
 def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Under the reference policy."""
+    """Add the log-probs under the reference policy."""
     return _logprobs(ctx, table, REFERENCE_LOGPROBS)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS), requires=["adapters"])
 def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Under the policy without its adapters (``trainer.lora.rank``): as it was at the start, and so a reference that
-    takes no model of its own.
+    """Add the log-probs under the policy without its adapters: a reference that takes no second model.
+
+    The policy needs adapters (``trainer.lora.rank``).
     """
     return _logprobs(ctx, table, REFERENCE_LOGPROBS, base=True)
 
@@ -41,7 +42,7 @@ def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False)
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(VALUES))
 def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
-    """Before each response token, under the critic as it is before this step's update."""
+    """Add the value before each response token, under the critic before this step's update."""
     ctx.free_device()
     critic: Critic = ctx.resource
     packed = pack_rows(table)

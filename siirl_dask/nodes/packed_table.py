@@ -1,4 +1,4 @@
-"""A table's prompt and response columns as the packed rows a trainer takes."""
+"""Turns a table's prompt and response columns into the packed rows that a trainer takes, and tensors into columns."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from siirl_dask.training import PackedRows
 
 @dataclass(frozen=True, slots=True)
 class PackedTable:
+    """A table's rows packed one after the other. R rows have T tokens, K of them in responses."""
+
     rows: PackedRows
     response_offsets: Tensor
     """[R + 1]: row r owns response tokens ``response_offsets[r]`` to ``response_offsets[r + 1]``."""
 
     def per_token(self, flat: Tensor, kind: pa.DataType) -> pa.Array:
-        """[K] numbers of response tokens as a list column."""
+        """Return a number per response token as a list column. [K]."""
         return ragged(flat, self.response_offsets, kind)
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """[R] numbers of rows to [K], each repeated for the row's response tokens."""
+        """Repeat a number per row for each of its response tokens. [R] -> [K]."""
         return per_row.repeat_interleave(self.response_offsets.diff())
 
     def column(self, table: pa.Table, name: str) -> Tensor:
-        """[K]: a column with a number a response token, or one a row, which is spread. DataError for any other."""
+        """Return a column of a number per response token; a number per row is spread. [K].
+
+        DataError for lists of other lengths than the responses.
+        """
         if not pa.types.is_list(table[name].type):
             return self.spread(values(table[name]))
         flat, offsets = packed(table[name])
@@ -42,11 +47,12 @@ class PackedTable:
         return flat
 
     def optional(self, table: pa.Table, name: str) -> Tensor | None:
+        """Return ``column``, or None where the table does not have it."""
         return self.column(table, name) if name in table.column_names else None
 
 
 def pack_rows(table: pa.Table) -> PackedTable:
-    """Each row's prompt and response, one after the other: R rows, T tokens, K of them in responses."""
+    """Pack each row's prompt and response, one after the other."""
     prompts, prompt_offsets = packed(table[PROMPT_IDS])
     responses, response_offsets = packed(table[RESPONSE_IDS])
     offsets = prompt_offsets + response_offsets
@@ -61,7 +67,10 @@ def pack_rows(table: pa.Table) -> PackedTable:
 
 
 def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
-    """[K] bool, which response tokens are learned from, and [R + 1], where each row's begin among all of them."""
+    """Return which response tokens are learned from, [K] bool, and where each row's tokens begin, [R + 1].
+
+    DataError for a mask of other lengths than the responses.
+    """
     offsets = packed(table[RESPONSE_IDS])[1]
     if RESPONSE_MASK not in table.column_names:
         return torch.ones(int(offsets[-1]), dtype=torch.bool), offsets
@@ -72,27 +81,28 @@ def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
 
 
 def advantages_of(table: pa.Table) -> str:
-    """The name of the column that holds advantages: of tokens where there are such, else of rows."""
+    """Return the name of the column that holds advantages: of tokens if there are any, else of rows."""
     return ADVANTAGES if ADVANTAGES in table.column_names else ADVANTAGE
 
 
 Flags = NDArray[np.bool_]
+"""[R] bool: one flag for each row."""
 
 
 def valid_rows(table: pa.Table, *names: str) -> Flags:
-    """[R]: rows in which none of the columns that are there is null."""
-    there = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
-    flags: Flags = np.logical_and.reduce(there)
+    """Return a flag for each row that has no null in the named columns; absent columns do not count. [R]."""
+    valid = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
+    flags: Flags = np.logical_and.reduce(valid)
     return flags
 
 
-def scatter_valid(there: Flags, given: pa.Array) -> pa.Array:
-    """``given``, of the rows in which something is there, as a column of all rows, null in the others."""
-    return given.take(pa.array(np.cumsum(there) - 1, pa.int64(), mask=~there))
+def scatter_valid(valid: Flags, column: pa.Array) -> pa.Array:
+    """Spread a column of the valid rows over all rows, null in the others."""
+    return column.take(pa.array(np.cumsum(valid) - 1, pa.int64(), mask=~valid))
 
 
 def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
-    """Values [T] and offsets [R + 1] (int64, from 0) of a list column; the values of a single chunk are not copied.
+    """Return values [T] and offsets [R + 1] (int64, from 0) of a list column; a single chunk is not copied.
 
     The values tensor shares Arrow's memory: do not write to it. ValueError if a row is null.
     """
@@ -106,7 +116,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
 
 
 def values(column: pa.ChunkedArray) -> Tensor:
-    """A column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
+    """Return a column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
     array = _one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
@@ -114,14 +124,14 @@ def values(column: pa.ChunkedArray) -> Tensor:
 
 
 def _tensor(array: pa.Array) -> Tensor:
-    """Over the array's memory; booleans, which Arrow packs in bits, are copied."""
+    """Return a tensor over the array's memory; booleans, which Arrow packs in bits, are copied."""
     if pa.types.is_boolean(array.type):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
     return from_dlpack(array)
 
 
 def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> pa.Array:
-    """A list column of ``kind`` whose row r is ``flat[offsets[r]:offsets[r + 1]]``."""
+    """Return a list column of ``kind`` whose row r is ``flat[offsets[r]:offsets[r + 1]]``."""
     flat_array = pa.array(flat.detach().cpu().numpy(), kind.value_type)
     ends = torch.as_tensor(offsets).to("cpu", torch.int32).numpy()
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), flat_array, type=kind)

@@ -1,8 +1,8 @@
-"""Responses that are generated over several steps, so that a step takes no longer than its budget of tokens.
+"""Partial rollouts (Kimi k1.5, arXiv:2501.12599, section 2.6.2): responses that are generated over several steps.
 
-A sample that has not ended when it has its step's tokens is kept on its worker, with all of its group, and goes on in
-the next step from where it was, with the weights of then (partial rollouts: Kimi k1.5, arXiv:2501.12599, section
-2.6.2). Its next token is drawn as if it had never been left. A step that drain leaves none.
+A sample gets a budget of tokens per step. One that has not ended by then stays on its worker, with all of its group,
+and continues in the next step with the weights of that step. Its next token is drawn as if it was never interrupted. A
+drain step finishes all samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, Roll
 from siirl_dask.rollout.requests import Sampled
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TOKENS, TYPES
 
-_A_STEP_OLDER = 2**32  # added to the ids of what is kept, that no row of the next step has
+_A_STEP_OLDER = 2**32  # added to the ids of kept rows: no row of the next step has such an id
 _KEPT = "kept"
 
 
@@ -28,53 +28,59 @@ class _Sample:
     """One response so far."""
 
     request: GenerationRequest
-    """As it was when it was begun."""
+    """The request of its first step."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token."""
+    """Version of the weights that sampled each token."""
     ended: FinishReason | None = None
+    """None while the response goes on."""
     worker: str = ""
+    """The worker that sampled the latest tokens."""
 
     def rest(self, budget: int | None) -> GenerationRequest:
-        """What is to be generated of it now."""
+        """Return the request for this step: at most ``budget`` tokens, None for all that are left."""
         first, done = self.request, len(self.tokens)
         left = first.sampling.max_tokens - done
         sampling = replace(first.sampling, max_tokens=left if budget is None else min(budget, left))
         return GenerationRequest([*first.prompt, *self.tokens], first.seed, sampling, begun=done)
 
     def add(self, sampled: Sampled, version: int) -> None:
-        given = sampled.generation
-        self.tokens += given.token_ids
-        self.logprobs += given.logprobs
-        self.versions += [version] * len(given.token_ids)
+        """Append the tokens of one step, sampled with weights of ``version``."""
+        part = sampled.generation
+        self.tokens += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += [version] * len(part.token_ids)
         self.worker = sampled.worker
-        if given.finish_reason is FinishReason.STOP or len(self.tokens) == self.request.sampling.max_tokens:
-            self.ended = given.finish_reason
+        if part.finish_reason is FinishReason.STOP or len(self.tokens) == self.request.sampling.max_tokens:
+            self.ended = part.finish_reason
 
     def result(self) -> Sampled:
+        """Return the whole response, which has ended."""
         assert self.ended is not None
         return Sampled(Generation(self.tokens, self.logprobs, self.ended), self.worker)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    """Rows and samples that continue in the next step."""
+
     rows: pa.Table
     samples: list[_Sample]
 
 
-def generate_partial(ctx: Context, table: pa.Table, ways: Sequence[Sampling], budget: int) -> pa.Table:
-    """Rows of the groups whose samples have all ended by now. ``budget``: tokens that a sample gets in a step."""
+def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling], budget: int) -> pa.Table:
+    """Return the rows of groups whose samples have all ended by now; a sample gets ``budget`` tokens in a step."""
     engine: RolloutEngine = ctx.resource
-    rows, requests = make_requests(ctx, table, ways)
+    rows, requests = make_requests(ctx, table, samplings)
     samples = [_Sample(request) for request in requests]
     kept: _Kept | None = ctx.state.pop(_KEPT, None)
     if kept is not None:
         rows, samples = pa.concat_tables([rows, _older(kept.rows)]), [*samples, *kept.samples]
     running = [at for at, sample in enumerate(samples) if sample.ended is None]
     requests = [samples[at].rest(None if ctx.drain else budget) for at in running]
-    given = generate_all(ctx, requests, rows[TOKENS].take(running).to_pylist())
-    for at, sampled in zip(running, given, strict=True):
+    parts = generate_all(ctx, requests, rows[TOKENS].take(pa.array(running, pa.int64())).to_pylist())
+    for at, sampled in zip(running, parts, strict=True):
         samples[at].add(sampled, engine.version)
     whole = _whole_groups(rows, samples)
     left = [sample for sample, is_whole in zip(samples, whole, strict=True) if not is_whole]
@@ -86,6 +92,7 @@ def generate_partial(ctx: Context, table: pa.Table, ways: Sequence[Sampling], bu
 
 
 def _older(rows: pa.Table) -> pa.Table:
+    """Return kept rows under ids that no row of this step has."""
     for name in (ROW_ID, GROUP_ID):
         ids = pa.array(rows[name].to_numpy() + _A_STEP_OLDER, TYPES[name])
         rows = rows.set_column(rows.column_names.index(name), name, ids)
@@ -93,7 +100,7 @@ def _older(rows: pa.Table) -> pa.Table:
 
 
 def _whole_groups(rows: pa.Table, samples: Sequence[_Sample]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Of each row, whether all samples of its group have ended."""
+    """Return, for each row, whether all samples of its group have ended."""
     groups = rows[GROUP_ID].to_numpy()
     waiting = [group for group, sample in zip(groups.tolist(), samples, strict=True) if sample.ended is None]
     return ~np.isin(groups, waiting)

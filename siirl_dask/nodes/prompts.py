@@ -1,4 +1,4 @@
-"""From what the dataset holds to token ids."""
+"""Turns the dataset's prompts into token ids, drops prompts that are too long, and estimates what each one costs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
 
 logger = logging.getLogger(__name__)
-
-
 MAX_TOKENS = "max_tokens"
-"""A column of the dataset, if it has it: a limit of a row's own below ``rollout.max_response_length``."""
+"""An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
 _FIRST_STEP = 1  # validation begins with step 0, training with 1
-_READ_FOR_ONE = 16  # tokens of a prompt that are read in the time in which one is sampled: together, and by n samples
+_READ_FOR_ONE = (
+    16  # prompt tokens that are read in the time of sampling one: they are read together, and once for n samples
+)
 
 
 def reads_expected_length(*, rollout: RolloutConfig | None = None, **options: object) -> Changes:
-    """For ``depends_on_options``: ``rollout.expected_length_column`` is read where a dataset has it."""
+    """Declare, for ``depends_on_options``, that ``rollout.expected_length_column`` is read where a dataset has it."""
     column = None if rollout is None else rollout.expected_length_column
     return Changes(optional=() if column is None else (column,))
 
@@ -95,38 +95,39 @@ def skip_step(ctx: Context, dropped: Sequence[int], total: int, max_prompt_lengt
     if ctx.step <= _FIRST_STEP:
         raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts (data.url)")
     if ctx.rank.rank == 0:
-        logger.warning("%s; there is nothing new to train on, the step is skipped", reason)
+        logger.warning("%s; it is skipped", reason)
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:
-    """Tokens that a row of the dataset allows its responses; None, as many as any. DataError for what is no number of
-    tokens.
-    """
+    """Return each row's own limit of response tokens, None where it has none. DataError for other values."""
     if MAX_TOKENS not in rows.column_names:
         return [None] * int(rows.num_rows)
-    given: list[object] = rows[MAX_TOKENS].to_pylist()
-    for row_id, limit in zip(rows[ROW_ID].to_pylist(), given, strict=True):
+    limits: list[object] = rows[MAX_TOKENS].to_pylist()
+    for row_id, limit in zip(rows[ROW_ID].to_pylist(), limits, strict=True):
         if limit is not None and not (isinstance(limit, int) and limit >= 1):
             raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
-    return given  # type: ignore[return-value]  # as was just seen
+    return limits  # type: ignore[return-value]  # checked above
 
 
-def check_expected(lengths: pa.ChunkedArray, what: str, first: int = 0) -> None:
-    """DataError for expected lengths that are no whole numbers of at least 1. ``first``: number of the first row."""
+def check_expected(lengths: pa.ChunkedArray, column: str, first: int = 0) -> None:
+    """Raise DataError for expected lengths that are no whole numbers of at least 1.
+
+    Errors name ``column`` and count rows from ``first``.
+    """
     if not pa.types.is_integer(lengths.type):
-        raise DataError(f"{what} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS BIGINT)")
+        raise DataError(f"{column} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS BIGINT)")
     fits = pc.fill_null(pc.greater_equal(lengths, 1), False)
     if (wrong := pc.index(fits, False).as_py()) >= 0:
-        raise DataError(f"{what} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 token")
+        raise DataError(f"{column} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 token")
 
 
 def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutConfig | None) -> Ints:
-    """What a sample of each prompt is expected to cost, in sampled tokens: those expected of the response, and one for
-    every 16 of the prompt, whose ``lengths`` are given. [N] -> [N].
+    """Return the expected cost of a sample of each prompt, from the prompts' ``lengths``. [N] -> [N].
 
-    Expected is what the column ``rollout.expected_length_column`` says, at most what the row and the rollout allow;
-    without the column, as much as the row allows. Where rows say neither, or no ``rollout`` is given, all are expected
-    to be as long as any, and the longest prompts cost most: their own tokens.
+    The unit is a sampled token: the expected response, plus one for every 16 tokens of the prompt. The expected
+    response is the value of ``rollout.expected_length_column``, at most the row's and the rollout's limit; without the
+    column, the row's limit. Where rows have neither, or ``rollout`` is None, the cost is the prompt's length: all
+    responses are expected to be equally long.
     """
     read = np.asarray(lengths, dtype=np.int64)
     expected = None if rollout is None else rollout.expected_length_column
@@ -134,8 +135,9 @@ def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutCo
     if rollout is None or not named:
         return read
     longest = rollout.max_response_length
-    most = np.array([longest if limit is None else min(limit, longest) for limit in limits_of(prompts)], dtype=np.int64)
+    limits = [longest if limit is None else min(limit, longest) for limit in limits_of(prompts)]
+    response = np.array(limits, dtype=np.int64)
     if named[0] == expected:
         check_expected(prompts[expected], f"the column {expected!r} (rollout.expected_length_column)")
-        most = np.minimum(most, prompts[expected].to_numpy().astype(np.int64))
-    return most + read // _READ_FOR_ONE
+        response = np.minimum(response, prompts[expected].to_numpy().astype(np.int64))
+    return response + read // _READ_FOR_ONE

@@ -1,4 +1,4 @@
-"""What nodes that sample have in common: rows and requests for them, who serves those, and columns of what came."""
+"""The common part of nodes that sample: makes rows and requests, has them served, adds the samples' columns."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ from siirl_dask.schema import (
 )
 
 SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
+"""The columns that ``add_samples`` adds."""
 
 
-def make_requests(ctx: Context, table: pa.Table, ways: Sequence[Sampling]) -> tuple[pa.Table, list[GenerationRequest]]:
-    """A row for each prompt and way of sampling, prompt after prompt, and what an engine is asked for it."""
-    n = len(ways)
+def make_requests(
+    ctx: Context, table: pa.Table, samplings: Sequence[Sampling]
+) -> tuple[pa.Table, list[GenerationRequest]]:
+    """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row."""
+    n = len(samplings)
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     limits = limits_of(rows)
     requests = [
-        GenerationRequest(prompt, ctx.seed(row_id), _within(ways[at % n], limits[at]))
+        GenerationRequest(prompt, ctx.seed(row_id), _within(samplings[at % n], limits[at]))
         for at, (row_id, prompt) in enumerate(zip(row_ids.tolist(), rows[PROMPT_IDS].to_pylist(), strict=True))
     ]
     return rows, requests
 
 
 def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int]) -> list[Sampled]:
-    """A sample for each request, by this worker's engine or, of those that it has not begun, by one that is idle.
+    """Return a sample for each request, from this worker's engine or from that of a peer that ran idle.
 
-    Those expected to cost most are begun first, and of these the longest prompts: rows of like length are together, and
-    the last to end is a short one.
+    Requests that are expected to cost most begin first, longest prompts first among equals: rows of similar length run
+    together, and the last row to end is a short one.
     """
     engine: RolloutEngine = ctx.resource
     order = sorted(
@@ -69,34 +72,38 @@ def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Seq
     ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
     sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
-    return [one for _, one in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
+    return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True, slots=True)
 class _Attributed:
-    """Work whose results say who made them."""
+    """A RequestQueue whose results carry the name of the worker that made them."""
 
     queue: Any
     worker: str
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        taken: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        return taken
+        requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
+        return requests
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.worker))
 
 
-def _within(way: Sampling, limit: int | None) -> Sampling:
-    return way if limit is None else replace(way, max_tokens=min(limit, way.max_tokens))
+def _within(sampling: Sampling, limit: int | None) -> Sampling:
+    """Return the parameters with at most ``limit`` tokens."""
+    return sampling if limit is None else replace(sampling, max_tokens=min(limit, sampling.max_tokens))
 
 
 def add_samples(
     ctx: Context, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
 ) -> pa.Table:
-    """The rows with what was sampled for them, which is logged. ``versions``, of the weights, if not the engine's."""
+    """Add the samples' columns to the rows, and log their lengths.
+
+    ``versions`` are the weights' versions of each row; None is the engine's.
+    """
     engine: RolloutEngine = ctx.resource
-    samples = [one.generation for one in sampled]
+    samples = [sample.generation for sample in sampled]
     prompts = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
     tokens = [prompt + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
     columns: dict[str, Sequence[object]] = {
@@ -105,7 +112,7 @@ def add_samples(
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
         WEIGHTS_VERSION: [engine.version] * len(samples) if versions is None else versions,
-        WORKER: [one.worker for one in sampled],
+        WORKER: [sample.worker for sample in sampled],
     }
     rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))
     for name, values in columns.items():

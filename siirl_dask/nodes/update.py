@@ -1,4 +1,4 @@
-"""Learning from a step's rows."""
+"""Updates the policy and the critic from a step's rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from siirl_dask.schema import (
 )
 from siirl_dask.training import Critic, TrainBatch, Trainer, ValueBatch
 
-_MAX_LOG_RATIO = 20.0  # the mismatch is shown, not trained on: a broken sampler must not show as inf
+_MAX_LOG_RATIO = 20.0  # the mismatch is only shown: a broken sampler must not show as inf
 
 
 def _try_policy(
@@ -71,9 +71,9 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
     if not isinstance(result, TokenLoss):
         raise TypeError(f"the loss gave a {type(result).__name__}: expected a TokenLoss")
     weights = aggregate(torch.zeros(1, dtype=torch.int64), Totals(tokens=1, rows=1))
-    for what, tensor in {"loss": result.loss, "aggregation": weights, **result.metrics}.items():
+    for name, tensor in {"loss": result.loss, "aggregation": weights, **result.metrics}.items():
         if tensor.shape != (0,):
-            raise ValueError(f"{what} of no tokens has shape {list(tensor.shape)}: expected [0], a number a token")
+            raise ValueError(f"{name} of no tokens has shape {list(tensor.shape)}: expected [0], a number a token")
 
 
 @declares(
@@ -95,12 +95,13 @@ def update_policy(
     epochs: int = 1,
     critic_warmup_steps: int = 0,
 ) -> pa.Table:
-    """One optimiser step per mini-batch, in order, ``epochs`` times over; none in the first ``critic_warmup_steps``
-    steps of the run. Every worker of the role takes each of them, rows or not.
+    """Take one optimizer step per mini-batch, in order, ``epochs`` times over; none in the run's first
+    ``critic_warmup_steps`` steps.
 
-    Rows without an advantage are left out. ``columns``, a number a row or a response token each, reach the loss as
-    ``LossInputs.columns``. How far the sampler and the policy were apart is logged as ``mismatch/...``. TrainingError
-    for rows that weights sampled which are more than ``max_staleness`` steps behind.
+    Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
+    Rows without an advantage are left out. ``columns``, with a number per row or per response token, reach the loss as
+    ``LossInputs.columns``. The difference between sampler and policy is logged as ``mismatch/...``. TrainingError for
+    rows sampled by weights that are more than ``max_staleness`` steps old.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
@@ -123,8 +124,9 @@ def update_critic(
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
     epochs: int = 1,
 ) -> pa.Table:
-    """One optimiser step per mini-batch, in order, ``epochs`` times over, towards the returns. Rows without such are
-    left out.
+    """Take one optimizer step per mini-batch towards the returns, in order, ``epochs`` times over.
+
+    Rows without returns are left out.
     """
     ctx.free_device()
     critic: Critic = ctx.resource
@@ -134,19 +136,19 @@ def update_critic(
 
 
 def _parts(table: pa.Table, needed: str, minibatches: int) -> Iterator[pa.Table]:
-    """The rows of each mini-batch that have what is needed to learn from them."""
+    """Yield the rows of each mini-batch, without those whose column ``needed`` is null."""
     table = table.filter(valid_rows(table, needed))
     return (table.filter(pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches))
 
 
 def _log(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
-    if ctx.rank.rank == 0:  # a trainer's numbers are of all its workers already
+    if ctx.rank.rank == 0:  # a trainer's numbers cover all its workers
         for metric, value in metrics.items():
             ctx.log(f"{name}/{metric}", value)
 
 
 def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
-    """Between the sampler and the policy before its update: k3 estimate of KL(sampler, policy), largest ratio."""
+    """Log the k3 estimate of KL(sampler, policy) before the update, and the largest ratio of probabilities."""
     difference = (batch.old_logprobs - batch.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if batch.mask is not None:
         difference = difference[batch.mask]
@@ -157,14 +159,15 @@ def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
         ctx.log("mismatch/max_ratio", float(difference.abs().max().exp()), Reduce.MAX)
 
 
-def _check_staleness(ctx: Context, table: pa.Table, most: int) -> None:
+def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
+    """Log the age of the weights that sampled the rows. TrainingError for rows older than ``max_staleness`` steps."""
     if WEIGHTS_VERSION not in table.column_names or not table.num_rows:
         return
     behind = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
-    if behind.max() > most:
+    if behind.max() > max_staleness:
         raise TrainingError(
             f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {behind.max()} steps behind: "
-            f"expected at most {most} (rollout.max_staleness); does a node load the weights of each step?"
+            f"expected at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
         )
     ctx.log("staleness/mean", behind.tolist())
     ctx.log("staleness/max", float(behind.max()), Reduce.MAX)

@@ -1,9 +1,9 @@
-"""The policy's new weights, as rows: one a parameter. They travel as any rows do, worker to worker, in parts of
-``rollout.weight_bucket`` where nothing else reads them and no later step does; or as tensors, from device to device
-(``rollout.weight_sync``).
+"""Publishes the policy's new weights as rows, one a parameter, and loads them into engines.
 
-Of a policy with adapters (``trainer.lora.rank``) either all of its parameters, with what the adapters add, or the
-adapters alone, to workers that can read ``model.path`` and merge them.
+The rows travel from worker to worker as any rows do: in tables of at most ``rollout.weight_bucket`` where only engines
+read them, in the same step; or as tensors from device to device (``rollout.weight_sync``). A policy with adapters
+(``trainer.lora.rank``) publishes either all parameters with the adapters merged in, or the adapters alone, for workers
+that read ``model.path`` and merge them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from siirl_dask.training import Trainer
 
 _WEIGHTS = fields(PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-
-
 _ANNOUNCED = "announced"
 _DESCRIPTION = [ROW_ID, PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
+    """Name, type and shape of one parameter."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,22 +63,23 @@ class _Parameter:
 
 
 def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int) -> RowStream:
-    """What ``publish_weights`` gives, in parts of at most ``max_bytes`` over all workers, or of one parameter.
+    """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all workers, or one parameter.
 
-    A part is made when it is asked for, and of a model in shards every rank gathers every parameter. The first time in
-    a run they are gathered once more, for their shapes: engines refuse what does not fit before anything is loaded.
+    A table is made when it is asked for; every rank of a sharded model gathers every parameter. The first call in a run
+    gathers them once more, for their shapes: engines refuse weights that do not fit before anything is loaded.
     """
     parameters = _announced(ctx)
-    return RowStream(_about(parameters), _parts(ctx, parameters, max_bytes))
+    return RowStream(_index(parameters), _parts(ctx, parameters, max_bytes))
 
 
 def weights_as_tensors(ctx: Context, table: pa.Table) -> RowStream:
-    """The same as tensors on the trainer's device, whole on every rank, each gathered when it is asked for."""
+    """Return the same as tensors on the trainer's device, full on every rank, each gathered when it is asked for."""
     parameters = _announced(ctx)
-    return RowStream(_about(parameters), _as_announced(ctx, parameters))
+    return RowStream(_index(parameters), _as_announced(ctx, parameters))
 
 
 def _announced(ctx: Context) -> list[_Parameter]:
+    """Return names, types and shapes of the weights, which stay the same through a run."""
     trainer: Trainer = ctx.resource
     if _ANNOUNCED not in ctx.state:
         ctx.state[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
@@ -86,45 +87,46 @@ def _announced(ctx: Context) -> list[_Parameter]:
     return parameters
 
 
-def _about(parameters: Sequence[_Parameter]) -> pa.Table:
+def _index(parameters: Sequence[_Parameter]) -> pa.Table:
+    """Return the rows of all parameters, without their bytes."""
     nothing = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
     return _rows(range(len(parameters)), parameters, nothing)
 
 
 def _parts(ctx: Context, parameters: Sequence[_Parameter], max_bytes: int) -> Generator[pa.Table]:
     tensors = _as_announced(ctx, parameters)
-    for numbers in _runs([parameter.nbytes for parameter in parameters], max_bytes):
-        mine = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
-        data = _Binary([parameters[number].nbytes for number in mine])
+    for numbers in _buckets([parameter.nbytes for parameter in parameters], max_bytes):
+        own = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
+        data = _Binary([parameters[number].nbytes for number in own])
         for number in numbers:
             tensor = next(tensors)
-            if number in mine:
+            if number in own:
                 data.add(tensor)
             del tensor  # it may be gathered: one at a time
-        yield _rows(mine, [parameters[number] for number in mine], data.array())
+        yield _rows(own, [parameters[number] for number in own], data.array())
         del data
-    next(tensors, None)  # there are no more
+    next(tensors, None)  # raises if there are more
 
 
 def _as_announced(ctx: Context, parameters: Sequence[_Parameter]) -> Generator[Tensor]:
-    """The weights. TypeError when they are others than before."""
+    """Yield the trainer's weights. TypeError when names, types or shapes differ from the announced ones."""
     trainer: Trainer = ctx.resource
     weights = iter(trainer.weights())
     for expected in parameters:
         name, tensor = next(weights, ("nothing", torch.empty(0)))
-        if (given := _Parameter.of(name, tensor)) != expected:
-            raise TypeError(f"weights() gave {given} where {expected} was before: expected the same")
+        if (parameter := _Parameter.of(name, tensor)) != expected:
+            raise TypeError(f"weights() gave {parameter} where {expected} was before: expected the same")
         yield tensor
         del tensor  # it may be gathered: one at a time
     if (more := next(weights, None)) is not None:
         raise TypeError(f"weights() gave {more[0]!r} as well, which was not there before: expected the same")
 
 
-def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Numbers of consecutive parameters that have at most ``most`` bytes together, or of one that has more."""
+def _buckets(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
+    """Yield numbers of consecutive parameters of at most ``max_bytes`` together, or of a single larger one."""
     first, total = 0, 0
     for number, size in enumerate(sizes):
-        if number > first and total + size > most:
+        if number > first and total + size > max_bytes:
             yield range(first, number)
             first, total = number, 0
         total += size
@@ -139,9 +141,9 @@ def _runs(sizes: Sequence[int], most: int) -> Iterator[range]:
     stream=WeightSource(weights_in_parts, weights_as_tensors),
 )
 def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
-    """This worker's share of the parameters: each is published by one worker of the role, and all share the load.
+    """Publish this worker's share of the parameters; the role's workers share the load evenly.
 
-    A copy: the rows stay as they are while the next update goes on.
+    The rows are a copy, so the next update may go on.
     """
     trainer: Trainer = ctx.resource
     return _published(ctx, trainer.weights())
@@ -149,7 +151,7 @@ def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
 
 @columns(writes=_WEIGHTS, new_rows=True, passes=False, requires=["adapters"])
 def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
-    """The same of the adapters alone, in float32, for ``load_adapters``."""
+    """Publish the adapters alone, in float32, for ``load_adapters``. TypeError for a policy without adapters."""
     from siirl_dask.training.model.lora import is_adapter
     from siirl_dask.training.parallel.backend import full_weights  # imports transformers
 
@@ -161,6 +163,7 @@ def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
+    """Return every n-th of the weights as rows, for n workers."""
     named = [item for item in enumerate(weights) if item[0] % ctx.rank.size == ctx.rank.rank]
     parameters = [_Parameter.of(name, tensor) for _, (name, tensor) in named]
     data = _Binary([parameter.nbytes for parameter in parameters])
@@ -184,24 +187,25 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
 
 
 def load_weights_in_parts(ctx: Context, parts: RowStream) -> None:
-    """What ``load_weights`` does, one parameter after the other. PeerError when others come than were announced."""
+    """Load weights one parameter after the other. PeerError when other parameters arrive than were announced."""
     engine: RolloutEngine = ctx.resource
     engine.load_weights(WeightStream(_shapes(parts.index), _arriving(parts)), ctx.step)
 
 
 def load_weights_from_tensors(ctx: Context, parts: RowStream) -> None:
-    """The same of tensors that are on the engine's device already."""
+    """Load weights from tensors that are on the engine's device already."""
     engine: RolloutEngine = ctx.resource
     shapes = _shapes(parts.index)
     engine.load_weights(WeightStream(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
 
 
-def _shapes(about: pa.Table) -> dict[str, list[int]]:
-    described = about.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
+def _shapes(index: pa.Table) -> dict[str, list[int]]:
+    described = index.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
     return {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
 
 
 def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors as they arrive. PeerError when they differ from the index."""
     announced, first = parts.index.select(_DESCRIPTION), 0
     for table in parts.tables:
         if not table.select(_DESCRIPTION).equals(announced.slice(first, table.num_rows)):
@@ -216,8 +220,9 @@ def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
     stream=WeightSink(load_weights_in_parts, load_weights_from_tensors),
 )
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
-    """Put the weights into the engine; the node asks for rows=REPLICATED. Their version is the number of steps
-    trained.
+    """Load the weights into the engine; their version is the number of steps trained.
+
+    The node asks for rows=REPLICATED.
     """
     engine: RolloutEngine = ctx.resource
     engine.load_weights(_tensors(table), ctx.step)
@@ -231,7 +236,7 @@ def _try_adapters(*, trainer: TrainerConfig, **options: object) -> None:
 
 @columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], trial=_try_adapters)
 def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer: TrainerConfig) -> pa.Table:
-    """As ``load_weights``, of the weights in ``model.path`` with what the adapters add, which is merged here."""
+    """Load the weights in ``model.path`` with the adapters merged in; the node asks for rows=REPLICATED."""
     from siirl_dask.training.files.safetensors import read_weights
     from siirl_dask.training.model.lora import merged
 
@@ -244,7 +249,7 @@ def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer:
 
 
 class _Binary:
-    """A large_binary array of tensors' bytes, each copied once, as it is there."""
+    """Builds a large_binary array of tensors' bytes; each tensor is copied once, when it is added."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = np.cumsum([0, *sizes], dtype=np.int64)
@@ -252,17 +257,20 @@ class _Binary:
         self._count = 0
 
     def add(self, tensor: Tensor) -> None:
+        """Copy the bytes of the next tensor."""
         start, stop = self._ends[self._count : self._count + 2]
         self._data[start:stop] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         self._count += 1
 
     def array(self) -> pa.Array:
+        """Return the array, once all tensors are added."""
         assert self._count == len(self._ends) - 1
         buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._data)]
         return pa.Array.from_buffers(pa.large_binary(), self._count, buffers)
 
 
 def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each row, over the table's memory. PeerError for bytes that do not fit the shape."""
     data = table[PARAMETER_DATA]
     described = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
     for row, description in enumerate(described):

@@ -66,16 +66,16 @@ def read_sampled(value: object) -> Sampled:
     raise PeerError(f"received {str(value)[:80]!r}, which is no sample")
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
-    """Return the sampling parameters in ``given``. PeerError for anything else."""
+def _sampling(message: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters in ``message``. PeerError for anything else."""
     known = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
-    stops = given.get("stop_token_ids")
+    stops = message.get("stop_token_ids")
     if not isinstance(stops, list | tuple) or not all(isinstance(token, int) for token in stops):
         raise PeerError(f"received {str(stops)[:80]!r} for tokens that end a response")
-    valid = given.keys() == {*known, "stop_token_ids"}
-    if not valid or not all(isinstance(given[name], int | kind) for name, kind in known.items()):
-        raise PeerError(f"received {str(given)[:80]!r}, which is no way of sampling")
-    return Sampling(**{name: kind(given[name]) for name, kind in known.items()}, stop_token_ids=tuple(stops))
+    valid = message.keys() == {*known, "stop_token_ids"}
+    if not valid or not all(isinstance(message[name], int | kind) for name, kind in known.items()):
+        raise PeerError(f"received {str(message)[:80]!r}, which are no sampling parameters")
+    return Sampling(**{name: kind(message[name]) for name, kind in known.items()}, stop_token_ids=tuple(stops))
 
 
 def _numbers(packed: bytes, kind: str) -> list[Any]:

@@ -1,1 +1,1 @@
-"""The quickstart's task: digits to sort, and a tiny model that half knows how."""
+"""The quickstart's task: digits to sort, and a tiny model that sorts about half of them."""

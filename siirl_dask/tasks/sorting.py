@@ -1,12 +1,11 @@
-"""The quickstart's task: sort five digits, ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4 9``. Built on the spot, no download.
+"""Builds the quickstart's task on the spot, without a download: ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4 9``.
 
-A small model is warm-started on demonstrations until it sorts about half of unseen prompts; RL takes it from there. The
-prompts of the warm start, of RL, of validation and of the final test are disjoint, so a higher accuracy is a gain in
-skill.
+Supervised training on demonstrations brings a small model to sort about half of unseen prompts; RL takes it from there.
+The prompts of demonstrations, RL, validation and the final test are disjoint, so higher accuracy is a gain in skill.
 
-The ``marked`` variant shows RL eliciting a format the model knows: 35 % of its demonstrations answer
-``#### 1 1 2 4 9``, the rest bare, and the reward wants the mark. The digits task needs no warm start: a random model
-learns to write digits.
+The ``marked`` variant shows RL eliciting a format that the model knows: 35 % of its demonstrations answer
+``#### 1 1 2 4 9``, the rest without the mark, and the reward wants the mark. The digits task needs no demonstrations: a
+random model learns to write digits.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from siirl_dask.config import Config
 
 MARK = "####"
 _MARKED_SHARE = 0.35
-_ROW_GROUPS = 8  # of each file, so that several workers can share it
+_ROW_GROUPS = 8  # in each file, so that several workers can share it
 _SIZES = {"train": 4096, "validation": 256, "test": 512}
-_HELD_OUT = 256  # that tell the warm start when to stop
+_HELD_OUT = 256  # unseen examples that tell the warm start when to stop
 
 Progress = Callable[[int, int, float], None]
-"""Called as ``(step, at most this many, accuracy so far)`` during a warm start."""
+"""Called as ``(step, maximum of steps, accuracy so far)`` during a warm start."""
 Example = tuple[str, str]
 """A prompt and its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Where a task was written: a Hugging Face folder and Parquet files with the columns ``prompt`` and ``answer``."""
+    """The files of a task: a Hugging Face folder, and Parquet files with the columns ``prompt`` and ``answer``."""
 
     model: Path
     train: Path
@@ -45,17 +44,17 @@ class Task:
 
 
 def sorted_digits(prompt: object, response: str, answer: object, **extra: object) -> float:
-    """1.0 for the sorted digits and nothing else."""
+    """Return 1.0 for the sorted digits and nothing else."""
     return float(response.strip() == str(answer).strip())
 
 
 def marked_digits(prompt: object, response: str, answer: object, **extra: object) -> float:
-    """1.0 for ``####`` and the sorted digits after it."""
+    """Return 1.0 for ``####`` and the sorted digits after it."""
     return float(response.strip() == f"{MARK} {str(answer).strip()}")
 
 
 def digit_fraction(prompt: object, response: str, answer: object, **extra: object) -> float:
-    """Share of digits in a response of 8 tokens."""
+    """Return the fraction of digits in a response of 8 tokens."""
     return sum(character in "0123456789" for character in response) / 8
 
 
@@ -68,9 +67,9 @@ def write_sorting_task(
     accuracy: float = 0.5,
     progress: Progress | None = None,
 ) -> Task:
-    """Write the data and a model that was shown demonstrations until it sorts ``accuracy`` of unseen prompts greedily.
+    """Write the data, and a model trained on demonstrations until it sorts ``accuracy`` of unseen prompts greedily.
 
-    At least 3 ``digits``, or there are too few prompts. The training data is written last: where it is, all is there.
+    Fewer than 3 ``digits`` give too few prompts. The training data is written last: its presence means complete.
     """
     from siirl_dask.tasks.tiny_model import tiny_model
     from siirl_dask.tasks.warm_start import warm_start
@@ -106,7 +105,7 @@ def write_digits_task(folder: str | Path, *, seed: int = 0) -> Task:
 
 
 def task_in(folder: str | Path) -> Task:
-    """The paths of a task that lies, or will lie, in a folder."""
+    """Return the paths of a task that lies, or will lie, in a folder."""
     folder = Path(folder)
     return Task(folder / "model", *(folder / f"{name}.parquet" for name in _SIZES))
 
@@ -116,7 +115,7 @@ def _example(digits: str) -> Example:
 
 
 def _split(examples: Sequence[Example]) -> tuple[dict[str, Sequence[Example]], Sequence[Example]]:
-    """The first examples for the tables, fewer of each where there are not enough, and what is left."""
+    """Return the tables' examples, fewer for each where there are not enough, and the rest."""
     share = min(1.0, len(examples) / (2 * sum(_SIZES.values())))
     tables, start = {}, 0
     for name, size in _SIZES.items():
@@ -134,7 +133,7 @@ def _write_tables(task: Task, tables: Mapping[str, Sequence[Example]]) -> None:
 
 
 def prepare(config: Config) -> None:
-    """``data.prepare`` of configs/quickstart.yaml: write the task around ``data.url``, seeded with ``run.seed``."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
     from rich.progress import Progress as Bar
 
     with Bar(transient=True) as bar:
@@ -142,7 +141,7 @@ def prepare(config: Config) -> None:
         write_sorting_task(
             Path(config.data.url).parent,
             seed=config.run.seed,
-            progress=lambda step, most, accuracy: bar.update(
+            progress=lambda step, maximum, accuracy: bar.update(
                 task, description=f"warm start, supervised: step {step}, sorts {accuracy:.0%}"
             ),
         )

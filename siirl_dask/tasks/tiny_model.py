@@ -1,4 +1,4 @@
-"""A model and a tokenizer small enough for a test, written as the folder a real one comes in."""
+"""Writes a model and a tokenizer small enough for a test, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FAMILIES = {
 
 
 def tiny_tokenizer(*, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Byte-level without merges: a token is a byte, any text survives, saved and loaded by AutoTokenizer too."""
+    """Return a byte-level tokenizer without merges: a token is a byte. AutoTokenizer loads it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, PAD, END])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

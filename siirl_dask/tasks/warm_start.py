@@ -1,4 +1,4 @@
-"""Supervised training of a tiny model on demonstrations, until it is about as good as asked."""
+"""Trains a tiny model on demonstrations until it reaches an accuracy on held-out examples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warm_start(
     accuracy: float,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
-    """Train the model in ``folder`` in place until it answers that share of ``held_out``. RunError if it never does."""
+    """Train the model in ``folder`` until it answers ``accuracy`` of ``held_out``. RunError if it never does."""
     with no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -76,7 +76,7 @@ def _learn(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tupl
 
 @torch.no_grad()
 def _accuracy(model: PreTrainedModel, batch: tuple[Tensor, Tensor]) -> float:
-    """Share of rows whose every answer token is the likeliest: just those a greedy decoding gets right."""
+    """Return the fraction of rows whose answer tokens are all the likeliest: greedy decoding gets just these right."""
     inputs, labels = batch
     right = (model(inputs, use_cache=False).logits.argmax(-1) == labels) | (labels == _NO_LOSS)
     return float(right.all(dim=1).float().mean())

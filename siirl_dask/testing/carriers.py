@@ -1,4 +1,4 @@
-"""What every carrier must do. Subclass in a test module and give ``joined``:
+"""Conformance tests of carriers (``Carrier``). Subclass ``CarrierTests`` in a test module and define ``joined``:
 
 class TestMyCarrier(CarrierTests):
     @asynccontextmanager
@@ -26,11 +26,15 @@ from siirl_dask.errors import Aborted, PeerError
 RUN = "conformance"
 KEY = TransitionKey(RUN, 7, "train/a->b")
 Die = Callable[[], Awaitable[None]]
+"""Ends worker "b" as a crash would."""
 
 
 class CarrierTests:
+    """Tests that every carrier must pass."""
+
     @abstractmethod
-    def joined(self, handler: Handler) -> AbstractAsyncContextManager[tuple[Carrier, Die]]: ...
+    def joined(self, handler: Handler) -> AbstractAsyncContextManager[tuple[Carrier, Die]]:
+        """Connect workers "a" and "b"; see the module's docstring."""
 
     def test_a_request_and_its_reply_arrive_as_they_were_sent(self) -> None:
         body = {
@@ -41,10 +45,10 @@ class CarrierTests:
             "nested": [[1], {"b": []}],
         }
         frames: list[Frame] = [b"", b"x", bytes(range(256)) * 10_000, memoryview(array("i", [1, 2, 3])).cast("B")]
-        got: list[Request] = []
+        received: list[Request] = []
 
         async def handler(request: Request) -> Reply:
-            got.append(request)
+            received.append(request)
             return Reply({"rows": 3, "text": "é"}, frames)
 
         async def work() -> Reply:
@@ -53,15 +57,15 @@ class CarrierTests:
                 return await carrier.ask("b", Request(Op.FETCH, KEY, body))
 
         reply = asyncio.run(work())
-        assert got[0].op == Op.FETCH
-        assert got[0].key == KEY
-        assert got[0].body["rows"] == body["rows"]
-        assert list(got[0].body["columns"]) == body["columns"]
-        assert got[0].body["n"] == 2**40
+        assert received[0].op == Op.FETCH
+        assert received[0].key == KEY
+        assert received[0].body["rows"] == body["rows"]
+        assert list(received[0].body["columns"]) == body["columns"]
+        assert received[0].body["n"] == 2**40
         assert reply.header == {"rows": 3, "text": "é"}
         assert [bytes(frame) for frame in reply.frames] == [bytes(frame) for frame in frames]
 
-    def test_an_answer_that_takes_long_holds_up_no_other(self) -> None:
+    def test_a_slow_answer_holds_up_no_other(self) -> None:
         async def work() -> list[int]:
             first = asyncio.Event()
 
@@ -81,7 +85,7 @@ class CarrierTests:
 
         assert asyncio.run(work()) == list(range(20))
 
-    def test_what_the_peer_refuses_is_raised_with_its_words(self) -> None:
+    def test_a_refusal_is_raised_with_the_words_of_the_peer(self) -> None:
         async def handler(request: Request) -> Reply:
             raise PeerError("it was another edge")
 
@@ -130,7 +134,7 @@ class CarrierTests:
 
         asyncio.run(work())
 
-    def test_a_request_that_is_given_up_spoils_none_after_it(self) -> None:
+    def test_a_cancelled_request_spoils_none_after_it(self) -> None:
         async def work() -> list[int]:
             held = asyncio.Event()
 

@@ -1,11 +1,11 @@
-"""What every RolloutEngine must do, as tests to inherit.
+"""The conformance suite of rollout engines: inherit it, and give it an engine.
 
     class TestMyEngine(EngineTests):
         @classmethod
         def make_engine(cls, folder: Path) -> RolloutEngine:
             return MyEngine(folder)
 
-pytest collects what is inherited; ``folder`` is a tiny random model in float32.
+pytest collects the inherited tests; ``folder`` is a tiny random model in float32.
 """
 
 from __future__ import annotations
@@ -31,55 +31,60 @@ _SHARP = 0.06
 
 
 class EngineTests(WeightStreamTests):
-    """Conformance of an engine; ``make_engine`` builds one from a Hugging Face folder, in float32, once per class."""
+    """Tests of an engine, which is built once per class."""
 
     tolerance = 1e-4
-    """Of log-probabilities, against a plain forward pass in float32."""
+    """Largest difference of log-probs from a plain forward pass in float32."""
 
     @classmethod
     def make_engine(cls, folder: Path) -> RolloutEngine:
+        """Build the engine to be tested, in float32, from a Hugging Face folder."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny model with random weights and a chat template."""
         return tiny_model(tmp_path_factory.mktemp("engine") / "model", seed=1, chat_template=CHAT_TEMPLATE)
 
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls, folder: Path) -> PreTrainedModel:
+        """The folder's model, for a plain forward pass."""
         return load_model(folder)
 
     @pytest.fixture(scope="class")
     @classmethod
     def other_model(cls, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+        """A model of the same shapes with other weights."""
         return load_model(tiny_model(tmp_path_factory.mktemp("engine") / "other", seed=2))
 
     @pytest.fixture(scope="class")
     @classmethod
     def built_engine(cls, folder: Path) -> Iterator[RolloutEngine]:
+        """The engine of the class, with whatever weights the last test left."""
         engine = cls.make_engine(folder)
         yield engine
         engine.close()
 
     @pytest.fixture
     def engine(self, built_engine: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
-        """Building one may take seconds, so all tests share one; each finds it with the weights of the folder."""
+        """The shared engine with the weights of the folder. Building one may take seconds."""
         if built_engine.version != 0:
             built_engine.load_weights(model.named_parameters(), 0)
         return built_engine
 
-    def test_the_weights_it_was_built_with_are_version_0(self, engine: RolloutEngine) -> None:
+    def test_a_new_engine_has_weights_of_version_0(self, engine: RolloutEngine) -> None:
         assert engine.version == 0
 
-    def test_no_prompts_no_samples(self, engine: RolloutEngine) -> None:
+    def test_no_prompts_give_no_samples(self, engine: RolloutEngine) -> None:
         assert engine.generate([], [], Sampling(max_tokens=4)) == []
 
     def test_a_prompt_without_tokens_is_refused(self, engine: RolloutEngine) -> None:
         with pytest.raises(ValueError, match="no tokens"):
             engine.generate([[1, 2], []], [0, 1], Sampling(max_tokens=4))
 
-    def test_a_sample_is_the_same_whatever_stands_beside_it(self, engine: RolloutEngine) -> None:
+    def test_a_sample_does_not_depend_on_the_rows_beside_it(self, engine: RolloutEngine) -> None:
         prompts, seeds, sampling = _prompts(12), list(range(100, 112)), Sampling(max_tokens=8, temperature=_SHARP)
         together = engine.generate(prompts, seeds, sampling)
         reversed_order = engine.generate(prompts[::-1], seeds[::-1], sampling)[::-1]
@@ -87,7 +92,7 @@ class EngineTests(WeightStreamTests):
         self._assert_same(reversed_order, together)
         self._assert_same(alone, together)
 
-    def test_a_longer_limit_only_goes_on_from_a_shorter_one(self, engine: RolloutEngine) -> None:
+    def test_a_longer_limit_keeps_the_first_tokens(self, engine: RolloutEngine) -> None:
         prompts, seeds = _prompts(4), [1, 2, 3, 4]
         short = engine.generate(prompts, seeds, Sampling(max_tokens=3, temperature=_SHARP))
         long = engine.generate(prompts, seeds, Sampling(max_tokens=9, temperature=_SHARP))
@@ -106,7 +111,7 @@ class EngineTests(WeightStreamTests):
         expected_difference = (2 * expected * (1 - expected) / (torch.pi * count)).sqrt().sum()
         assert float((drawn - expected).abs().sum()) < 1.5 * float(expected_difference)
 
-    def test_logprobs_are_of_the_tempered_distribution_before_any_filter(
+    def test_logprobs_are_those_before_top_k_top_p_and_min_p(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         for sampling in (
@@ -149,7 +154,7 @@ class EngineTests(WeightStreamTests):
                 assert len(sample.token_ids) == 32
         assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
 
-    def test_a_stop_token_of_the_users_ends_a_sample_and_changes_nothing_before_it(self, engine: RolloutEngine) -> None:
+    def test_a_stop_token_of_the_user_only_cuts_samples(self, engine: RolloutEngine) -> None:
         prompts, free = _prompts(32), Sampling(max_tokens=12)
         samples = engine.generate(prompts, list(range(32)), free)
         stop = max(token for sample in samples for token in sample.token_ids[:-1])
@@ -160,7 +165,7 @@ class EngineTests(WeightStreamTests):
             assert cut.finish_reason is (FinishReason.STOP if stop in sample.token_ids else sample.finish_reason)
         assert sum(len(cut.token_ids) for cut in stopped) < sum(len(sample.token_ids) for sample in samples)
 
-    def test_greedy_takes_the_likeliest_token_whatever_the_seed(
+    def test_greedy_takes_the_likeliest_token_with_any_seed(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         prompts, greedy = _prompts(6), Sampling(max_tokens=6, temperature=0.0)
@@ -171,7 +176,7 @@ class EngineTests(WeightStreamTests):
             scores = response_scores(model, prompt, sample.token_ids)
             assert scores.argmax(-1).tolist() == sample.token_ids
 
-    def test_new_weights_are_the_ones_that_generate(
+    def test_new_weights_are_used(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
         prompts, sampling = _prompts(6), Sampling(max_tokens=6)
@@ -182,7 +187,7 @@ class EngineTests(WeightStreamTests):
         engine.load_weights(model.named_parameters(), 8)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
-    def test_an_engine_that_slept_generates_as_before_and_takes_new_weights_in_its_sleep(
+    def test_a_sleeping_engine_wakes_to_generate_and_to_load_weights(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
         prompts, sampling = _prompts(6), Sampling(max_tokens=6)
@@ -196,21 +201,17 @@ class EngineTests(WeightStreamTests):
         engine.load_weights(model.named_parameters(), 2)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
-    def test_requests_that_are_sampled_in_ways_of_their_own_are_what_each_would_be_alone(
-        self, engine: RolloutEngine
-    ) -> None:
-        ways = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
-        requests = [GenerationRequest(prompt, 3, way) for prompt, way in zip(_prompts(6), ways, strict=True)]
+    def test_requests_with_different_parameters_do_not_affect_each_other(self, engine: RolloutEngine) -> None:
+        samplings = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
+        requests = [GenerationRequest(prompt, 3, own) for prompt, own in zip(_prompts(6), samplings, strict=True)]
         queue = LocalQueue[Generation](requests)
         engine.serve(queue)
-        for request, given in zip(requests, queue.results(), strict=True):
+        for request, sample in zip(requests, queue.results(), strict=True):
             (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
-            self._assert_same([given], [alone])
+            self._assert_same([sample], [alone])
 
     @pytest.mark.parametrize("heat", [0.0, _SHARP, 1.0])
-    def test_a_response_that_is_left_and_gone_on_with_is_as_if_it_never_was(
-        self, engine: RolloutEngine, heat: float
-    ) -> None:
+    def test_a_response_that_was_interrupted_continues_unchanged(self, engine: RolloutEngine, heat: float) -> None:
         prompts, whole = _prompts(6), Sampling(max_tokens=9, temperature=heat)
         expected = engine.generate(prompts, list(range(6)), whole)
         started = engine.generate(prompts, list(range(6)), replace(whole, max_tokens=4))
@@ -222,14 +223,14 @@ class EngineTests(WeightStreamTests):
         assert rest
         queue = LocalQueue[Generation](rest)
         engine.serve(queue)
-        for request, given in zip(rest, queue.results(), strict=True):
+        for request, sample in zip(rest, queue.results(), strict=True):
             wanted = expected[request.seed]
-            assert [*started[request.seed].token_ids, *given.token_ids] == wanted.token_ids
-            assert given.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)
-            assert given.finish_reason is wanted.finish_reason
+            assert [*started[request.seed].token_ids, *sample.token_ids] == wanted.token_ids
+            assert sample.logprobs == pytest.approx(wanted.logprobs[4:], abs=1e-4)
+            assert sample.finish_reason is wanted.finish_reason
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
-    def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(
+    def test_weights_that_do_not_fit_are_refused_by_name(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel, wrong: str
     ) -> None:
         engine.load_weights(model.named_parameters(), 3)
@@ -249,7 +250,7 @@ class EngineTests(WeightStreamTests):
         assert engine.version == 3
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
-    def test_what_was_read_of_a_prompt_with_old_weights_is_forgotten(
+    def test_new_weights_empty_the_prefix_cache(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
         prompts, sampling = [[number % 256 for number in range(300)]] * 3, Sampling(max_tokens=4)
@@ -272,11 +273,11 @@ class EngineTests(WeightStreamTests):
         tokens = engine.tokenizer.encode([{"role": "user", "content": "hi"}])
         assert engine.tokenizer.decode(tokens, skip_special=False) == "user: hi\nassistant:"
 
-    def _assert_same(self, given: list[Generation], expected: list[Generation]) -> None:
-        assert [sample.token_ids for sample in given] == [sample.token_ids for sample in expected]
-        assert [sample.finish_reason for sample in given] == [sample.finish_reason for sample in expected]
-        for one, other in zip(given, expected, strict=True):
-            assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
+    def _assert_same(self, samples: list[Generation], expected: list[Generation]) -> None:
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
+        assert [sample.finish_reason for sample in samples] == [sample.finish_reason for sample in expected]
+        for sample, other in zip(samples, expected, strict=True):
+            assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
 
     def _assert_logprobs(
         self, model: PreTrainedModel, prompts: list[list[int]], samples: list[Generation], temperature: float
@@ -288,6 +289,6 @@ class EngineTests(WeightStreamTests):
 
 
 def _prompts(count: int) -> list[list[int]]:
-    """Of 1 to 12 tokens, some twice."""
+    """Return prompts of 1 to 12 random tokens."""
     numbers = random.Random(0)
     return [[numbers.randrange(256) for _ in range(numbers.randint(1, 12))] for _ in range(count)]

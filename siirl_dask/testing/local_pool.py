@@ -1,6 +1,6 @@
-"""Many workers in one process: the real executor, databuffer and planner over a transport that is a function call.
+"""Runs many workers in one process: the real executor, databuffer and planner, with function calls as transport.
 
-For tests of DAGs and of the data plane, without a cluster:
+It serves tests of DAGs and of the data plane that need no cluster:
 
     with LocalPool(plan, source, url=str(tmp_path)) as pool:
         metrics = pool.run(step=1)
@@ -44,13 +44,14 @@ RUN = "pool"
 
 @dataclass(slots=True)
 class LocalTransport:
-    """Calls the other worker's handler, after copying the frames as a network would."""
+    """Calls the other worker's handler and copies the frames, as a network would."""
 
     handlers: dict[str, Handler]
     payload: int = 0
     """Bytes of all replies so far."""
 
     async def request(self, worker: str, request: Request) -> Reply:
+        """Return the reply of ``worker``."""
         reply = await self.handlers[worker](request)
         frames = [bytes(frame) for frame in reply.frames]
         self.payload += sum(map(len, frames))
@@ -59,14 +60,17 @@ class LocalTransport:
 
 @dataclass
 class LocalPool:
+    """Workers of a plan in threads of this process. Use it as a context manager."""
+
     plan: Plan
     source: Source
     url: str
+    """Folder for the tables that nodes save."""
     seed: int = 0
     stream_bytes: int = parse_bytes("rollout.weight_bucket", RolloutConfig().weight_bucket)
     """Largest table of a weight stream, unless one parameter is larger."""
     broadcast: bool = False
-    """What can go from device to device does, over gloo."""
+    """Weight streams that can use a broadcast do, over gloo."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)
 
@@ -89,7 +93,7 @@ class LocalPool:
         self._histories = {worker: LagWindow(chains) for worker in self.workers}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
-        """One step of every worker, each in a thread of its own. Raises what the first worker that failed raised."""
+        """Run one step on every worker, each in its own thread. Raises what the first worker to fail raised."""
         iteration = Iteration(Phase.TRAIN, step, self._sequence)
         self._sequence += 1
         with ThreadPoolExecutor(len(self.workers)) as threads:
@@ -102,6 +106,7 @@ class LocalPool:
         return merge([future.result() for future in running])
 
     def resources(self, worker: str) -> Mapping[str, Any]:
+        """Return the objects that the roles of ``worker`` built, by role."""
         return self._runtimes[worker].resources
 
     def __enter__(self) -> LocalPool:
@@ -149,8 +154,8 @@ class LocalPool:
     def _runtime(self, worker: str) -> WorkerRuntime:
         device = Device(worker)
         roles = {role.name: role for role in self.plan.dag.roles}
-        mine = {name: members for name, members in self.plan.placement.items() if worker in members}
-        ranks = {name: Rank(members.index(worker), len(members)) for name, members in mine.items()}
+        own = {name: members for name, members in self.plan.placement.items() if worker in members}
+        ranks = {name: Rank(members.index(worker), len(members)) for name, members in own.items()}
         return WorkerRuntime(
             device=device,
             run_url=self.url,
@@ -169,21 +174,22 @@ class LocalPool:
 
 
 class ThreadPeers:
-    """Collectives among threads, each of which calls them alike and as often as it likes."""
+    """Implements collectives among threads; all threads must make the same calls in the same order."""
 
     def __init__(self, threads: int) -> None:
         self.barrier = threading.Barrier(threads)
-        self._given: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
 
     def at(self, rank: int) -> _ThreadPeer:
+        """Return the collectives of the thread with this rank."""
         return _ThreadPeer(self, rank)
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        """The values of all threads, in the order of ranks."""
-        self._given[rank] = value
+        """Return the values of all threads, in the order of ranks."""
+        self._values[rank] = value
         self.barrier.wait()
-        values = [self._given[rank] for rank in sorted(self._given)]
-        self.barrier.wait()  # nobody writes the next round's values before all have read these
+        values = [self._values[rank] for rank in sorted(self._values)]
+        self.barrier.wait()  # no thread may write its next value before all have read these
         return values
 
 
@@ -200,25 +206,25 @@ class _ThreadPeer:
 
 
 async def _cancel_the_rest() -> None:
-    """Requests between workers of a pool that is closed while they wait."""
+    """Cancel requests between workers that still wait when the pool is closed."""
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:
         task.cancel()
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-_TIMEOUT = 4.0  # seconds: what is still under way when a worker fails keeps its group for so long
+_TIMEOUT = 4.0  # seconds for which a collective under way keeps its group alive after a worker failed
 
 
 def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[tuple[str, ...], Broadcast]]:
-    """By worker and by who takes part: one for each stream of ``plan`` that may have one."""
+    """Make a broadcast for each stream of ``plan`` that may use one; by worker and by the workers that take part."""
     links = [link for chain in plan.chains.values() for link in chain.flat]
-    found: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
+    by_worker: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
     for joins in dict.fromkeys(link.joins for link in links if isinstance(link, Stream) and link.joins):
         ranked = [worker for worker in plan.chains if worker in joins]  # as torch's new_group ranks them
         groups = dict(zip(ranked, _groups(len(ranked)), strict=True))
         for worker in plan.chains:
-            found[worker][joins] = Broadcast(
+            by_worker[worker][joins] = Broadcast(
                 members=joins,
                 group=groups.get(worker),
                 root=ranked.index(joins[0]),
@@ -226,7 +232,7 @@ def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[
                 stop=stop,
                 max_bytes=stream_bytes,
             )
-    return found
+    return by_worker
 
 
 def _groups(size: int) -> list[Any]:

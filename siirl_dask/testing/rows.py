@@ -1,4 +1,4 @@
-"""Rows of random tokens, as trainers and critics take them."""
+"""Rows of random tokens for trainers and critics, nodes for tests of the data plane, and helpers for states."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from siirl_dask.training import Critic, PackedRows, Trainer
 
 Lengths = Sequence[tuple[int, int]]
 LENGTHS: Lengths = ((3, 4), (1, 6), (3, 4), (9, 1), (5, 0), (2, 11), (1, 6))
-"""(prompt, response) of each row: equal and unequal lengths, and a row without a response."""
+"""Tokens of (prompt, response) in each row: equal and unequal lengths, and a row without a response."""
 
 
 def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
-    """Random tokens, the same for a row whichever others are asked for."""
+    """Return rows of random tokens, those in ``only`` or all; a row's tokens depend on its number alone."""
     tokens = []
     for row, (prompt, response) in enumerate(lengths):
         generator = torch.Generator().manual_seed(row)
@@ -37,34 +37,36 @@ def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
 
 
 def response_tokens(rows: PackedRows) -> int:
+    """Return the number of response tokens."""
     return len(rows.tokens) - int(rows.prompt_lengths.sum())
 
 
 def split_rows(rows: PackedRows) -> list[tuple[Tensor, int]]:
-    """Each row's tokens and the length of its prompt."""
+    """Return each row's tokens and the length of its prompt."""
     lengths = rows.offsets.diff().tolist()
     return list(zip(rows.tokens.split(lengths), rows.prompt_lengths.tolist(), strict=True))
 
 
 def signs(rows: PackedRows) -> Tensor:
-    """[K]: +-1 for each response token, which follows from the token and so from no rank."""
+    """Return 1 or -1 for each response token, decided by the token alone: the same on any rank. [K]."""
     responses = [row[prompt:] for row, prompt in split_rows(rows)]
     return torch.cat([torch.zeros(0), *(1.0 - 2.0 * (response % 2) for response in responses)])
 
 
-def assert_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert list(given) == list(expected)
-    for name, tensor in given.items():
+def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Fail unless names, order and bits are equal."""
+    assert list(actual) == list(expected)
+    for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), f"{name} differs"
 
 
 def build_nothing(device: Device, rank: Rank) -> None:
-    """A role that needs no model."""
+    """Build a role that needs no model."""
 
 
 @columns(writes=fields(RESPONSE_IDS), new_rows=True)
 def fill(ctx: Context, table: pa.Table, *, tokens: int) -> pa.Table:
-    """Give each row a response of ``tokens`` tokens that tell its row id and step."""
+    """Give each row a response of ``tokens`` tokens that count up from its row id and step."""
     first = table["row_id"].to_numpy() + 1000 * ctx.step
     values = (first[:, None] + np.arange(tokens)).astype(np.int32).reshape(-1)
     offsets = pa.array(np.arange(table.num_rows + 1, dtype=np.int32) * tokens)
@@ -76,25 +78,28 @@ def fill(ctx: Context, table: pa.Table, *, tokens: int) -> pa.Table:
 
 @columns(reads=[RESPONSE_IDS])
 def take(ctx: Context, table: pa.Table) -> pa.Table:
-    """Read the responses and log how many there are and their sum, so that what arrived can be checked."""
+    """Log the number of responses and the sum of their tokens, so that a test can check what arrived."""
     ctx.log("samples", table.num_rows, Reduce.SUM)
     ctx.log("taken/sum", float(table[RESPONSE_IDS].combine_chunks().flatten().to_numpy().sum()), Reduce.SUM)
     return table
 
 
 class Stateful(Protocol):
+    """A trainer or a critic: it has a state that is saved and loaded."""
+
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 def save_state(old: Stateful, folder: Path, rank: Rank | None = None) -> None:
-    """Every rank calls it, as it calls what follows."""
+    """Write a state as a checkpoint; every rank must call it."""
     group = rank.group if rank else None
     save(old.state(), checkpoint_id=folder, process_group=group, no_dist=group is None)
 
 
 def load_state(new: Stateful, folder: Path, rank: Rank | None = None) -> None:
+    """Load a checkpoint that ``save_state`` wrote; every rank must call it."""
     state = new.state()
     group = rank.group if rank else None
     load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
@@ -102,13 +107,13 @@ def load_state(new: Stateful, folder: Path, rank: Rank | None = None) -> None:
 
 
 def copied_weights(trained: Trainer | Critic) -> dict[str, Tensor]:
-    """As they are now."""
+    """Return copies of the weights."""
     return {name: tensor.clone() for name, tensor in trained.weights()}
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Its tensors by their path, ``model/lm_head.weight``."""
-    found: dict[str, Any] = {}
+    """Return the values of a nested state by their path, such as ``model/lm_head.weight``."""
+    values: dict[str, Any] = {}
     for name, value in state.items():
-        found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        values |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values

@@ -1,4 +1,4 @@
-"""What every RolloutEngine must do with weights that are announced; a part of EngineTests."""
+"""Tests of engines that load a WeightStream; a part of EngineTests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ROWS = ([[5, 6, 7], [8, 9]], [1, 2], Sampling(max_tokens=6))
 
 
 class WeightStreamTests:
-    """With the fixtures of EngineTests."""
+    """Tests of ``load_weights`` with a WeightStream. They use the fixtures of EngineTests."""
 
-    def test_announced_weights_are_loaded_as_they_come_and_let_go_of(
+    def test_a_weight_stream_is_loaded_as_it_arrives_and_freed(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
         memory: dict[str, weakref.ref[object]] = {}
 
-        def coming() -> Iterator[tuple[str, Tensor]]:
+        def arriving() -> Iterator[tuple[str, Tensor]]:
             for name, parameter in other_model.named_parameters():
                 values = np.array(parameter.detach().numpy())
                 memory[name] = weakref.ref(values)
@@ -35,21 +35,21 @@ class WeightStreamTests:
                 assert sum(there() is not None for there in memory.values()) < len(shapes) / 2
 
         shapes = {name: parameter.shape for name, parameter in other_model.named_parameters()}
-        engine.load_weights(WeightStream(shapes, coming()), 1)
+        engine.load_weights(WeightStream(shapes, arriving()), 1)
         assert len(memory) == len(shapes)
         assert engine.version == 1
-        given = engine.generate(*_ROWS)
+        samples = engine.generate(*_ROWS)
         engine.load_weights(model.named_parameters(), 2)
-        assert engine.generate(*_ROWS) != given
+        assert engine.generate(*_ROWS) != samples
         engine.load_weights(other_model.named_parameters(), 3)
-        assert engine.generate(*_ROWS) == given
+        assert engine.generate(*_ROWS) == samples
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
-    def test_announced_weights_that_do_not_fit_are_refused_before_any_comes(
+    def test_a_weight_stream_that_does_not_fit_is_refused_at_once(
         self, engine: RolloutEngine, model: PreTrainedModel, wrong: str
     ) -> None:
-        def coming() -> Iterator[tuple[str, Tensor]]:
-            pytest.fail("they were asked for")
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            pytest.fail("a tensor was asked for")
             yield
 
         version, name = engine.version, "model.norm.weight"
@@ -62,5 +62,5 @@ class WeightStreamTests:
         else:
             shapes[name] = (3,)
         with pytest.raises(ValueError, match=name):
-            engine.load_weights(WeightStream(shapes, coming()), 4)
+            engine.load_weights(WeightStream(shapes, arriving()), 4)
         assert engine.version == version

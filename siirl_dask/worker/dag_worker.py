@@ -1,6 +1,4 @@
-"""DAGWorker: what lives on one Dask worker for the length of a run. It builds its roles once and runs one chain a
-iteration.
-"""
+"""A Dask plugin on each worker of a run: builds the worker's roles once, and runs its chain in each iteration."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ ABORT = "siirl-abort"
 
 
 class DAGWorker(WorkerPlugin):
-    """Dask plugin, one a worker process. Its tasks are ``start_worker`` and ``run_chain`` below."""
+    """Dask plugin, one per worker process; the driver calls it through the tasks at the end of this module."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.name = spec.plugin
@@ -62,7 +60,7 @@ class DAGWorker(WorkerPlugin):
         self._worker = worker
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         if self.spec.members.get(self.worker_name) != worker.address:
-            return  # a worker that joined or came back after the start is no member of this run
+            return  # a worker that joined or came back after the start is not part of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
         self._phases = deserialize_phases(self.spec.phases)
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
@@ -81,7 +79,7 @@ class DAGWorker(WorkerPlugin):
         """Join the process groups and build this worker's roles; runs as a task, once."""
         self._plane.check()
         torch.set_num_threads(self.spec.threads)
-        groups.leave()  # a run that failed on this process may not have come to it
+        groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
         device, ranks, broadcasts = self._join_groups(plan)
         resources = build_roles(plan.dag.roles, device, ranks)
@@ -109,20 +107,21 @@ class DAGWorker(WorkerPlugin):
         )
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
-        """Go through the iteration's chain and report what was logged. All iterations before ``completed`` are done
-        everywhere.
+        """Run the iteration's chain and report the logged metrics.
+
+        All workers have completed the iterations before sequence number ``completed``.
         """
         runtime = self._enter(iteration, completed)
         plan, source = self._phases[iteration.phase]
         if iteration.phase not in self._loaders:
-            before = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[iteration.phase] = Dataloader(source, before.get(iteration.phase))
+            positions = self.spec.resume_from.positions if self.spec.resume_from else {}
+            self._loaders[iteration.phase] = Dataloader(source, positions.get(iteration.phase))
         calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
         metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics)})
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
-        """Begin to write this worker's part of a checkpoint at ``url``, when that of the one before is written."""
+        """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
         self._enter(iteration, completed)
         assert self._states is not None
         if self._written is not None:
@@ -145,14 +144,14 @@ class DAGWorker(WorkerPlugin):
     def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
-        self._loop.call_soon_threadsafe(self._watch_next)  # all are built by now, which may keep a process busy
+        self._loop.call_soon_threadsafe(self._watch_next)  # not earlier: building roles may keep a peer from answering
         needed = self._lag_window.begin(iteration, completed)
         self._loop.call_soon_threadsafe(self._plane.databuffer.forget, needed)
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
         return self._runtime
 
     def position(self) -> str:
-        """Return what this worker's task is in. Called from another thread than the task's."""
+        """Return a description of where this worker's task is; another thread than the task's calls this."""
         if self._runtime is None:
             return "the building of its roles"
         return self._runtime.running[-1] if self._runtime.running else "a task of the run"
@@ -161,7 +160,7 @@ class DAGWorker(WorkerPlugin):
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
     def finish(self) -> None:
-        """Let go of what ``start`` built; runs as a task after the last chain."""
+        """Free everything that ``start`` built; runs as a task after the last chain."""
         for loader in self._loaders.values():
             loader.close()
         for resource in self._runtime.resources.values() if self._runtime else ():
@@ -171,7 +170,7 @@ class DAGWorker(WorkerPlugin):
         groups.leave()
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
-        """The device that this worker computes on, its rank in each of its roles, and the run's broadcasts."""
+        """Join the process groups; return this worker's device, its rank in each of its roles, and its broadcasts."""
         name, workers, timeout = self.worker_name, list(self.spec.members), self.spec.data.stall_timeout
         host = get_address_host(self._worker.address)
         store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
@@ -184,16 +183,16 @@ class DAGWorker(WorkerPlugin):
     def _join_broadcasts(
         self, plan: Plan, devices: Mapping[str, Device], host: str
     ) -> dict[tuple[str, ...], Broadcast]:
-        """By who takes part in them. Every worker makes all of them, in the same order."""
-        data, found = self.spec.data, dict[tuple[str, ...], Broadcast]()
+        """Make the run's broadcasts, by the workers that take part; every worker makes all, in the same order."""
+        data, broadcasts = self.spec.data, dict[tuple[str, ...], Broadcast]()
         links = (link for chain in plan.chains.values() for link in chain.flat)
         for link in links:
-            if not isinstance(link, Stream) or not link.joins or link.joins in found or link.edge is None:
+            if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
                 continue
             members = (*link.edge.sources, *link.joins[1:])
             if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
                 group, root = groups.broadcast_group(self.worker_name, devices, link.joins, host, data.stall_timeout)
-                found[link.joins] = Broadcast(
+                broadcasts[link.joins] = Broadcast(
                     members=link.joins,
                     group=group,
                     root=root,
@@ -201,7 +200,7 @@ class DAGWorker(WorkerPlugin):
                     stop=self.stop,
                     max_bytes=data.stream_bytes,
                 )
-        return found
+        return broadcasts
 
     def _join_store(self, first: str, host: str, timeout: float) -> Any:
         if first == self.worker_name:
@@ -212,7 +211,7 @@ class DAGWorker(WorkerPlugin):
         return groups.join_store(get_address_host(self.spec.members[first]), port, timeout)
 
     def _watch_next(self) -> None:
-        """Each worker watches the next: one that stands still is noticed also where others wait in a collective."""
+        """Watch the next worker: a stalled one is noticed even while all others wait in a collective."""
         names = list(self.spec.members)
         after = names[(names.index(self.worker_name) + 1) % len(names)]
         if after != self.worker_name:
@@ -245,8 +244,10 @@ class DAGWorker(WorkerPlugin):
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
-    """Stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no handler for
-    one.
+    """Abort the run that ``plugin`` names.
+
+    This handler stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no
+    handler for a message.
     """
     if isinstance(running := worker.plugins.get(plugin), DAGWorker):
         running.abort(reason)
@@ -259,31 +260,31 @@ def _plugin(name: str) -> DAGWorker:
 
 
 def start_worker(plugin: str) -> None:
-    """Dask task: build this worker's roles."""
+    """Build this worker's roles (Dask task)."""
     _plugin(plugin).start()
 
 
 def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
-    """Dask task: one passage through the chain. ``after`` is the result of this worker's task before it."""
+    """Run the chain once (Dask task). ``after`` is the result of this worker's previous task."""
     _plugin(plugin).run_chain(_iteration(*iteration), completed)
 
 
 def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
-    """Dask task: this worker's part of a checkpoint."""
+    """Write this worker's part of a checkpoint (Dask task)."""
     _plugin(plugin).save(_iteration(*iteration), url, completed)
 
 
 def finish_worker(plugin: str, after: None) -> None:
-    """Dask task: let go of the roles."""
+    """Free the roles (Dask task)."""
     _plugin(plugin).finish()
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:
-    """Runs on a worker's event loop: return what its task is in, or was when the task does not return."""
+    """Return a description of where the worker's task is. Runs on the worker's event loop."""
     running = dask_worker.plugins.get(plugin)
     return running.position() if isinstance(running, DAGWorker) else "a task of a run that has left it"
 
 
 def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
-    """An iteration as the driver sends it: plain values, which no worker need unpickle."""
+    """Return the iteration that the driver sent as plain values, which no worker needs to unpickle."""
     return Iteration(Phase(phase), step, sequence, drain)

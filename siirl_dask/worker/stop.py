@@ -1,4 +1,4 @@
-"""Being told to stop, from any thread, and waiting for the event loop in slices so that the word is heard."""
+"""A flag that stops a worker from any thread, and waits in slices that notice it."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from typing import Any, TypeVar
 from siirl_dask.errors import Aborted
 
 _T = TypeVar("_T")
-_SLICE = 0.1  # seconds: Ctrl-C and a peer's failure are heard within one
+_SLICE = 0.1  # seconds within which Ctrl-C and a peer's failure are noticed
 
 
 class StopFlag:
-    """Set once, with the reason."""
+    """Tells a worker to stop; set once, with the reason."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._reason = ""
 
     def set(self, reason: str) -> None:
+        """Set the flag; later reasons are ignored."""
         if not self._event.is_set():
             self._reason = reason
             self._event.set()
 
     def is_set(self) -> bool:
+        """Return whether the flag is set."""
         return self._event.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Let so much time pass. Aborted as soon as the flag is set."""
+        """Sleep. Raises Aborted as soon as the flag is set."""
         self._event.wait(seconds)
         self.check()
 
     def check(self) -> None:
-        """Aborted when the flag is set."""
+        """Raise Aborted, with the reason, if the flag is set."""
         if self._event.is_set():
             raise Aborted(self._reason)
 
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, stop: StopFlag) -> _T:
-    """Run ``work`` on ``loop`` from another thread and wait for it. Aborted as soon as the flag is set."""
+    """Run ``work`` on ``loop`` from another thread and return its result. Aborted as soon as the flag is set."""
     return finished(asyncio.run_coroutine_threadsafe(work, loop), stop)
 
 
 def finished(future: Future[_T], stop: StopFlag) -> _T:
-    """What ``future`` gives, waited for likewise."""
+    """Wait for ``future`` and return its result. Aborted as soon as the flag is set."""
     while True:
         try:
             return future.result(timeout=_SLICE)
         except FutureTimeout:
-            if future.done():  # it may have ended since; or it is the work's own timeout
+            if future.done():  # it may have ended since, or the work itself raised TimeoutError
                 return future.result()
             try:
                 stop.check()
@@ -60,5 +62,5 @@ def finished(future: Future[_T], stop: StopFlag) -> _T:
                 future.cancel()
                 raise
         except Exception:
-            stop.check()  # a peer that was aborted first looks dead from here: the abort is the cause
+            stop.check()  # a peer that was aborted first looks dead: the abort is the cause
             raise

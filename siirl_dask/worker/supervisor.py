@@ -1,30 +1,27 @@
-"""What watches a run from inside the scheduler: when a member leaves or a task fails, everyone is told at once."""
+"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are told at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+import struct
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from distributed import SchedulerPlugin
+from tornado.ioloop import PeriodicCallback
 
 from siirl_dask.worker.dag_worker import ABORT
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-import socket
-import struct
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
-from tornado.ioloop import PeriodicCallback
-
-if TYPE_CHECKING:
-    from distributed import Scheduler
+_BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
+_EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
 
 
 class Supervisor(SchedulerPlugin):
-    """Streams an abort to every member, and an event to the driver, when the run cannot go on."""
+    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on."""
 
     def __init__(self, plugin: str, topic: str, members: Mapping[str, str]) -> None:
         self.name = plugin
@@ -52,22 +49,18 @@ class Supervisor(SchedulerPlugin):
             self.abort(f"task {key} failed")
 
     def abort(self, reason: str) -> None:
-        """Tell every member that is still there to stop. Also a handler that the driver calls."""
+        """Tell every worker that is still there to stop. The driver calls this as a handler, too."""
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
         present = [address for address in self._members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
 
     def traffic(self) -> int | None:
-        """Bytes over the scheduler's connections since the start, both ways; None where they cannot be counted."""
+        """Return the bytes over the scheduler's connections since the start, both ways; None if not countable."""
         return self._traffic.total()
 
 
-_BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
-_EVERY_MS = 250.0  # a connection that closes loses what it carried since the last look
-
-
 class TrafficMeter:
-    """Sums what every connection of a scheduler has carried; the client's are all among them, save those to workers."""
+    """Counts the bytes over every connection of a scheduler; the client has no others, except to workers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -79,6 +72,7 @@ class TrafficMeter:
         self._timer.start()
 
     def total(self) -> int | None:
+        """Return the bytes so far; None where they cannot be counted."""
         self._look()
         return self._total if self._supported else None
 
@@ -92,13 +86,13 @@ class TrafficMeter:
                 self._seen[comm] = total
 
     def _comms(self) -> Iterable[Any]:
-        yield from self._scheduler._comms  # connections that others opened to the scheduler
+        yield from self._scheduler._comms  # opened by others to the scheduler
         for comms in (*self._scheduler.rpc.available.values(), *self._scheduler.rpc.occupied.values()):
             yield from comms
 
 
 def carried(comm: Any) -> int | None:
-    """Bytes over a connection so far, both ways; None where they cannot be counted."""
+    """Return the bytes over a connection so far, both ways; None where they cannot be counted."""
     stream = getattr(comm, "stream", None)
     if stream is None or stream.closed():
         return None

@@ -55,7 +55,7 @@ def fails_and_counts(prompt, response, answer):
     Path(response).touch()
     match prompt:
         case "hang":
-            time.sleep(60)
+            time.sleep(600)
         case "raise":
             raise RuntimeError("no")
     return 1.0
@@ -64,5 +64,5 @@ def fails_and_counts(prompt, response, answer):
 async def fails_and_counts_async(prompt, response, answer):
     Path(response).touch()
     if prompt == "hang":
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     raise RuntimeError("no")

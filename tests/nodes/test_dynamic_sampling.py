@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling over a real dataloader, on workers of one process: the same rows on any number of them."""
+"""Tests of DAPO's dynamic sampling with a real dataloader, on one and several workers of one process."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +91,7 @@ def test_a_step_is_filled_with_groups_that_have_a_spread(source, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_the_same_groups_are_kept_and_the_same_prompts_drawn_on_any_number_of_workers(source, tmp_path, workers):
+def test_any_number_of_workers_keeps_the_same_groups_and_prompts(source, tmp_path, workers):
     alone, metrics = run(source, 1, tmp_path, steps=4)
     several, others = run(source, workers, tmp_path, steps=4)
     for step in range(4):
@@ -106,7 +106,7 @@ def test_no_prompt_is_drawn_twice_in_an_epoch(source, tmp_path):
     assert len(set(prompts)) == len(prompts) == 24
 
 
-def test_when_no_group_has_a_spread_it_gives_up_after_its_rounds(source, tmp_path):
+def test_it_gives_up_after_its_rounds_when_no_group_has_a_spread(source, tmp_path):
     (table,), (metrics,) = run(source, 2, tmp_path, reward=never, rounds=3)
     assert table.num_rows == 0
     assert metrics["data/generation_rounds"].value == 3
@@ -131,7 +131,7 @@ def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
         ("rewards", {}, "did you mean 'reward'"),
     ],
 )
-def test_a_scorer_that_is_not_where_the_samples_are_is_refused(scorer, placement, said):
+def test_a_scorer_on_other_workers_than_the_samples_is_refused(scorer, placement, said):
     sample = partial(sample_until_mixed, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8, scorer=scorer)
     roles = (Role("rollout", build_guesser), Role("reward", build_guesser))
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})

@@ -1,4 +1,4 @@
-"""Steps whose prompts are too long, on one worker or on all of them: nodes go on with empty tables."""
+"""Tests of steps whose prompts are too long, on one worker or on all of them."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ from siirl_dask.nodes import (
     draw_minibatches,
     encode_prompts,
     estimate_advantage,
+    generate,
     generate_with_greedy,
     measure_answers,
     penalise_kl,
@@ -30,17 +31,28 @@ from siirl_dask.nodes import (
 )
 from siirl_dask.planner import compile_chains
 from siirl_dask.rewards import build_scorer
+from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.sorting import digit_fraction
 from siirl_dask.testing.local_pool import LocalPool, ThreadPeers
 from siirl_dask.testing.rows import flat
 from tests.conftest import digits_overrides
 from tests.long_prompts import LIMIT, write_long_prompts
-from tests.nodes.test_prompts import Letters, table
+from tests.nodes.letters import Letters, table
+
+
+class Endless(Letters):
+    """An engine whose responses end at their limit alone."""
+
+    def serve(self, queue):
+        while requests := queue.next(2, wait=True):
+            for ticket, request in requests:
+                count = request.sampling.max_tokens
+                queue.complete(ticket, Generation([7] * count, [-1.0] * count, FinishReason.LENGTH))
 
 
 def encoded(parts, step):
-    """Each worker's prompts, where a letter is a token and three are the limit, and the contexts."""
+    """Encode each worker's prompts, where a letter is a token and three are the limit; return tables and contexts."""
     peers = ThreadPeers(len(parts))
     contexts = [Context(step, 0, Rank(rank, len(parts)), Device("w"), Letters()) for rank in range(len(parts))]
     for rank, ctx in enumerate(contexts):
@@ -82,6 +94,17 @@ def test_a_run_whose_first_step_has_no_prompts_is_refused(parts):
         encoded(parts, 1)
 
 
+def test_a_partial_rollout_without_rows_continues_what_it_kept():
+    rollout = RolloutConfig(n=1, partial=True, max_tokens_per_step=1, max_response_length=2, max_staleness=1)
+    (none,), (ctx,) = encoded([["long"]], 2)
+    assert generate(ctx, none, rollout=rollout).num_rows == 0
+    (prompts,), (begun,) = encoded([["a"]], 3)
+    begun.resource = Endless()
+    assert generate(begun, prompts, rollout=rollout).num_rows == 0
+    ctx.state, ctx.resource = begun.state, begun.resource
+    assert generate(ctx, none, rollout=rollout)["response_ids"].to_pylist() == [[7, 7]]
+
+
 def test_nodes_that_other_algorithms_add_take_tables_without_rows():
     (rows,), (ctx,) = encoded([["long"]], 2)
     rows = rows.append_column("answer", pa.array([], pa.string()))
@@ -99,7 +122,7 @@ def test_nodes_that_other_algorithms_add_take_tables_without_rows():
 
 
 def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
-    """The recipe on the digits task: ``workers`` generate and the last learns. (step, worker, workers) are too long."""
+    """Return a pool for the digits task: all workers generate, the last learns; ``parts`` have long prompts."""
     overrides = [f"data.max_prompt_length={LIMIT}", f"cluster.workers={workers}", "cluster.placement={}"]
     config = load(shipped(config), [*digits_overrides(task, tmp_path / "run"), *overrides])
     source = write_long_prompts(tmp_path / "data.parquet", *parts, batch_size=config.data.batch_size)
@@ -112,7 +135,7 @@ def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
 
 
 def learned(pool, role):
-    """Copies of weights, optimizer state and progress."""
+    """Return copies of weights, optimizer state and progress."""
     state = flat(pool.resources(pool.workers[-1])[role].state())
     return {name: value.clone() for name, value in state.items()}
 

@@ -1,4 +1,4 @@
-"""Estimates from several samples of a prompt, against every choice of k of them, and the node on uneven workers."""
+"""Tests of pass@k, best@k and maj@k against every choice of k samples, and of the node on uneven workers."""
 
 import re
 from collections import Counter
@@ -32,7 +32,7 @@ float32s = st.floats(width=32, min_value=-1e6, max_value=1e6)
 
 @st.composite
 def samples(draw):
-    """Answers, their rewards, and a k that there are enough of."""
+    """Draw answers, their rewards, and a k that is at most their number."""
     answers = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=7))
     rewards = draw(
         st.lists(st.one_of(st.sampled_from([0.0, 1.0]), float32s), min_size=len(answers), max_size=len(answers))
@@ -41,7 +41,7 @@ def samples(draw):
 
 
 def over_all_choices(n, k, value):
-    """Mean of ``value`` over every choice of k of n places, exact, rounded once."""
+    """Return the exact mean of ``value`` over every choice of k of n places, rounded once."""
     choices = list(combinations(range(n), k))
     return float(sum(Fraction(value(places)) for places in choices) / len(choices))
 
@@ -57,7 +57,7 @@ def test_pass_and_best_at_k_are_means_over_all_choices_of_k_samples(drawn):
 
 
 @given(samples())
-def test_majority_at_k_is_the_mean_over_all_choices_and_the_answer_that_came_first_wins_a_tie(drawn):
+def test_majority_at_k_is_a_mean_and_the_first_answer_wins_a_tie(drawn):
     answers, rewards, k = drawn
 
     def winner(places):
@@ -71,7 +71,7 @@ def test_majority_at_k_is_the_mean_over_all_choices_and_the_answer_that_came_fir
 
 
 @given(samples())
-def test_one_sample_is_worth_the_mean_and_more_are_never_worth_less(drawn):
+def test_estimates_begin_at_the_mean_and_grow_with_k(drawn):
     answers, rewards, k = drawn
     assert best_at_k(rewards, 1) == majority_at_k(answers, rewards, 1) == mean(rewards)
     assert mean(rewards) == pytest.approx(fmean(rewards), rel=1e-12, abs=1e-12)
@@ -86,7 +86,7 @@ def test_many_samples_lose_no_digits_and_take_no_time():
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_k_that_there_are_not_enough_samples_for_is_refused(k):
+def test_a_k_above_the_number_of_samples_is_refused(k):
     for estimate in (lambda: pass_at_k_estimate(3, 1, k), lambda: best_at_k([0.0] * 3, k)):
         with pytest.raises(ValueError, match=f"k={k} of 3 samples: expected 1 to 3"):
             estimate()
@@ -98,7 +98,7 @@ SOURCES = ["gsm8k", "math", None]
 
 @columns(reads=["prompt"], writes=fields("response", "reward"), expand="n")
 def answer(ctx, table, *, n):
-    """Rewards that no binary fraction is, some of them missing, and answers of which some agree: by prompt alone."""
+    """Give answers, some of them equal, and rewards that are no binary fractions, some missing; by prompt alone."""
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
     ids = (table["row_id"].to_numpy()[:, None] * n + np.arange(n)).flatten()
     rng = [np.random.default_rng(row_id) for row_id in ids.tolist()]
@@ -110,7 +110,7 @@ def answer(ctx, table, *, n):
 
 
 def measured(tmp_path, workers, placement=None, prompts=11, **options):
-    """What validation of ``prompts`` prompts logs of its samples."""
+    """Return what a validation of ``prompts`` prompts logs."""
     extra = [{"source": SOURCES[at % 3]} for at in range(prompts)]
     table = pa.table({"prompt": [str(at) for at in range(prompts)], "answer": [""] * prompts, "extra": extra})
     pq.write_table(table, tmp_path / "data.parquet", row_group_size=2)
@@ -137,8 +137,8 @@ def test_uneven_workers_give_the_numbers_of_one_to_the_last_bit(tmp_path):
     assert measured(tmp_path, 3, {"a": [0, 1], "b": [1, 2]}) == one
 
 
-def test_prompts_are_weighed_alike_and_one_that_lacks_samples_is_left_out_of_that_k(tmp_path):
-    """By hand, from the rows that the node sees."""
+def test_prompts_count_alike_and_not_for_a_k_above_their_samples(tmp_path):
+    """The expected numbers are computed here, from the rows that the node sees."""
     prompts = pa.table({"row_id": np.arange(11), "prompt": [str(at) for at in range(11)]})
     rows = answer(None, prompts, n=N)
     rewards = [list(filter(lambda r: r is not None, rows["reward"].to_pylist()[at : at + N])) for at in range(0, 44, N)]
@@ -165,7 +165,7 @@ def first_word(response):
     return next(iter(response.split()), None)
 
 
-def test_votes_are_for_what_is_extracted_or_else_for_the_stripped_response():
+def test_votes_count_extracted_answers_or_stripped_responses():
     table = table_of(["7 so", "8", "7 as", ""], [1.0, 0.0, 1.0, 0.0])
     assert logged(table, n=4, k=(4,), extract=first_word)["maj@4"] == 1.0
     assert logged(table, n=4, k=(4,))["maj@4"] == 1.0  # all differ: the first wins
@@ -173,7 +173,7 @@ def test_votes_are_for_what_is_extracted_or_else_for_the_stripped_response():
     assert logged(table_of([" 8\n", "7", "8"], [0.0, 1.0, 0.0]), n=3, k=(3,))["maj@3"] == 0.0
 
 
-def test_one_sample_and_no_source_says_nothing_new():
+def test_one_sample_without_a_source_logs_nothing():
     table = table_of(["x"], [1.0], source=["a"])
     assert logged(table, n=1, k=(1,)) == {}
     assert logged(table, n=1, k=(1,), alone=True) == {"mean@1": 1.0, "pass@1": 1.0}
@@ -181,7 +181,7 @@ def test_one_sample_and_no_source_says_nothing_new():
 
 
 class Recorder:
-    """An engine that keeps how it was asked to sample."""
+    """An engine that records the sampling parameters of its requests."""
 
     version = 0
 
@@ -199,7 +199,7 @@ class Recorder:
                 queue.complete(ticket, Generation([asked.seed % 1000], [0.0], FinishReason.STOP))
 
 
-def test_validation_samples_by_its_own_settings_and_numbers_rows_as_training_does():
+def test_validation_has_its_own_settings_and_numbers_rows_alike():
     table = pa.table({"row_id": [3, 5], "group_id": [3, 5], "tokens": [1, 1], "prompt_ids": [[1], [2]]})
     rollout = RolloutConfig(n=2, temperature=0.3, top_k=5, max_response_length=7)
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=Recorder())
@@ -223,7 +223,7 @@ def test_a_column_that_cannot_be_a_source_is_refused_by_name():
         logged(many, n=1, k=(1,), source=ColumnPath("where"))
 
 
-def test_more_samples_than_there_are_fail_the_trial_and_the_source_column_is_read(tmp_path):
+def test_a_trial_refuses_a_large_k_and_the_contract_reads_the_source(tmp_path):
     node = Node("measure", partial(measure_answers, n=4, k=(1, 9)), role="reward")
     with pytest.raises(PlanError, match=r"k=\[1, 9\]: 9 of n=4 samples"):
         node.try_options()
@@ -252,11 +252,11 @@ def test_yaml_and_python_spell_one_node():
         ({"n": 0}, "validation.n=0: expected at least 1"),
     ],
 )
-def test_a_way_to_sample_that_cannot_be_is_refused_by_name(given, said):
+def test_impossible_sampling_parameters_are_refused_by_name(given, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         ValidationConfig(**given)
 
 
-def test_where_no_k_is_given_it_is_one_and_all_samples():
+def test_k_defaults_to_one_and_all_samples():
     assert ValidationConfig().k == [1]
     assert ValidationConfig(n=8, temperature=0.5).k == [1, 8]

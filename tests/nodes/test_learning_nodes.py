@@ -1,4 +1,4 @@
-"""Advantages, penalties, the choice of tokens, and what reaches a trainer: on one worker and on several."""
+"""Tests of advantages, penalties, the choice of tokens and batches for trainers, on one worker and on several."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ def context(resource=None, *, rank=0, size=1, peers=None):
 
 
 def on_workers(node, parts, resources=None):
-    """The node's output on as many workers at once, in order."""
+    """Run the node on one worker for each part, at the same time; return the joined output and the contexts."""
     peers = ThreadPeers(len(parts))
     resources = resources or [None] * len(parts)
     contexts = [context(resource, rank=rank, size=len(parts), peers=peers) for rank, resource in enumerate(resources)]
@@ -64,7 +64,7 @@ GROUPS = [0, 0, 0, 1, 1, 1]
 RESPONSES = [[1, 2], [3], [4, 5, 6], [7], [], [8, 9]]
 
 
-def test_a_row_without_a_reward_has_no_advantage_and_does_not_count_in_its_group():
+def test_a_row_without_a_reward_has_no_advantage_and_does_not_count():
     table = rows(group_id=GROUPS, reward=[1.0, None, 0.0, None, 1.0, 3.0], response_ids=RESPONSES)
     given = estimate_advantage(context(), table, advantage=grpo)["advantage"].to_pylist()
     assert given == pytest.approx([0.7071, None, -0.7071, None, -0.7071, 0.7071], abs=1e-4)
@@ -77,7 +77,7 @@ def test_a_row_without_a_reward_has_no_advantage_and_does_not_count_in_its_group
         (gpg, [2.0, 2.0, 2.0], 0.5 * 2),  # one group of two has no advantage
     ],
 )
-def test_an_advantage_that_depends_on_the_batch_sees_the_rows_of_all_workers(advantage, others, expected):
+def test_an_advantage_over_the_batch_sees_the_rows_of_all_workers(advantage, others, expected):
     table = rows(group_id=GROUPS, reward=[1.0, None, 0.0, *others], response_ids=RESPONSES)
     node = partial(estimate_advantage, advantage=advantage)
     whole = node(context(), table)
@@ -86,7 +86,7 @@ def test_an_advantage_that_depends_on_the_batch_sees_the_rows_of_all_workers(adv
     assert whole["advantage"].to_pylist()[:3] == pytest.approx([expected, None, -expected], abs=1e-4)
 
 
-def test_what_tokens_add_to_the_reward_counts_in_the_rows_advantage():
+def test_token_rewards_count_in_the_rows_advantage():
     penalty = [[-0.25] * len(response) for response in RESPONSES]
     seen = []
 
@@ -118,7 +118,7 @@ def test_a_group_without_its_greedy_response_is_refused():
         take_greedy_baselines(context(), table)
 
 
-def test_the_reward_stands_on_the_last_token_that_is_learned_from():
+def test_the_reward_falls_on_the_last_token_in_the_mask():
     mask = [[True, True], [False], [True, True, False], [True], [], [True, False]]
     seen = []
 
@@ -137,7 +137,7 @@ def test_the_reward_stands_on_the_last_token_that_is_learned_from():
     assert given["advantages"].to_pylist()[2][:2] == [3.0, 3.0]
 
 
-def test_whitening_is_over_the_tokens_of_all_workers_and_the_same_on_any_number():
+def test_whitening_covers_the_tokens_of_all_workers():
     table = rows(group_id=GROUPS, reward=[1.0, None, 0.0, 2.0, 1.0, 3.0], response_ids=RESPONSES)
     node = partial(estimate_token_advantages, advantage=reinforce_plus_plus_baseline)
     whole = node(context(), table)
@@ -149,7 +149,7 @@ def test_whitening_is_over_the_tokens_of_all_workers_and_the_same_on_any_number(
     assert tokens.std() == pytest.approx(1, abs=0.2)
 
 
-def test_the_price_of_leaving_the_reference_adapts_alike_on_all_workers():
+def test_the_kl_coefficient_adapts_alike_on_all_workers():
     old = [[-1.0] * len(response) for response in RESPONSES]
     reference = [[-1.5] * len(response) for response in RESPONSES]
     table = rows(response_ids=RESPONSES, old_logprobs=old, reference_logprobs=reference)
@@ -163,7 +163,7 @@ def test_the_price_of_leaving_the_reference_adapts_alike_on_all_workers():
     assert alone.coefficient == pytest.approx(0.1 * (1 + 0.2 * 6 / 100))
 
 
-def test_a_response_near_the_limit_is_worth_less():
+def test_a_response_near_the_limit_gets_a_lower_reward():
     table = rows(reward=[1.0, None, 1.0, 1.0], response_ids=[[0] * 8, [0] * 8, [0] * 7, [0] * 6])
     given = penalise_overlong(context(), table, max_length=8, buffer=2, factor=0.5)
     assert given["reward"].to_pylist() == [0.5, None, 0.75, 1.0]
@@ -182,7 +182,7 @@ def _covariance_table():
 
 
 @pytest.mark.parametrize("bounds", [{}, {"low": 0.0, "high": 5.0}], ids=["highest", "drawn"])
-def test_covariant_tokens_are_a_share_of_each_minibatch_and_the_same_on_any_number_of_workers(bounds):
+def test_any_number_of_workers_marks_the_same_covariant_tokens(bounds):
     table = _covariance_table()
     node = partial(choose_covariant, minibatches=2, fraction=0.05, **bounds)
     whole = node(context(), table)
@@ -195,7 +195,7 @@ def test_covariant_tokens_are_a_share_of_each_minibatch_and_the_same_on_any_numb
         assert sum(tokens) == int(0.05 * len(tokens))
 
 
-def test_the_highest_covariances_are_those_of_a_plain_computation():
+def test_the_highest_covariances_match_a_plain_computation():
     table = _covariance_table().filter(pa.array([i != 3 for i in range(40)]))
     given = choose_covariant(context(), table, minibatches=2, fraction=0.05)
     for minibatch in (0, 1):
@@ -212,7 +212,7 @@ def test_the_highest_covariances_are_those_of_a_plain_computation():
 
 @dataclass
 class Recorder:
-    """A trainer that keeps what it is given."""
+    """A trainer that records its batches."""
 
     batches: list = field(default_factory=list)
 
@@ -246,7 +246,7 @@ def test_rows_without_an_advantage_do_not_reach_the_trainer():
     assert ctx.metrics["policy/loss"].value == 1.0
 
 
-def test_columns_the_loss_asks_for_reach_it_token_by_token():
+def test_columns_that_the_loss_names_reach_it_per_token():
     ctx = context(Recorder())
     mask = [[True, False], [True], [True]]
     table = _policy_table(

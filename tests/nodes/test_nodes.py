@@ -1,4 +1,4 @@
-"""The built-in nodes, each with the smallest resource that shows what it does."""
+"""Tests of the built-in nodes, each with the smallest resource that shows what it does."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class Words:
 
 @dataclass
 class Echo:
-    """An engine that answers with the seed it was given."""
+    """An engine that answers with the seed of the request."""
 
     tokenizer: Words = field(default_factory=Words)
     version: int = 4
@@ -106,7 +106,7 @@ def test_an_empty_partition_generates_an_empty_typed_table():
 
 
 @pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])
-def test_minibatches_are_equal_runs_of_prompts_with_all_their_samples_drawn_alike_everywhere(minibatches, batch_size):
+def test_minibatches_are_equal_parts_of_the_shuffled_prompts(minibatches, batch_size):
     groups = [group for group in range(batch_size) for _ in range(2)]
     table = pa.table({"group_id": pa.array(groups, pa.int64())})
     drawn = draw_minibatches(context(), table, minibatches=minibatches, batch_size=batch_size)["minibatch"].to_pylist()
@@ -118,7 +118,7 @@ def test_minibatches_are_equal_runs_of_prompts_with_all_their_samples_drawn_alik
 
 
 @pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])
-def test_samples_may_be_drawn_into_minibatches_one_by_one_alike_everywhere(minibatches, batch_size):
+def test_split_groups_draws_each_sample_by_itself(minibatches, batch_size):
     ids = pa.array(range(2 * batch_size), pa.int64())
     table = pa.table({"row_id": ids, "group_id": pa.array([row // 2 for row in ids.to_pylist()], pa.int64())})
     options = {"minibatches": minibatches, "batch_size": batch_size, "n": 2, "split_groups": True}
@@ -166,7 +166,7 @@ def test_weights_that_do_not_fit_their_description_are_refused(change):
         load_weights(context(Echo()), table)
 
 
-def test_rows_are_packed_prompt_then_response_with_nothing_in_between():
+def test_rows_are_packed_without_padding():
     packed = pack_rows(rows(prompt_ids=[[1, 2], [3], [4]], response_ids=[[9], [], [8, 7]]))
     assert packed.rows.tokens.tolist() == [1, 2, 9, 3, 4, 8, 7]
     assert packed.rows.offsets.tolist() == [0, 3, 4, 7]
@@ -175,7 +175,7 @@ def test_rows_are_packed_prompt_then_response_with_nothing_in_between():
     assert packed.per_token(torch.tensor([5.0, 6.0, 7.0]), TYPES["old_logprobs"]).to_pylist() == [[5.0], [], [6.0, 7.0]]
 
 
-def test_engines_beside_a_role_that_computes_make_room_for_it():
+def test_an_engine_sleeps_while_another_role_computes():
     slept = []
 
     class Sleeper:
@@ -201,7 +201,7 @@ def encoded(*words):
 
 @dataclass
 class Limits(Echo):
-    """An engine that fills whatever it is allowed."""
+    """An engine that samples as many tokens as it may."""
 
     def serve(self, queue):
         while taken := queue.next(2, wait=True):

@@ -1,4 +1,4 @@
-"""Responses that are generated over several steps: nothing is lost, and each is as if it had been generated at once."""
+"""Tests of responses that are generated over several steps: none is lost, and none differs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def context(engine, state, step, *, drain=False):
 
 
 def run(rollout, steps):
-    """Each step's rows; the last step drain."""
+    """Return each step's rows; the last step drains."""
     engine, kept, rows = Counting(), {}, []
     for step in range(1, steps + 1):
         ctx = context(engine, kept, step, drain=step == steps)
@@ -72,7 +72,7 @@ def rollout(**changes):
 
 @settings(max_examples=30, deadline=None)
 @given(budget=st.integers(1, 9), steps=st.integers(1, 5))
-def test_every_response_is_there_once_and_as_if_it_had_been_generated_at_once(budget, steps):
+def test_every_response_equals_one_that_was_generated_at_once(budget, steps):
     parts, _ = run(rollout(partial=True, max_tokens_per_step=budget), steps)
     whole, _ = run(rollout(), steps)
     expected = {tuple(row["prompt_ids"]): [] for step in whole for row in step}
@@ -85,7 +85,7 @@ def test_every_response_is_there_once_and_as_if_it_had_been_generated_at_once(bu
 
 @settings(max_examples=30, deadline=None)
 @given(budget=st.integers(1, 9))
-def test_a_group_comes_when_all_of_it_has_ended_and_says_which_weights_sampled_what(budget):
+def test_a_group_comes_when_all_its_samples_have_ended(budget):
     given_ = rollout(partial=True, max_tokens_per_step=budget)
     rows, engine = run(given_, 4)
     for step, found in enumerate(rows, 1):
@@ -109,7 +109,7 @@ def test_only_a_partial_rollout_writes_which_weights_sampled_each_token():
         assert ("token_versions" in node.contract.writes.names) is written
 
 
-def test_a_budget_of_tokens_and_partial_responses_go_together_and_need_their_staleness():
+def test_partial_responses_need_a_budget_and_staleness():
     for wrong in ({"partial": True}, {"max_tokens_per_step": 3}):
         with pytest.raises(ConfigError, match="expected both or neither"):
             RolloutConfig(**wrong)

@@ -1,8 +1,7 @@
-"""What a sample is expected to cost, and that the costliest are begun first."""
+"""Tests of the expected cost of samples, and of the order in which they begin."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,43 +16,13 @@ from siirl_dask.errors import DataError
 from siirl_dask.nodes import encode_prompts, generate, sample_until_mixed
 from siirl_dask.nodes.prompts import sampling_costs
 from siirl_dask.planner.contract import contract_of
-from siirl_dask.rollout import FinishReason, Generation
+from tests.nodes.letters import Letters, table
 
 LIMIT = st.one_of(st.none(), st.integers(1, 300))
 
 
-def table(**columns):
-    count = len(next(iter(columns.values())))
-    ids = pa.array(range(count), pa.int64())
-    identity = {"row_id": ids, "group_id": ids, "tokens": pa.array([0] * count, pa.int64())}
-    return pa.table({**identity, **columns})
-
-
-@dataclass
-class Letters:
-    """A token for each letter. It notes the prompts in the order in which they are begun."""
-
-    begun: list = field(default_factory=list)
-    version = 0
-
-    class tokenizer:
-        @staticmethod
-        def encode(prompt):
-            return [*map(ord, prompt)]
-
-        @staticmethod
-        def decode(token_ids, *, skip_special):
-            return "".join(map(chr, token_ids))
-
-    def serve(self, queue):
-        while taken := queue.next(2, wait=True):
-            for ticket, asked in taken:
-                self.begun.append(self.tokenizer.decode(asked.prompt, skip_special=True))
-                queue.complete(ticket, Generation([asked.seed % 1000], [-1.0], FinishReason.STOP))
-
-
 def sampled(rollout, **columns):
-    """The prompts in the order in which they are begun, and the rows."""
+    """Return the prompts in the order in which they begin, and the rows."""
     engine = Letters()
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=engine)
     rows = generate(ctx, encode_prompts(ctx, table(**columns), max_prompt_length=99, rollout=rollout), rollout=rollout)
@@ -63,7 +32,7 @@ def sampled(rollout, **columns):
 @given(
     rows=st.lists(st.tuples(st.integers(1, 10**6), LIMIT, st.integers(1, 10**5)), min_size=1), most=st.integers(1, 300)
 )
-def test_the_cost_is_what_is_expected_within_what_is_allowed_and_a_little_for_the_prompt(rows, most):
+def test_the_cost_is_the_expected_length_within_limits_plus_the_prompt(rows, most):
     expected, limits, prompts = zip(*rows, strict=True)
     rollout = RolloutConfig(max_response_length=most, expected_length_column="expected")
     given = table(expected=pa.array(expected, pa.uint32()), max_tokens=pa.array(limits, pa.int32()))
@@ -72,7 +41,7 @@ def test_the_cost_is_what_is_expected_within_what_is_allowed_and_a_little_for_th
     assert (costs - np.array(prompts) // 16).tolist() == within
 
 
-def test_without_the_column_the_rows_own_limit_counts_and_without_that_the_prompt():
+def test_without_the_column_the_rows_limit_or_the_prompt_counts():
     rollout = RolloutConfig(max_response_length=20)
     limits = pa.array([5, None, 99])
     assert sampling_costs(table(max_tokens=limits), [16, 1, 1], rollout).tolist() == [6, 20, 20]
@@ -81,7 +50,7 @@ def test_without_the_column_the_rows_own_limit_counts_and_without_that_the_promp
     assert sampling_costs(table(max_tokens=limits), [16, 1, 1], named).tolist() == [6, 20, 20]
 
 
-def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order():
+def test_the_costliest_begin_first_and_order_changes_no_sample():
     prompts = ["a", "bbbb", "cc"]
     by_prompt, rows = sampled(RolloutConfig(n=2), prompt=prompts)
     assert by_prompt == ["bbbb", "bbbb", "cc", "cc", "a", "a"]
@@ -95,7 +64,7 @@ def test_the_longest_are_begun_first_and_samples_are_what_they_are_in_any_order(
     assert same["tokens"].to_pylist() == [2, 2, 5, 5, 3, 3]
 
 
-def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
+def test_nodes_that_read_prompts_read_the_optional_length_column():
     rollout = RolloutConfig(expected_length_column="expected")
     for node in (encode_prompts, sample_until_mixed):
         assert contract_of(partial(node, rollout=rollout)).optional == ("max_tokens", "expected")
@@ -110,6 +79,6 @@ def test_whoever_reads_prompts_reads_the_column_where_there_is_one():
         (pa.array([2.0, 3.0]), "'expected' .* holds double"),
     ],
 )
-def test_what_is_no_number_of_tokens_is_refused_by_name(expected, said):
+def test_an_expected_length_that_is_no_number_of_tokens_is_refused(expected, said):
     with pytest.raises(DataError, match=said):
         sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length_column="expected"))

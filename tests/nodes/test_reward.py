@@ -130,13 +130,13 @@ def test_no_row_is_scored_after_more_have_failed_than_may(scored, tmp_path, func
 
 @pytest.mark.parametrize(("function", "processes"), [(fails_and_counts, 2), (fails_and_counts_async, 0)])
 def test_rows_under_way_are_not_waited_for_after_too_many_failures(scored, tmp_path, function, processes):
-    """All rows hang for a minute but one of the first three, which raises."""
+    """All rows hang for ten minutes but one of the first three, which raises."""
     prompts = ["hang", "raise"] if processes else ["hang", "hang", "raise"]
     rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=prompts + ["hang"] * (40 - len(prompts)))
     began = time.monotonic()
     with pytest.raises(RewardError, match="raised RuntimeError: no"):
         scored(function, rows, processes=processes)
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - began < 300
 
 
 def test_a_hanging_reward_costs_one_timeout_and_not_one_a_row(scored, tmp_path):

@@ -1,4 +1,4 @@
-"""New weights in parts, over real executors and databuffers: whatever the placement, what the trainer has is loaded."""
+"""Tests of weight streams over real executors and databuffers: engines get the trainer's weights on any placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = (torch.float32, torch.bfloat16)
 
 
 class Holder:
-    """A trainer whose weights tell the step, and that can fail on the way."""
+    """A trainer whose weights depend on the step, and that can fail on the way."""
 
     def __init__(self, shapes, fails_at=None, changes=False):
         self.shapes, self.fails_at, self.changes = shapes, fails_at, changes
@@ -40,7 +40,7 @@ class Holder:
 
 
 class Collector:
-    """An engine that keeps a copy of what it is given, and says what was there meanwhile."""
+    """An engine that copies its weights, and records what memory was held meanwhile."""
 
     def __init__(self, takes=None, fails_at=None):
         self.loaded, self.version, self.takes, self.fails_at = {}, 0, takes, fails_at
@@ -65,7 +65,7 @@ def build(device, rank, *, kind, options):
 
 @columns(reads=["parameter", "data"])
 def lengths(ctx, table):
-    """A node of one's own that reads the weights as rows."""
+    """A user's node that reads the weights as rows."""
     values = [len(value) for value in table["data"].to_pylist()]
     ctx.resource.loaded = dict(zip(table["parameter"].to_pylist(), values, strict=True))
     return table
@@ -116,9 +116,7 @@ shapes = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=
 
 @settings(max_examples=25, derandomize=True, database=None)
 @given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans())
-def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_stays_behind(
-    source, placement, shapes, part, broadcast
-):
+def test_every_engine_gets_the_trainers_weights_and_nothing_stays(source, placement, shapes, part, broadcast):
     with pool(source, placement, shapes, part, broadcast=broadcast) as workers:
         assert workers.plan.streams == {"weights": "load"}
         for step in (1, 2):
@@ -134,7 +132,7 @@ def test_every_engine_gets_the_trainers_weights_on_any_placement_and_nothing_sta
 
 
 def buffers():
-    """Bytes of those that are there."""
+    """Return the bytes of the buffers that are alive."""
     tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype is torch.uint8]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
@@ -195,7 +193,7 @@ APART, TOGETHER, OVER = (
         ({"engine": {"fails_at": 5}}, "node 'load', train step 1, worker 'w.': ZeroDivisionError: while loading"),
     ],
 )
-def test_who_fails_on_the_way_is_named_and_stops_everyone(source, placement, broadcast, broken, said):
+def test_a_failure_on_the_way_is_named_and_stops_everyone(source, placement, broadcast, broken, said):
     with (
         pool(source, placement, [(40,)] * 12, 300, broadcast=broadcast, **broken) as workers,
         pytest.raises(NodeError, match=said),
@@ -204,7 +202,7 @@ def test_who_fails_on_the_way_is_named_and_stops_everyone(source, placement, bro
 
 
 @pytest.mark.parametrize(("placement", "broadcast"), [(OVER, False), (APART, True)])
-def test_a_reader_that_leaves_some_holds_nobody_up(source, placement, broadcast):
+def test_a_reader_that_stops_early_holds_nobody_up(source, placement, broadcast):
     with pool(source, placement, [(40,)] * 12, 300, engine={"takes": 3}, broadcast=broadcast) as workers:
         for step in (1, 2):
             workers.run(step)
@@ -220,7 +218,7 @@ def test_a_node_of_ones_own_still_reads_the_weights_as_rows(source):
         assert all(engine.loaded == expected for engine in engines(workers).values())
 
 
-def test_what_travels_is_counted_once(source):
+def test_bytes_are_counted_once(source):
     with pool(source, APART, [(1000,)] * 10, 5000) as workers:
         metrics = workers.run()
         size = sum(tensor.nbytes for _, tensor in Holder([(1000,)] * 10).weights())

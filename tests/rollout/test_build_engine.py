@@ -19,7 +19,7 @@ def build(folder, dtype=Dtype.float32, **options):
     return build_engine(Device("w0"), Rank(), model=model, rollout=rollout)
 
 
-def test_without_vllm_auto_takes_transformers_and_vllm_is_refused_by_name(tmp_path, monkeypatch, caplog):
+def test_without_vllm_auto_takes_transformers_and_vllm_is_refused(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
     model = ModelConfig(path=str(tiny_model(tmp_path / "model")))
     with caplog.at_level("INFO", "siirl_dask.rollout"):
@@ -79,14 +79,14 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
         build(tmp_path)
 
 
-def test_an_end_that_the_model_can_never_sample_is_refused(tmp_path):
+def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path):
     folder = tiny_model(tmp_path / "model")
     build(folder, stop_token_ids=[263])
     with pytest.raises(ConfigError, match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264"):
         build(folder, stop_token_ids=[7, 264])
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path):
+def test_a_folder_with_missing_weights_is_refused(tmp_path):
     file = tiny_model(tmp_path / "model") / "model.safetensors"
     weights = load_file(file)
     del weights["model.norm.weight"]
@@ -95,7 +95,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
         build(file.parent)
 
 
-def test_sampling_settings_that_come_with_the_model_change_nothing(tmp_path):
+def test_sampling_settings_of_the_generation_config_are_ignored(tmp_path):
     plain, meddling = tiny_model(tmp_path / "plain"), tiny_model(tmp_path / "meddling")
     file = meddling / "generation_config.json"
     meddled = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0, "min_new_tokens": 5}
@@ -134,7 +134,7 @@ def test_weights_that_are_not_finite_are_not_sampled_from(tmp_path):
             engine.generate([[1, 2]], [0], Sampling(max_tokens=3, temperature=temperature))
 
 
-def test_a_tied_head_may_come_under_either_name(tmp_path):
+def test_a_tied_head_may_arrive_under_either_name(tmp_path):
     folder = tiny_model(tmp_path / "model")
     engine = build(folder)
     weights = dict(engine._model.named_parameters())

@@ -1,4 +1,4 @@
-"""Ranks that find each other. Little is imported: the processes of a test import what it does."""
+"""Tests of how an engine's ranks meet. Few imports: each process of a test imports them."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def meet(rank):
     return [first.rank, *heard, [first.name, second.name], EngineRanks(role, 1).gather(message) == [message]]
 
 
-def test_neighbours_are_an_engine_and_hear_each_other_alone(tmp_path):
+def test_neighbours_form_an_engine_and_gather_among_themselves(tmp_path):
     given = run_ranks(4, meet, tmp_path)
     assert [place for place, *_ in given] == [0, 1, 0, 1]
     assert [heard for _, *heard, _, _ in given] == [[[0, 1000], [0, 1000]]] * 2 + [[[2000, 0], [4000, 0]]] * 2

@@ -1,4 +1,4 @@
-"""Several workers as one engine, as far as it needs no vLLM: requests shared, workers placed, mistakes refused."""
+"""Tests of engines on several workers that need no vLLM: shared requests, placement, refused mistakes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ REQUESTS = st.builds(
 
 
 def together(count, function):
-    """``function(rank, gather)`` in as many threads, whose ``gather`` meet."""
+    """Run ``function(rank, gather)`` in ``count`` threads, which gather from each other."""
     said, met = [b""] * count, threading.Barrier(count, timeout=10)
 
     def gather(rank):
@@ -51,7 +51,7 @@ def echo(request):
 
 
 @given(st.lists(st.lists(REQUESTS, max_size=5), min_size=1, max_size=4), st.integers(1, 4))
-def test_all_ranks_go_through_all_requests_alike_and_each_keeps_what_it_asked_for(asked, most):
+def test_all_ranks_serve_all_requests_and_keep_their_own_results(asked, most):
     def serve(rank, gather):
         own, seen = LocalQueue(asked[rank]), []
         queue = TensorParallelQueue(own, gather, rank, version=3)
@@ -68,7 +68,7 @@ def test_all_ranks_go_through_all_requests_alike_and_each_keeps_what_it_asked_fo
     assert sorted(map(repr, given[0][1])) == sorted(repr(request) for requests in asked for request in requests)
 
 
-def test_requests_for_other_weights_and_messages_that_are_none_are_refused():
+def test_requests_for_other_weights_and_other_messages_are_refused():
     def stale(rank, gather):
         with pytest.raises(PeerError, match=r"weights of version [12]: those here are [12]"):
             TensorParallelQueue(
@@ -96,12 +96,12 @@ def test_requests_for_other_weights_and_messages_that_are_none_are_refused():
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(settings, text):
+def test_impossible_settings_are_refused_by_name(settings, text):
     with pytest.raises(ConfigError, match=rf"rollout\.{text}"):
         rollout_config(**settings)
 
 
-def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
+def test_work_stealing_is_off_where_workers_share_an_engine():
     def taken_over(**rollout):
         return DataSettings.of(Config(rollout=rollout_config(**rollout))).stealing
 
@@ -111,7 +111,7 @@ def test_work_is_taken_over_only_where_each_worker_has_an_engine_of_its_own():
     assert not taken_over(tensor_parallel_size=2, work_stealing=False)
 
 
-def test_what_was_left_out_is_left_out_of_what_a_run_writes_down(tmp_path):
+def test_a_run_writes_down_no_key_that_was_left_out(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(Config()))
     again = load_config_file(
         tmp_path / "config.yaml", ["rollout.tensor_parallel_size=2", "validation.n=8", "data.url=x", "model.path=y"]
@@ -129,7 +129,7 @@ def planned(digits_task, tmp_path):
     return plan
 
 
-def test_the_plan_says_which_workers_are_an_engine(planned):
+def test_the_plan_says_which_workers_form_an_engine(planned):
     text = planned("cluster.workers=6", "cluster.placement={rollout: [0, 1, 4, 5], policy: [2, 3]}")
     assert "note: role 'rollout': 2 engines, 2 workers each: 0 and 1; 4 and 5" in text
     assert " engines, 2 workers each" not in planned("rollout.tensor_parallel_size=1")
@@ -144,16 +144,14 @@ def test_the_plan_says_which_workers_are_an_engine(planned):
         ({"heads": 3}, 3, r"has 128 numbers between the layers of its MLPs, 264 tokens of its vocabulary, which 3 "),
     ],
 )
-def test_models_that_so_many_workers_cannot_share_are_refused_before_anything_starts(
-    planned, tmp_path, model, size, text
-):
+def test_models_that_the_size_does_not_divide_are_refused_at_once(planned, tmp_path, model, size, text):
     folder = tiny_model(tmp_path / "model", **model)
     overrides = [f"model.path={folder}", f"rollout.tensor_parallel_size={size}", f"cluster.workers={size}"]
     with pytest.raises(ConfigError, match=rf"rollout\.tensor_parallel_size={size}: the model in .* {text}"):
         planned(*overrides, "cluster.placement={}")
 
 
-def test_workers_that_make_no_whole_number_of_engines_are_refused(planned, capsys, digits_task, tmp_path):
+def test_workers_that_the_size_does_not_divide_are_refused(planned, capsys, digits_task, tmp_path):
     with pytest.raises(
         PlanError, match=r"role 'rollout': .*tensor_parallel_size=2, and the role has 3 workers: expected a mult"
     ):

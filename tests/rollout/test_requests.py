@@ -1,4 +1,4 @@
-"""Requests and samples that cross between workers: the same after the way, and refused when they are none."""
+"""Tests of requests and samples as messages between workers."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ SAMPLED = Sampled(Generation([7, 8], [-0.1, -2.5], FinishReason.STOP), "w3")
         stop_token_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
     ),
 )
-def test_a_request_is_the_same_after_the_way(prompt, seed, sampling):
+def test_a_request_survives_packing(prompt, seed, sampling):
     request = GenerationRequest(prompt, seed, sampling)
     assert read_request(pack_request(request, 5), 5) == request
 
@@ -32,7 +32,7 @@ def test_a_request_is_the_same_after_the_way(prompt, seed, sampling):
     rows=st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0)), max_size=9),
     reason=st.sampled_from(FinishReason),
 )
-def test_a_sample_is_the_same_after_the_way(rows, reason):
+def test_a_sample_survives_packing(rows, reason):
     sampled = Sampled(Generation([token for token, _ in rows], [logprob for _, logprob in rows], reason), "w1")
     assert read_sampled(pack_sampled(sampled)) == sampled
 
@@ -54,7 +54,7 @@ def test_a_request_for_other_weights_is_refused_by_version():
         {"sampling": {**pack_request(REQUEST, 1)["sampling"], "stop_token_ids": None}},
     ],
 )
-def test_what_is_no_request_is_refused(change):
+def test_anything_but_a_request_is_refused(change):
     with pytest.raises(PeerError, match="received"):
         read_request({**pack_request(REQUEST, 1), **change}, 1)
 
@@ -63,6 +63,6 @@ def test_what_is_no_request_is_refused(change):
     "change",
     [{"tokens": b""}, {"logprobs": b"x" * 8}, {"logprobs": b"\xff" * 16}, {"reason": "bored"}, {"worker": 3}],
 )
-def test_what_is_no_sample_is_refused(change):
+def test_anything_but_a_sample_is_refused(change):
     with pytest.raises(PeerError, match="received"):
         read_sampled({**pack_sampled(SAMPLED), **change})

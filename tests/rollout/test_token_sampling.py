@@ -41,7 +41,7 @@ def test_a_token_without_probability_is_never_drawn(data):
         assert probabilities[token] > 0
 
 
-def test_large_vocabularies_are_done_in_parts(monkeypatch):
+def test_large_vocabularies_are_sampled_in_chunks(monkeypatch):
     scores, seeds = torch.randn(10, 50), list(range(10))
     whole, parts = (Sampler(seeds, Sampling(max_tokens=1, top_k=7, top_p=0.9)) for _ in range(2))
     expected = whole(torch.zeros(10, 1), scores)

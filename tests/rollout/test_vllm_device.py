@@ -1,4 +1,4 @@
-"""What vLLM is told on an accelerator. None is needed: a stand-in for ``vllm.LLM`` writes down how it is called."""
+"""Tests of how vLLM is called on an accelerator, without one: a stand-in for ``vllm.LLM`` records the calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings_on(device, **rollout):
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
-def test_on_an_accelerator_it_may_sleep_compiles_and_takes_its_share_of_the_memory(kind):
+def test_an_accelerator_allows_sleep_graphs_and_a_share_of_memory(kind):
     alone = settings_on(Device("w", kind, 0, "card"))
     assert (alone["dtype"], alone["enable_sleep_mode"], alone["enforce_eager"]) == ("bfloat16", True, False)
     assert (alone["gpu_memory_utilization"], alone["kv_cache_memory_bytes"]) == (0.9, None)
@@ -39,12 +39,12 @@ def test_on_an_accelerator_it_may_sleep_compiles_and_takes_its_share_of_the_memo
     assert (shared["gpu_memory_utilization"], shared["enable_sleep_mode"]) == (0.2, False)
 
 
-def test_on_a_cpu_it_neither_sleeps_nor_compiles():
+def test_a_cpu_allows_neither_sleep_nor_graphs():
     given = settings_on(Device("w"))
     assert (given["enable_sleep_mode"], given["enforce_eager"], given["kv_cache_memory_bytes"]) == (False, True, 2**30)
 
 
-def test_on_a_device_that_is_not_the_first_its_only_rank_is_put_on_that():
+def test_a_single_rank_runs_on_a_device_other_than_the_first():
     executor = settings_on(Device("w", DeviceKind.CUDA, 3, "card"))["distributed_executor_backend"]
     assert issubclass(executor, UniProcExecutor)
     made = executor.__new__(executor)
@@ -56,7 +56,7 @@ def test_on_a_device_that_is_not_the_first_its_only_rank_is_put_on_that():
 
 
 class Recorder:
-    """In the place of a ``vllm.LLM``."""
+    """A stand-in for ``vllm.LLM``."""
 
     def __init__(self):
         core = SimpleNamespace(shutdown=lambda: None)
@@ -81,7 +81,7 @@ class Recorded(VllmEngine):
         return Recorder()
 
     def calls(self):
-        """Since the last time that they were asked for."""
+        """Return the calls since the last time, and forget them."""
         said, self._llm.calls = self._llm.calls, []
         return said
 
@@ -108,7 +108,7 @@ def test_the_recorder_has_the_methods_that_vllm_has():
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_before_weights_were_loaded_it_sleeps_so_that_it_can_generate_with_the_folders(folder, level):
+def test_before_the_first_load_sleep_keeps_the_folders_weights(folder, level):
     engine, _, _ = recorded(folder, sleep_level=level)
     engine.sleep()
     assert engine.calls() == ["sleep 1"]
@@ -117,7 +117,7 @@ def test_before_weights_were_loaded_it_sleeps_so_that_it_can_generate_with_the_f
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_asleep_it_makes_room_for_new_weights_first_and_for_the_cache_when_they_are_there(folder, level):
+def test_load_weights_wakes_weights_first_and_then_the_cache(folder, level):
     engine, weights, reload = recorded(folder, sleep_level=level)
     engine.load_weights(weights.items(), 1)
     assert engine.calls() == reload
@@ -130,7 +130,7 @@ def test_asleep_it_makes_room_for_new_weights_first_and_for_the_cache_when_they_
         assert generate(engine) == []
 
 
-def test_it_wakes_with_the_weights_it_kept_and_refuses_to_without_those_it_let_go_of(folder):
+def test_it_wakes_with_kept_weights_and_refuses_without_freed_ones(folder):
     for level in (1, 2):
         engine, weights, _ = recorded(folder, sleep_level=level)
         engine.load_weights(weights.items(), 1)
@@ -144,7 +144,7 @@ def test_it_wakes_with_the_weights_it_kept_and_refuses_to_without_those_it_let_g
 
 
 @pytest.mark.parametrize(("kind", "level"), [(DeviceKind.CUDA, 0), (DeviceKind.CPU, 2)])
-def test_it_stays_awake_where_it_is_told_to_or_has_nothing_to_give(folder, kind, level):
+def test_it_stays_awake_on_a_cpu_and_at_level_0(folder, kind, level):
     engine, weights, reload = recorded(folder, kind, sleep_level=level)
     engine.sleep()
     assert engine.calls() == generate(engine) == []

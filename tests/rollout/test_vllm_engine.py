@@ -46,10 +46,10 @@ class TestVllmEngine(EngineTests):
     def make_engine(cls, folder: Path) -> VllmEngine:
         return VllmEngine(ModelConfig(path=str(folder)), rollout_of(), DEVICE)
 
-    def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
+    def test_logprobs_equal_the_trainers_before_and_after_updates(self, engine, folder):
         assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
 
-    def test_the_same_seeds_give_what_the_transformers_engine_samples(self, engine, folder):
+    def test_the_transformers_engine_samples_the_same_tokens(self, engine, folder):
         expected = TransformersEngine(ModelConfig(path=str(folder)))
         for sampling in (
             Sampling(max_tokens=12),
@@ -59,7 +59,7 @@ class TestVllmEngine(EngineTests):
             given, wanted = (one.generate(PROMPTS, range(100, 106), sampling) for one in (engine, expected))
             assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
 
-    def test_a_tied_head_may_come_under_either_name(self, engine, folder):
+    def test_a_tied_head_may_arrive_under_either_name(self, engine, folder):
         weights = load_file(folder / "model.safetensors")
         weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
         before = engine.generate(PROMPTS, range(6), Sampling(max_tokens=4))
@@ -80,14 +80,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)])
-def test_of_each_family_it_says_what_the_trainer_says(tmp_path, family, tied):
+def test_logprobs_equal_the_trainers_for_each_family(tmp_path, family, tied):
     folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
     with running(folder) as engine:
         assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
 
 
-def test_rows_that_make_way_for_others_and_come_back_are_the_same(folder):
-    """A cache of 16 blocks of 128 tokens: as many rows are begun and then need two blocks each."""
+def test_preempted_rows_get_the_same_tokens(folder):
+    """16 rows begin in a cache of 16 blocks of 128 tokens, and then need two blocks each."""
     prompts = [[(row + 3 * place) % 256 for place in range(120)] for row in range(20)]
     sampling = Sampling(max_tokens=16, temperature=0.3)  # the ninth is the first of a second block
     with running(folder, kv_cache_memory="1MiB", enable_prefix_caching=False, max_num_seqs=20) as engine:
@@ -96,7 +96,7 @@ def test_rows_that_make_way_for_others_and_come_back_are_the_same(folder):
     assert [sample.token_ids for sample in crowded] == [sample.token_ids for sample in alone]
 
 
-def test_each_call_may_sample_in_its_own_way_of_an_engine_with_settings_of_its_own(folder):
+def test_calls_may_differ_in_sampling_parameters(folder):
     settings = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "engine_kwargs": {"max_model_len": 400, "seed": 7}}
     plain = TransformersEngine(ModelConfig(path=str(folder)))
     with running(folder, **settings) as engine:
@@ -108,7 +108,7 @@ def test_each_call_may_sample_in_its_own_way_of_an_engine_with_settings_of_its_o
             engine.generate(PROMPTS, range(6), Sampling(max_tokens=200))
 
 
-def test_auto_takes_it_and_says_so_and_the_process_stays_as_it_was(folder, caplog):
+def test_auto_takes_vllm_and_the_process_stays_as_it_was(folder, caplog):
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     with caplog.at_level("INFO", "siirl_dask.rollout"), running(folder, engine=Engine.auto) as engine:
@@ -129,7 +129,7 @@ def test_bfloat16_generates_and_takes_float32_weights(folder):
     assert given == pytest.approx(expected, abs=0.07)
 
 
-def test_sampling_settings_that_come_with_the_model_change_nothing_but_its_end_tokens_do(tmp_path, folder):
+def test_of_the_generation_config_only_end_tokens_count(tmp_path, folder):
     meddling = tiny_model(tmp_path / "model", seed=1)
     file = meddling / "generation_config.json"
     settings = json.loads(file.read_text())
@@ -147,7 +147,7 @@ def test_sampling_settings_that_come_with_the_model_change_nothing_but_its_end_t
         assert sample.token_ids == uncut.token_ids[: len(ends)]
 
 
-def test_a_model_that_it_cannot_run_is_one_clear_error_and_another_can_be_run_after_it(tmp_path, folder):
+def test_a_model_that_cannot_run_is_one_error_and_another_runs_after(tmp_path, folder):
     odd = tiny_model(tmp_path / "odd", head_dim=8)
     with pytest.raises(ConfigError, match=r"model\.path=.*odd.*vLLM cannot run it.*head_dim=8"):
         VllmEngine(ModelConfig(path=str(odd)), rollout_of(), DEVICE)
@@ -155,7 +155,7 @@ def test_a_model_that_it_cannot_run_is_one_clear_error_and_another_can_be_run_af
         assert engine.generate([[1]], [1], Sampling(max_tokens=1))
 
 
-def test_a_second_engine_in_a_process_is_refused_until_the_first_is_closed_or_forgotten(folder):
+def test_a_second_engine_is_refused_until_the_first_is_gone(folder):
     model, rollout = ModelConfig(path=str(folder)), rollout_of()
     first = VllmEngine(model, rollout, DEVICE)
     with pytest.raises(ConfigError, match="one engine in a process"):
@@ -167,7 +167,7 @@ def test_a_second_engine_in_a_process_is_refused_until_the_first_is_closed_or_fo
     second.close()
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path):
+def test_a_folder_with_missing_weights_is_refused(tmp_path):
     file = tiny_model(tmp_path / "model") / "model.safetensors"
     weights = load_file(file)
     del weights["model.norm.weight"]
@@ -190,7 +190,7 @@ def test_folders_that_are_no_model_are_named(tmp_path):
             {"engine_kwargs": {"max_model_length": 9}},
             r"\.max_model_length: .*did you mean 'max_model_len'",
         ),
-        ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: it is set already"),
+        ({"engine_kwargs": {"dtype": "float16"}}, r"\.dtype: another key sets it"),
         ({"engine_kwargs": {"max_model_len": "many"}}, r"vLLM cannot run it"),
         (
             {"kv_cache_memory": "1MiB", "engine_kwargs": {"max_model_len": 100_000}},
@@ -198,6 +198,6 @@ def test_folders_that_are_no_model_are_named(tmp_path):
         ),
     ],
 )
-def test_settings_that_it_cannot_take_are_named(folder, settings, text):
+def test_settings_that_vllm_does_not_take_are_named(folder, settings, text):
     with pytest.raises(ConfigError, match=text):
         VllmEngine(ModelConfig(path=str(folder)), rollout_of(**settings), DEVICE)

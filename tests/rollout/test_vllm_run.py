@@ -42,7 +42,7 @@ def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement
 
 
 def _is_pythons_own(child):
-    """What Python starts once and keeps: the process that others are forked from, and the one that tidies up."""
+    """Return whether Python itself started the process and keeps it: the fork server or the resource tracker."""
     command = " ".join(child.cmdline())
     forked_from = "forkserver" in command and child.ppid() == psutil.Process().pid
     return forked_from or "resource_tracker" in command

@@ -1,4 +1,4 @@
-"""One vLLM engine on two workers: conformance, and a run."""
+"""Runs the conformance suite on one vLLM engine of two workers."""
 
 import io
 from contextlib import redirect_stdout

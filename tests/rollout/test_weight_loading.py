@@ -1,4 +1,4 @@
-"""What a model makes of weights that are announced and then come, one after the other."""
+"""Tests of weights that are announced and then arrive one after the other."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ def zeros(shapes):
     return ((name, torch.zeros(shape)) for name, shape in shapes.items())
 
 
-def test_they_are_given_as_they_come(parameters, shapes):
+def test_tensors_are_yielded_as_they_arrive(parameters, shapes):
     given = parameters.fit(WeightStream(shapes, zeros(shapes)), 1)
     assert [(name, tuple(tensor.shape)) for name, tensor in given] == list(shapes.items())
 
 
-def test_of_two_names_of_one_parameter_the_last_counts(parameters, shapes):
+def test_the_last_of_two_names_of_a_parameter_counts(parameters, shapes):
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
     tensors = [(name, torch.full(shape, float(number))) for number, (name, shape) in enumerate(both.items())]
     for weights in (tensors, WeightStream(both, iter(tensors))):
@@ -49,7 +49,7 @@ def changed(shapes, change):
 
 
 @pytest.mark.parametrize("change", ["fewer", "another shape", "another order", "more"])
-def test_others_than_were_announced_are_refused(parameters, shapes, change):
+def test_tensors_that_were_not_announced_are_refused(parameters, shapes, change):
     coming = WeightStream(shapes, zeros(changed(shapes, change)))
     with pytest.raises(PeerError, match=r"weights of version 9: .* announced"):
         list(parameters.fit(coming, 9))

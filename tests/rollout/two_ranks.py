@@ -1,4 +1,4 @@
-"""What an engine of two ranks must do; test_vllm_tensor_parallel.py runs it in both of them, which call alike."""
+"""Tests of an engine of two ranks; test_vllm_tensor_parallel.py runs them in both ranks, which call alike."""
 
 from contextlib import contextmanager
 
@@ -46,7 +46,7 @@ def models(tmp_path_factory):
     return tmp_path_factory.getbasetemp().parent
 
 
-def test_a_model_that_they_cannot_share_is_one_clear_error_on_both_and_others_can_be_run_after_it(models):
+def test_a_model_that_two_ranks_cannot_share_fails_on_both(models):
     with pytest.raises(ConfigError, match=r"model\.path=.*vLLM cannot run it.*heads \(3\) must be divisible"):
         engine_of(models / "odd")
 
@@ -66,12 +66,12 @@ class TestTwoRanks(EngineTests):
     def other_model(cls, models):
         return load_model(models / "other")
 
-    def test_what_it_says_of_its_tokens_is_what_the_trainer_says_before_and_after_updates(self, engine, folder):
+    def test_logprobs_equal_the_trainers_before_and_after_updates(self, engine, folder):
         assert_agrees_with_trainer(engine, folder, after=(0, 1))
 
 
-def test_each_rank_keeps_the_rows_of_its_own_as_one_rank_alone_samples_them(models):
-    """Another number of rows on each, and none; a cache so small that rows make way for others and come back."""
+def test_each_rank_keeps_its_own_rows_as_one_rank_samples_them(models):
+    """Ranks have different numbers of rows, one has none, and the cache is so small that rows are preempted."""
     folder, mine = models / "untied", place().rank
     rows = [[(mine + row + 3 * at) % 256 for at in range(120)] for row in range((6, 3)[mine])]
     calls = [

@@ -1,8 +1,10 @@
 """``open_run``: reads what a run left in its folder, without torch and Dask, and refuses what it cannot read."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,14 +62,13 @@ def test_a_run_is_read_back_from_its_folder(folder):
     assert best.to_pydict() == {"step": [1, 2], "best": [0.5, 1.0]}
 
 
-def test_reading_a_run_imports_neither_torch_nor_dask(folder):
-    code = (
-        "import json, sys\n"
-        "from siirl_dask import open_run\n"
-        "run = open_run(sys.argv[1])\n"
-        "run.config, run.dag, run.steps, run.checkpoints, run.metrics, run.summary, run.rollouts()\n"
-        "print(json.dumps([name for name in ('torch', 'dask', 'distributed', 'transformers') if name in sys.modules]))"
-    )
+def test_the_documented_example_runs_without_torch_and_dask(folder):
+    page = Path(__file__).parents[2] / "docs" / "runs.md"
+    example = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    assert all(name in example for name in ("config", "dag", "steps", "checkpoints", "metrics", "summary", "rollouts"))
+    heavy = ("torch", "dask", "distributed", "transformers")
+    code = "import json, sys\n" + example.replace('"runs/mine"', "sys.argv[1]")
+    code += f"print(json.dumps([name for name in {heavy} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []

@@ -16,7 +16,7 @@ def seen():
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory, seen):
-    """A model that was stopped early: it takes a second or two to be right once in 50."""
+    """A task whose model was stopped early: it takes a second or two to be right once in 50."""
     folder = tmp_path_factory.mktemp("sorting")
     return write_sorting_task(folder, seed=0, digits=4, accuracy=0.02, progress=lambda *given: seen.append(given))
 
@@ -36,7 +36,7 @@ def test_no_prompt_is_in_two_of_the_tables(task):
     assert len(set.union(*tables)) == sum(len(table) for table in tables)
 
 
-def test_demonstrations_and_those_that_stop_the_warm_start_are_in_no_table(tmp_path, monkeypatch):
+def test_no_table_has_prompts_of_the_warm_start(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
     task = write_sorting_task(tmp_path)
@@ -68,7 +68,7 @@ def test_the_seed_decides_the_prompts(tmp_path, monkeypatch):
     assert first == same != other
 
 
-def test_the_warm_start_gets_as_good_as_asked_and_says_how_far_it_is(task, seen):
+def test_the_warm_start_reaches_its_accuracy_and_reports_progress(task, seen):
     steps, most, accuracies = zip(*seen, strict=True)
     assert list(steps) == sorted(set(steps))
     assert set(most) == {400}
@@ -87,7 +87,7 @@ def test_its_accuracy_is_that_of_greedy_decoding(task, seen):
     assert sum(right) / len(right) == pytest.approx(seen[-1][2], abs=0.03)
 
 
-def test_a_warm_start_that_does_not_get_there_is_an_error(tmp_path, monkeypatch):
+def test_a_warm_start_that_misses_its_accuracy_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("siirl_dask.tasks.warm_start._MAX_STEPS", 2)
     with pytest.raises(RunError, match="after 2 steps"):
         write_sorting_task(tmp_path)

@@ -8,7 +8,7 @@ from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_the_folder_loads_as_a_real_one_does(tmp_path, family):
+def test_the_folder_loads_like_a_real_one(tmp_path, family):
     folder = tiny_model(tmp_path / "model", family=family)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.config.model_type, model.config.head_dim) == (family, 32)

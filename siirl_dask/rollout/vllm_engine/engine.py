@@ -119,7 +119,7 @@ class VllmEngine:
                 if self._on_cpu:
                     self._llm.apply_model(_pack_tied_head)
             except SiirlError:
-                raise  # what brings the weights failed, not vLLM
+                raise  # the sender of the weights failed, not vLLM
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
         if self._asleep:

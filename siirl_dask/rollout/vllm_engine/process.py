@@ -40,7 +40,7 @@ def prepare() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
     if any(sys.modules.get(name, sys) is None for name in OPTIONAL):
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-        if hasattr(registry, "_run_in_subprocess"):  # the child would look at the model's class without what is hidden
+        if hasattr(registry, "_run_in_subprocess"):  # the child process would import packages that are hidden here
             registry._run_in_subprocess = lambda function: function()
 
 

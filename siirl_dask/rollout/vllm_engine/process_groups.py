@@ -25,7 +25,7 @@ from siirl_dask.collectives import all_gather, all_gather_bytes, gloo_options_li
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
-_FIRST_NAME = 1_000_000  # groups are found by name in the whole process: these must not be those of the worker's
+_FIRST_NAME = 1_000_000  # torch finds groups by name in the whole process: these names differ from the worker's
 
 
 class EngineRanks:

@@ -47,7 +47,7 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
     valid = {field.name for field in fields(EngineArgs)}
     for name in rollout.vllm.engine_kwargs:
         if name in ours or name == "model":
-            raise ConfigError(f"rollout.vllm.engine_kwargs.{name}: it is set already; see docs/engines.md for by what")
+            raise ConfigError(f"rollout.vllm.engine_kwargs.{name}: another key sets it, see docs/engines.md")
         if name not in valid:
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"

@@ -35,7 +35,7 @@ class TensorParallelQueue:
         """
         own = list(_everything(queue))
         parts = [_read(message, version) for message in gather(_packed([request for _, request in own], version))]
-        # The first of each rank, then the second: each worker has sorted its own by what is best begun first.
+        # The first of each rank, then the second: each worker has put its costliest requests first.
         places = sorted((place, owner) for owner, part in enumerate(parts) for place in range(len(part)))
         self._waiting = deque(((owner, place), parts[owner][place]) for place, owner in places)
         self._queue, self._rank, self._tickets = queue, rank, [ticket for ticket, _ in own]

@@ -32,7 +32,7 @@ def request_params(seed: int, sampling: Sampling, end_tokens: list[int], begun: 
         temperature=0.0,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[*end_tokens, *sampling.stop_token_ids],
-        ignore_eos=True,  # the end tokens are given
+        ignore_eos=True,  # stop_token_ids has the end tokens
         logprobs=0,  # the chosen token's alone
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
