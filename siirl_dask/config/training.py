@@ -200,8 +200,8 @@ class TrainerConfig:
             "compile": self.compile,
             "lora.rank": self.lora.rank,
         }
-        if given := [f"trainer.{name}" for name, value in others.items() if value]:
+        if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
             raise ConfigError(
                 f"trainer.fsdp.tensor_parallel={self.fsdp.tensor_parallel}: it does not go together with "
-                f"{', '.join(given)}; leave one out"
+                f"{', '.join(conflicts)}; leave one out"
             )

@@ -274,16 +274,16 @@ class DAG:
         return tuple(done.values())
 
 
-def _check_name(what: str, name: object) -> None:
+def _check_name(label: str, name: object) -> None:
     """Refuse a name that cannot be part of file names, dotted config keys and edge names (``a->b``)."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise PlanError(f"{what} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
+        raise PlanError(f"{label} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
 
 
-def _unique(what: str, names: Sequence[str]) -> None:
+def _unique(label: str, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise PlanError(f"{what} {name!r} is there twice: names are unique")
+            raise PlanError(f"{label} {name!r} is there twice: names are unique")
 
 
 def _cycle(nodes: Sequence[Node]) -> list[str]:

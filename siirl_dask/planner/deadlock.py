@@ -35,9 +35,9 @@ def check_order(plan: Plan) -> None:
     for role, workers in plan.placement.items():
         expected = [node.name for node in order if node.role == role]
         for worker in workers:
-            found = [node.name for node in ran[worker] if node.role == role]
-            if found != expected:
-                raise PlanError(_text(worker, f"runs {found} of role {role!r}: expected {expected}"))
+            actual = [node.name for node in ran[worker] if node.role == role]
+            if actual != expected:
+                raise PlanError(_text(worker, f"runs {actual} of role {role!r}: expected {expected}"))
     sent = {worker: _sent(chain) for worker, chain in plan.chains.items()}
     for worker, chain in plan.chains.items():
         _check_receives(worker, chain)
@@ -88,5 +88,5 @@ def _check_edges(edges: Iterable[Edge], sent: Mapping[str, set[str]], place: Map
             raise PlanError(_text(silent[0], f"never sends {edge.name}"))
 
 
-def _text(worker: str, what: str) -> str:
-    return f"the plan could stand still, which is a mistake in the planner: worker {worker!r} {what}"
+def _text(worker: str, mistake: str) -> str:
+    return f"the plan could stand still, which is a mistake in the planner: worker {worker!r} {mistake}"

@@ -31,12 +31,12 @@ def resolve(name: str) -> Callable[..., Any]:
         raise PlanError(f"{name!r} names no function: expected 'module:function' or 'file.py:function'")
     is_file = origin.endswith(".py")
     module = _load(name, Path(origin)) if is_file else _import(name, origin)
-    found = getattr(module, function, None)
-    if not callable(found):
+    fn = getattr(module, function, None)
+    if not callable(fn):
         kind = "file" if is_file else "module"
         hint = did_you_mean(function, dir(module))
         raise PlanError(f"{name!r}: {kind} {origin!r} has no function {function!r}{hint}")
-    return found  # type: ignore[no-any-return]
+    return fn  # type: ignore[no-any-return]
 
 
 def _import(name: str, origin: str) -> ModuleType:

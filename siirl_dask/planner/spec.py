@@ -31,39 +31,39 @@ _ROLE_KEYS = ("build", "with")
 _RENAMED = {"keep": "save_as", "behind": "lag"}
 
 
-def _bound(function: str, options: Any, what: str) -> Callable[..., Any]:
-    return bind(_resolved(function, what), options or {}, what)
+def _bound(function: str, options: Any, label: str) -> Callable[..., Any]:
+    return bind(_resolved(function, label), options or {}, label)
 
 
-def _resolved(function: str, what: str) -> Callable[..., Any]:
+def _resolved(function: str, label: str) -> Callable[..., Any]:
     try:
         return resolve(function)
     except PlanError as error:
-        raise PlanError(f"{what}: {error}") from error
+        raise PlanError(f"{label}: {error}") from error
 
 
 _coerce = Coercer(PlanError, _bound)
 
 
-def bind(fn: Callable[..., Any], options: Mapping[str, Any], what: str) -> Callable[..., Any]:
+def bind(fn: Callable[..., Any], options: Mapping[str, Any], label: str) -> Callable[..., Any]:
     """Return ``fn`` with ``options`` bound. PlanError for an unknown or missing option, or one of the wrong type."""
     if not isinstance(options, Mapping):
-        raise PlanError(f"{what} has with={options!r}: expected a mapping of options")
-    check_options(fn, options, what)
+        raise PlanError(f"{label} has with={options!r}: expected a mapping of options")
+    check_options(fn, options, label)
     if not options:
         return fn
-    hints = _hints(fn, options, what)
-    return partial(fn, **{key: _coerce(item, hints.get(key, Any), f"{what}: {key}") for key, item in options.items()})
+    hints = _hints(fn, options, label)
+    return partial(fn, **{key: _coerce(item, hints.get(key, Any), f"{label}: {key}") for key, item in options.items()})
 
 
-def _hints(fn: Callable[..., Any], names: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _hints(fn: Callable[..., Any], names: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return the types of the options ``names`` only: other annotations may be imported for type checkers alone."""
     owner = inspect.unwrap(fn.__init__ if isinstance(fn, type) else fn)  # type: ignore[misc]
     written = {name: hint for name, hint in getattr(owner, "__annotations__", {}).items() if name in names}
     try:
         return get_type_hints(SimpleNamespace(__annotations__=written), getattr(owner, "__globals__", {}))
     except NameError as error:
-        raise PlanError(f"{what}: the annotation of an option needs an import at run time: {error}") from error
+        raise PlanError(f"{label}: the annotation of an option needs an import at run time: {error}") from error
 
 
 def dag_from_spec(
@@ -86,49 +86,49 @@ def dag_from_spec(
 
 
 def _role(name: str, spec: Mapping[str, Any], at: str) -> Role:
-    what = f"{at}: role {name!r}" if at else f"role {name!r}"
+    label = f"{at}: role {name!r}" if at else f"role {name!r}"
     if not isinstance(spec, Mapping) or "build" not in spec:
-        raise PlanError(f"{what} is {spec!r}: expected {{build: 'module:function', with: {{...}}}}")
-    _coerce.known_keys(spec, _ROLE_KEYS, what)
-    return Role(name, _bound(spec["build"], spec.get("with"), what), at)
+        raise PlanError(f"{label} is {spec!r}: expected {{build: 'module:function', with: {{...}}}}")
+    _coerce.known_keys(spec, _ROLE_KEYS, label)
+    return Role(name, _bound(spec["build"], spec.get("with"), label), at)
 
 
 def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
     before = f"{at}: " if at else ""
     if not isinstance(spec, Mapping):
         raise PlanError(f"{before}node {position} is {spec!r}: expected a mapping with name, run and role")
-    what = f"{before}node {spec.get('name', position)!r}"
+    label = f"{before}node {spec.get('name', position)!r}"
     if old := next((key for key in spec if key in _RENAMED), None):
-        raise PlanError(f"{what} has the key {old!r}, which is called {_RENAMED[old]!r}")
-    _coerce.known_keys(spec, _NODE_KEYS, what)
+        raise PlanError(f"{label} has the key {old!r}, which is called {_RENAMED[old]!r}")
+    _coerce.known_keys(spec, _NODE_KEYS, label)
     for key in ("name", "run", "role"):
         if not isinstance(spec.get(key), str):
-            raise PlanError(f"{what} has {key}={spec.get(key)!r}: expected name, run and role, each a text")
+            raise PlanError(f"{label} has {key}={spec.get(key)!r}: expected name, run and role, each a text")
     return Node(
         name=spec["name"],
-        fn=_bound(spec["run"], spec.get("with"), what),
+        fn=_bound(spec["run"], spec.get("with"), label),
         role=spec["role"],
-        after=_names(spec.get("after"), f"{what}: after") or (),
+        after=_names(spec.get("after"), f"{label}: after") or (),
         rows=spec.get("rows") or Rows.ANYWHERE,
         save_as=spec.get("save_as"),
-        reads=_names(spec.get("reads"), f"{what}: reads"),
-        writes=_schema(spec.get("writes"), f"{what}: writes"),
+        reads=_names(spec.get("reads"), f"{label}: reads"),
+        writes=_schema(spec.get("writes"), f"{label}: writes"),
         lag=spec.get("lag") or 0,
         at=at or "",
     )
 
 
-def _names(value: Any, what: str) -> tuple[str, ...] | None:
+def _names(value: Any, label: str) -> tuple[str, ...] | None:
     """Return a tuple of names for one name or a list of names; None for None."""
     if value is None:
         return None
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
     if (value and not names) or not all(isinstance(name, str) for name in names):
-        raise PlanError(f"{what}={value!r}: expected a name or a list of names")
+        raise PlanError(f"{label}={value!r}: expected a name or a list of names")
     return names
 
 
-def _schema(value: Any, what: str) -> Schema | None:
+def _schema(value: Any, label: str) -> Schema | None:
     """Return the schema of a mapping from columns to Arrow types as Arrow prints them; None for None.
 
     List types are limited to those of the built-in columns.
@@ -140,7 +140,7 @@ def _schema(value: Any, what: str) -> Schema | None:
     try:
         return make_schema({name: lists.get(kind, kind) for name, kind in value.items()})
     except (AttributeError, TypeError, ValueError) as error:
-        raise PlanError(f"{what}={value!r}: expected columns and Arrow types, as in {{score: float32}}") from error
+        raise PlanError(f"{label}={value!r}: expected columns and Arrow types, as in {{score: float32}}") from error
 
 
 def dag_to_spec(dag: DAG) -> dict[str, Any]:

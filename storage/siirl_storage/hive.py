@@ -18,13 +18,13 @@ def values(path: str) -> dict[str, str | None]:
 
 def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
     """Return a field for each key in ``paths``: int64 if all of its values are integers, otherwise string."""
-    found: dict[str, list[str | None]] = {}
+    folders: dict[str, list[str | None]] = {}
     for path in paths:
         for key, value in values(path).items():
-            found.setdefault(key, []).append(value)
+            folders.setdefault(key, []).append(value)
     return {
         key: pa.field(key, pa.int64() if all(value is None or _is_int64(value) for value in column) else pa.string())
-        for key, column in found.items()
+        for key, column in folders.items()
     }
 
 

@@ -83,7 +83,7 @@ def complete_parts(url: str) -> list[str] | None:
     number of workers must empty the folder first.
     """
     fs, root = open_fs(url)
-    found = {name: parsed for name in list_files(fs, root) if (parsed := parse_part_name(name))}
-    names = sorted(found, key=lambda name: found[name][0])
+    parts = {name: parsed for name in list_files(fs, root) if (parsed := parse_part_name(name))}
+    names = sorted(parts, key=lambda name: parts[name][0])
     expected = [(index, len(names)) for index in range(len(names))]
-    return names if names and [found[name][:2] for name in names] == expected else None
+    return names if names and [parts[name][:2] for name in names] == expected else None

@@ -63,16 +63,16 @@ def _common_schema(fs: AbstractFileSystem, root: str, names: Sequence[str], foot
     keys = hive.fields(names)
     schema: pa.Schema | None = None
     for name, footer in zip(names, footers, strict=True):
-        mine = footer.schema
+        own = footer.schema
         for key in hive.values(name):
-            if key not in mine.names:
-                mine = mine.append(keys[key])
+            if key not in own.names:
+                own = own.append(keys[key])
         if schema is None:
-            schema = mine
+            schema = own
             continue
-        if differs := difference(_with_types(schema, mine), mine):
+        if differs := difference(_with_types(schema, own), own):
             raise StorageError(f"{full_name(fs, at(root, name))} does not go with {names[0]}: it {differs}")
-        schema = pa.unify_schemas([schema, mine])
+        schema = pa.unify_schemas([schema, own])
     assert schema is not None
     return schema
 

@@ -21,14 +21,14 @@ def difference(expected: pa.Schema, got: pa.Schema) -> str:
 
     A column of type ``null`` goes for any type: it is what other writers infer from a partition without values.
     """
-    found = [f"lacks column {name!r}" for name in expected.names if name not in got.names]
-    found += [f"has a column {name!r} that the table has not" for name in got.names if name not in expected.names]
+    problems = [f"lacks column {name!r}" for name in expected.names if name not in got.names]
+    problems += [f"has a column {name!r} that the table has not" for name in got.names if name not in expected.names]
     for field in expected:
         if field.name in got.names:
             kind = got.field(field.name).type
             if kind != field.type and not pa.types.is_null(kind):
-                found.append(f"has column {field.name!r} as {kind}, not {field.type}")
-    return "; ".join(found)
+                problems.append(f"has column {field.name!r} as {kind}, not {field.type}")
+    return "; ".join(problems)
 
 
 def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
