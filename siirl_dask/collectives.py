@@ -6,7 +6,8 @@ address, or at that of another group, so that a run on one machine stays on loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
 LOOPBACK = "127.0.0.1"
+_SLICE = 0.1  # seconds between two calls of a check
 
 
 def gloo_options(host: str, timeout: float | None = None) -> Any:
@@ -52,26 +54,47 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
     return dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
 
 
-def all_gather(group: Any, tensor: Tensor) -> Tensor:
+def all_gather(group: Any, tensor: Tensor, check: Callable[[], None] | None = None) -> Tensor:
     """Gather the tensors of all ranks on the CPU. [...] -> [ranks, ...], of one shape and type on all ranks.
 
-    ``tensor`` is on a device that the group's backend takes. RuntimeError if a rank is gone.
+    ``tensor`` is on a device that the group's backend takes. RuntimeError if a rank is gone; for ``check`` see
+    ``finish``.
     """
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([parts], [tensor]).wait()
+    finish(group.allgather([parts], [tensor]), check)
     return torch.stack(parts).cpu()
 
 
-def all_gather_bytes(group: Any, message: bytes, device: torch.device | str = "cpu") -> list[bytes]:
+def all_gather_bytes(
+    group: Any, message: bytes, device: torch.device | str = "cpu", check: Callable[[], None] | None = None
+) -> list[bytes]:
     """Gather the messages of all ranks, in rank order. All of them must call it. RuntimeError if one is gone."""
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
-    lengths = all_gather(group, torch.tensor([len(own)], device=device)).flatten().tolist()
-    parts = all_gather(group, pad(own, (0, max(lengths) - len(own))).to(device))
+    lengths = all_gather(group, torch.tensor([len(own)], device=device), check).flatten().tolist()
+    parts = all_gather(group, pad(own, (0, max(lengths) - len(own))).to(device), check)
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
-def all_sum(group: Any, values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
+def all_sum(
+    group: Any,
+    values: Sequence[float],
+    device: torch.device | str = "cpu",
+    check: Callable[[], None] | None = None,
+) -> list[float]:
     """Sum each number over the ranks, in float64; every rank gets the same bits."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, group=group)
+    finish(dist.all_reduce(numbers, group=group, async_op=True), check)
     return numbers.tolist()
+
+
+def finish(work: Any, check: Callable[[], None] | None = None) -> None:
+    """Wait until a collective is done. ``check`` is called ten times a second: what it raises ends the wait.
+
+    gloo has no way to end a collective whose peers never come, other than its timeout.
+    """
+    if check is not None:
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        while not done.wait(_SLICE):
+            check()
+    work.wait()

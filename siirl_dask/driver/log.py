@@ -9,6 +9,7 @@ from siirl_storage import join
 
 from siirl_dask.config import Config
 from siirl_dask.driver.driver import Done
+from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.observe import (
@@ -81,6 +82,7 @@ class RunLog:
         if phase is Phase.TRAIN:
             self.steps += 1
             _add_speeds(metrics, done.seconds)
+        check_prompts(done, self.config.data.max_prompt_length)
         record = Record(step=done.iteration.step, phase=phase, seconds=done.seconds, metrics=metrics)
         self._tally(record)
         self._remember(record)

@@ -8,6 +8,7 @@ from siirl_dask.driver.cluster import connect, members
 from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
+from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.errors import Interrupted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
@@ -42,6 +43,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
             with driver.at_work(config.cluster):
                 once = iter([Iteration(Phase.EVALUATION, step, 0)])
                 (done,) = (event for event in driver.run(once) if isinstance(event, Done))
+            check_prompts(done, config.data.max_prompt_length)
             return values(done.metrics)
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.generate import generate
-from siirl_dask.nodes.prompts import MAX_TOKENS, encode, reads_expected_length, report_dropped
+from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, reads_expected_length
 from siirl_dask.nodes.reward import score
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
@@ -64,16 +64,13 @@ def sample_until_mixed(
     """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
 
     Each round draws as many prompts as are likely to be enough. Groups and rows are numbered anew, in the dataset's
-    order of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards. DataError when
-    no prompt fits in the run's first step.
+    order of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards.
     """
     groups: list[int] = []
     parts: list[pa.Table] = []
-    dropped: list[int] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
-        prompts, too_long = encode(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
-        dropped += too_long
+        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
         rows = generate(ctx, prompts, rollout=rollout)
         rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
         groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
@@ -84,7 +81,6 @@ def sample_until_mixed(
         missing, rate = batch_size - len(groups), len(groups) / first
         count = min(batch_size, ceil(missing / rate)) if rate else batch_size
         table = ctx.draw_prompts(count)
-    report_dropped(ctx, sum(part.num_rows for part in parts), dropped, max_prompt_length)
     if ctx.rank.rank == 0:  # all workers know the same
         ctx.log("data/drawn_prompts", first)
         ctx.log("data/generation_rounds", len(parts))

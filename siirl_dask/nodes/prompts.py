@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,13 +16,10 @@ from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
 
-logger = logging.getLogger(__name__)
 MAX_TOKENS = "max_tokens"
 """An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
-_FIRST_STEP = 1  # validation begins with step 0, training with 1
-_READ_FOR_ONE = (
-    16  # prompt tokens that are read in the time of sampling one: they are read together, and once for n samples
-)
+_READ_FOR_ONE = 16
+"""Prompt tokens that are read in the time of sampling one: they are read together, and once for n samples."""
 
 
 def reads_expected_length(*, rollout: RolloutConfig | None = None, **options: object) -> Changes:
@@ -45,20 +41,8 @@ def encode_prompts(
     """Add each prompt's token ids, and as its size what sampling from it costs (``sampling_costs``).
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
-    prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows. A step that
-    leaves no worker any trains nothing; in a run's first step that is a DataError.
-    """
-    table, dropped = encode(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
-    report_dropped(ctx, table.num_rows, dropped, max_prompt_length)
-    return table
-
-
-def encode(
-    ctx: Context, table: pa.Table, *, max_prompt_length: int, rollout: RolloutConfig | None
-) -> tuple[pa.Table, list[int]]:
-    """Return the rows whose prompts fit, encoded, and the lengths of the prompts that do not fit.
-
-    ValueError for a prompt without tokens.
+    prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
+    leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens.
     """
     engine: RolloutEngine = ctx.resource
     ids = [engine.tokenizer.encode(prompt) for prompt in table[PROMPT].to_pylist()]
@@ -66,38 +50,17 @@ def encode(
         if not tokens:
             raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
     dropped = [len(tokens) for tokens in ids if len(tokens) > max_prompt_length]
+    ctx.log("data/prompts", len(ids) - len(dropped), Reduce.SUM)
     ctx.log("data/dropped_prompts", len(dropped), Reduce.SUM)
     if dropped:
+        ctx.log("data/shortest_dropped_prompt", min(dropped), Reduce.MIN)
         table = table.filter(pa.array([len(tokens) <= max_prompt_length for tokens in ids]))
         ids = [tokens for tokens in ids if len(tokens) <= max_prompt_length]
     texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in ids]
     costs = sampling_costs(table, [*map(len, ids)], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
-    return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string())), dropped
-
-
-def report_dropped(ctx: Context, kept: int, dropped: Sequence[int], max_prompt_length: int) -> None:
-    """Warn of dropped prompts: each worker of its own, or one for all where the step has no prompts left.
-
-    DataError where a run's first step has none. All of the role's workers must call it, with the number of rows that
-    they kept and the lengths of the prompts that they dropped.
-    """
-    all_kept, all_dropped = ctx.all_sum([kept, len(dropped)])
-    if all_kept:
-        if dropped:
-            count = len(dropped)
-            logger.warning("step %d: dropped %d prompts of more than %d tokens", ctx.step, count, max_prompt_length)
-        return
-    lengths = [int(length) for length in ctx.all_gather(str(min(dropped, default="")).encode()) if length]
-    reason = f"step {ctx.step} has no prompts"
-    if lengths:
-        reason += f": all {all_dropped:.0f} are longer than {max_prompt_length} tokens (data.max_prompt_length)"
-        reason += f", the shortest has {min(lengths)}"
-    if ctx.step <= _FIRST_STEP:
-        raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts (data.url)")
-    if ctx.rank.rank == 0:
-        logger.warning("%s; it is skipped", reason)
+    return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:

@@ -94,7 +94,7 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
-            peers={role: groups.RolePeers(device, rank) for role, rank in ranks.items()},
+            peers={role: groups.RolePeers(device, rank, self.stop) for role, rank in ranks.items()},
             share_work=StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
             if self.spec.data.stealing
             else None,

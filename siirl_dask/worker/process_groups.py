@@ -19,6 +19,7 @@ from siirl_dask import collectives
 from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.worker.stop import StopFlag
 
 _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
 
@@ -147,18 +148,24 @@ def single_ranks(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
 
 @dataclass(frozen=True, slots=True)
 class RolePeers:
-    """Implements ``Context``'s collectives among the workers of a role, over its process group."""
+    """Implements ``Context``'s collectives among the workers of a role, over its process group.
+
+    They raise Aborted once ``stop`` is set: a peer whose node failed never joins them.
+    """
 
     device: Device
     rank: Rank
+    stop: StopFlag
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         group = self.rank.group
-        return list(values) if group is None else collectives.all_sum(group, values, self._device)
+        return list(values) if group is None else collectives.all_sum(group, values, self._device, self.stop.check)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         group = self.rank.group
-        return [message] if group is None else collectives.all_gather_bytes(group, message, self._device)
+        if group is None:
+            return [message]
+        return collectives.all_gather_bytes(group, message, self._device, self.stop.check)
 
     @property
     def _device(self) -> str:

@@ -42,8 +42,8 @@ def open_table(url: str, version: int | None = None) -> Snapshot:
     try:
         return _snapshot(url, read_manifest(fs, root, versions[-1]))
     except (FileNotFoundError, NotADirectoryError) as error:
-        versions = ", ".join(map(str, list_versions(fs, root))) or "none"
-        raise TableNotFound(f"no snapshot {version} of {full_name(fs, root)} (versions there: {versions})") from error
+        present = ", ".join(map(str, list_versions(fs, root))) or "none"
+        raise TableNotFound(f"no snapshot {version} of {full_name(fs, root)} (versions there: {present})") from error
 
 
 def create_table(

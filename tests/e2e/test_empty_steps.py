@@ -45,7 +45,10 @@ def test_a_worker_without_rows_learns_with_the_other(train, overrides, backend):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_first_step_without_rows_ends_the_run_with_what_to_do(train, overrides, workers):
-    with pytest.raises(DataError, match=rf"all 8 are longer than {LIMIT} tokens.*; raise data\.max_prompt_length"):
+    with pytest.raises(
+        DataError,
+        match=rf"all 8 are longer than data.max_prompt_length={LIMIT} tokens.*; raise data\.max_prompt_length",
+    ):
         train("run", *overrides((1, 0, 1), workers=workers))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.config import RewardsConfig, RolloutConfig
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.errors import DataError, PlanError
+from siirl_dask.errors import PlanError
 from siirl_dask.nodes import encode_prompts, sample_until_mixed
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.rewards import build_scorer
@@ -114,9 +114,10 @@ def test_it_gives_up_after_its_rounds_when_no_group_has_a_spread(source, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_first_step_whose_prompts_are_all_too_long_is_refused(source, tmp_path, workers):
-    with pytest.raises(DataError, match=r"all 24 are longer than 0 tokens .*, the shortest has 1; raise data\.max"):
-        run(source, workers, tmp_path, rounds=3, max_prompt_length=0)
+def test_a_step_whose_prompts_are_all_too_long_ends_without_rows(source, tmp_path, workers):
+    (table,), (metrics,) = run(source, workers, tmp_path, rounds=3, max_prompt_length=0)
+    assert table.num_rows == 0
+    assert (metrics["data/prompts"].value, metrics["data/dropped_prompts"].value) == (0, 24)
 
 
 def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):

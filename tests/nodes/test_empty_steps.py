@@ -1,8 +1,5 @@
 """Tests of steps whose prompts are too long, on one worker or on all of them."""
 
-import logging
-from concurrent.futures import ThreadPoolExecutor
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +12,6 @@ from siirl_dask.config import RewardsConfig, RolloutConfig
 from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.coordinator.dataloader import open_source, source_schema
-from siirl_dask.errors import DataError
 from siirl_dask.nodes import (
     choose_covariant,
     draw_minibatches,
@@ -34,7 +30,7 @@ from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
 from siirl_dask.tasks.sorting import digit_fraction
-from siirl_dask.testing.local_pool import LocalPool, ThreadPeers
+from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import flat
 from tests.conftest import digits_overrides
 from tests.long_prompts import LIMIT, write_long_prompts
@@ -51,54 +47,28 @@ class Endless(Letters):
                 queue.complete(ticket, Generation([7] * count, [-1.0] * count, FinishReason.LENGTH))
 
 
-def encoded(parts, step):
-    """Encode each worker's prompts, where a letter is a token and three are the limit; return tables and contexts."""
-    peers = ThreadPeers(len(parts))
-    contexts = [Context(step, 0, Rank(rank, len(parts)), Device("w"), Letters()) for rank in range(len(parts))]
-    for rank, ctx in enumerate(contexts):
-        ctx.peers = peers.at(rank)
-    with ThreadPoolExecutor(len(parts)) as threads:
-        calls = [
-            threads.submit(encode_prompts, ctx, table(prompt=pa.array(prompts, pa.string())), max_prompt_length=3)
-            for ctx, prompts in zip(contexts, parts, strict=True)
-        ]
-        return [call.result() for call in calls], contexts
+def encoded(prompts, step):
+    """Encode prompts where a letter is a token and three are the limit; return the table and the context."""
+    ctx = Context(step, 0, Rank(), Device("w"), Letters())
+    rows = table(prompt=pa.array(prompts, pa.string()))
+    return encode_prompts(ctx, rows, max_prompt_length=3), ctx
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_worker_whose_prompts_are_all_too_long_goes_on_without_rows(step, caplog):
-    (whole, empty), contexts = encoded([["a", "bb", "long"], ["longer", "longest"]], step)
-    assert whole["prompt"].to_pylist() == ["a", "bb"]
-    assert empty.num_rows == 0
-    assert empty.schema.equals(whole.schema)
-    assert [ctx.metrics["data/dropped_prompts"].value for ctx in contexts] == [1, 2]
-    assert sorted(record.message for record in caplog.records) == [
-        f"step {step}: dropped 1 prompts of more than 3 tokens",
-        f"step {step}: dropped 2 prompts of more than 3 tokens",
-    ]
-
-
-@pytest.mark.parametrize("parts", [[["long", "longer"]], [["long"], ["longer"]], [[], ["longer", "long"]]])
-def test_a_step_without_prompts_on_any_worker_warns_once(parts, caplog):
-    tables, _ = encoded(parts, 2)
-    assert [one.num_rows for one in tables] == [0] * len(parts)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "step 2 has no prompts: all 2 are longer than 3 tokens (data.max_prompt_length)" in record.message
-    assert "the shortest has 4" in record.message
-
-
-@pytest.mark.parametrize("parts", [[["long", "longer"]], [["longer"], ["long"]]])
-def test_a_run_whose_first_step_has_no_prompts_is_refused(parts):
-    with pytest.raises(DataError, match=r"step 1 .*all 2 are longer than 3 tokens.* 4; raise data\.max_prompt_length"):
-        encoded(parts, 1)
+def test_a_worker_whose_prompts_are_all_too_long_goes_on_without_rows():
+    some, _ = encoded(["a", "bb", "long"], 1)
+    none, ctx = encoded(["longer", "longest"], 1)
+    assert some["prompt"].to_pylist() == ["a", "bb"]
+    assert none.num_rows == 0
+    assert none.schema.equals(some.schema)
+    counts = [ctx.metrics[f"data/{name}"].value for name in ("prompts", "dropped_prompts", "shortest_dropped_prompt")]
+    assert counts == [0, 2, 6]
 
 
 def test_a_partial_rollout_without_rows_continues_what_it_kept():
     rollout = RolloutConfig(n=1, partial=True, max_tokens_per_step=1, max_response_length=2, max_staleness=1)
-    (none,), (ctx,) = encoded([["long"]], 2)
+    none, ctx = encoded(["long"], 2)
     assert generate(ctx, none, rollout=rollout).num_rows == 0
-    (prompts,), (begun,) = encoded([["a"]], 3)
+    prompts, begun = encoded(["a"], 3)
     begun.resource = Endless()
     assert generate(begun, prompts, rollout=rollout).num_rows == 0
     ctx.state, ctx.resource = begun.state, begun.resource
@@ -106,7 +76,7 @@ def test_a_partial_rollout_without_rows_continues_what_it_kept():
 
 
 def test_nodes_that_other_algorithms_add_take_tables_without_rows():
-    (rows,), (ctx,) = encoded([["long"]], 2)
+    rows, ctx = encoded(["long"], 2)
     rows = rows.append_column("answer", pa.array([], pa.string()))
     rows = generate_with_greedy(ctx, rows, rollout=RolloutConfig(n=2))
     ctx.resource = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(), reward=digit_fraction)
@@ -168,9 +138,3 @@ def test_a_worker_without_rows_learns_with_those_that_have_some(digits_task, tmp
     assert metrics["samples"].value == 16
     assert metrics["data/dropped_prompts"].value == 4
     assert metrics["policy/empty_minibatches"].value < 2
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_first_step_without_rows_ends_the_run(digits_task, tmp_path, workers):
-    with planned(grpo, digits_task, tmp_path, workers, (1, 0, 1)) as pool, pytest.raises(DataError, match="step 1"):
-        pool.run(1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from siirl_dask import collectives
 from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import Aborted, ConfigError, PeerError
@@ -216,7 +218,7 @@ def join_on_one_card(rank):
     devices = {device.worker: device for device in on(CUDA, "a", "a")}
     roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
     ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
-    sums = [groups.RolePeers(devices["w0"], ranks[role]).all_sum([0.5, rank.rank]) for role in ranks]
+    sums = [groups.RolePeers(devices["w0"], ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
     both, one = (
         groups.broadcast_group(f"w{rank.rank}", cpus, some, "127.0.0.1", 60) for some in (["w1", "w0"], ["w1"])
@@ -231,6 +233,24 @@ def test_workers_that_share_a_card_join_and_add_up(tmp_path):
     first, second = run_ranks(2, join_on_one_card, tmp_path)
     assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]], [[1, 7], False]]
     assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]], [[1, 7], True]]
+
+
+def sum_without_the_peer(rank):
+    """Rank 0 sums, is told to stop and sums again in another group; rank 1 takes part in the second sum alone."""
+    options = collectives.gloo_options("127.0.0.1", 60)
+    left, kept = (dist.new_group([0, 1], backend="gloo", pg_options=options) for _ in range(2))
+    stop, outcome = StopFlag(), ""
+    if rank.rank == 0:
+        Timer(0.1, stop.set, ["a node failed"]).start()
+        try:
+            groups.RolePeers(Device("w0"), replace(rank, group=left), stop).all_sum([1.0])
+        except Aborted as error:
+            outcome = str(error)
+    return [outcome, groups.RolePeers(Device("w0"), replace(rank, group=kept), StopFlag()).all_sum([1.0])]
+
+
+def test_a_sum_whose_peer_never_comes_ends_when_the_run_does(tmp_path):
+    assert run_ranks(2, sum_without_the_peer, tmp_path) == [["a node failed", [2.0]], ["", [2.0]]]
 
 
 @dataclass
