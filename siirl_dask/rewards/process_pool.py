@@ -32,7 +32,7 @@ from siirl_dask.errors import ConfigError
 Row = Mapping[str, Any]
 """The arguments of a reward function, by name."""
 Outcome = tuple[Any, str | None]
-"""What a reward function returned for one row, and None; or None, and what went wrong."""
+"""The result of a reward function for one row, and None; or None, and the reason why there is none."""
 
 _START_TIMEOUT = 120.0  # seconds to import what the function needs
 _LONGEST = 2**20  # bytes of an answer: a few numbers by name
