@@ -88,7 +88,7 @@ def test_trl_is_given_the_prompts_of_our_run_in_its_order(tmp_path):
     assert curves.samples_per_second(setting.rows, 1) == pytest.approx(12 / (curves.ends[1] - curves.ends[0]))
 
 
-def test_the_page_says_which_losses_differ_without_a_reason_and_keeps_what_it_was_given(tmp_path):
+def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
     def case(name, equal, differs):
         numbers = {"loss": 0.5, "loss_trl": 0.5, "loss_apart": 0.0, "gradient_apart": 0.1}
         return {"case": name, "ours": "x", "differs": differs, **numbers, "equal": equal}

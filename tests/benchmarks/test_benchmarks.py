@@ -18,7 +18,7 @@ def run(script, *arguments):
 
 
 @pytest.mark.parametrize("transport", ["auto", "dask"])
-def test_ours_gives_every_destination_its_rows_and_keeps_out_of_the_drivers_way(transport):
+def test_ours_gives_every_destination_its_rows_without_the_driver(transport):
     arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 4, "--ragged", "--n", 3, "--transport", transport]
     (record,) = map(json.loads, run("dataplane.py", *arguments, "--json").splitlines())
     assert record["verified"]

@@ -40,7 +40,7 @@ def test_a_later_iteration_without_prompts_is_one_warning(phase, step, caplog):
 @pytest.mark.parametrize(
     ("phase", "step"), [(Phase.TRAIN, 1), (Phase.VALIDATION, 0), (Phase.EVALUATION, 0), (Phase.EVALUATION, 7)]
 )
-def test_a_first_iteration_without_prompts_is_a_data_error_that_says_what_to_do(phase, step):
+def test_a_first_iteration_without_prompts_is_a_data_error(phase, step):
     with pytest.raises(DataError, match=r"all 4 are .* the shortest has 30; raise data\.max_prompt_length"):
         check_prompts(done(phase, step, 0, 4, 30), 20)
     with pytest.raises(DataError, match=rf"{phase} step {step} has no prompts; raise"):

@@ -39,7 +39,7 @@ def versions(run, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_rows_are_sampled_by_weights_of_as_many_steps_before_and_the_same_in_any_placement(steps, train):
+def test_rows_ahead_are_sampled_by_earlier_weights_in_any_placement(steps, train):
     given = ("run.steps=6", f"rollout.max_staleness={steps}")
     one, other = (train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items())
     assert versions(one, range(1, 7)) == [{max(0, step - 1 - steps)} for step in range(1, 7)]
@@ -81,14 +81,14 @@ def test_rows_of_weights_that_are_too_old_are_refused(train):
         train("stale", "nodes.load_weights=null", *ONE_EACH)
 
 
-def test_a_dag_or_a_placement_that_cannot_be_ahead_is_refused_before_anything_starts(train):
+def test_a_dag_or_placement_that_cannot_be_ahead_is_refused(train):
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness=2.* lag=2"):
         train("apart", "rollout.max_staleness=2", "nodes.load_weights.lag=1", *ONE_EACH)
     with pytest.raises(Exception, match=r"on other workers than its own \(cluster.placement\)"):
         train("together", "rollout.max_staleness=1", "cluster.workers=2", "cluster.placement={}")
 
 
-def test_long_responses_go_on_in_the_next_step_the_same_in_any_placement_and_none_is_lost(train):
+def test_long_responses_continue_in_the_next_step_and_none_is_lost(train):
     given = (
         "run.steps=5",
         "rollout.partial=true",

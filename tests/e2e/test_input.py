@@ -78,7 +78,7 @@ def test_a_reward_that_is_no_number_never_trains(train):
         train("run", "rewards.function=tests.e2e.rewards:gives_nan")
 
 
-def test_prompts_over_the_limit_are_dropped_alike_on_any_number_of_workers_and_counted(train, tmp_path):
+def test_too_long_prompts_are_dropped_alike_on_any_number_of_workers(train, tmp_path):
     prompts = [f"Digits {'9' * 40 if i % 3 == 0 else i}:" for i in range(64)]
     pq.write_table(pa.table({"prompt": prompts, "answer": [""] * 64}), tmp_path / "mixed.parquet", row_group_size=8)
     settings = (f"data.url={tmp_path}/mixed.parquet", "data.max_prompt_length=20", "run.steps=2")

@@ -57,7 +57,7 @@ def test_adapters_learn_the_task(start):
     assert sum(rewards[-2:]) / 2 > 0.5
 
 
-def test_adapters_on_their_own_and_gone_on_with_give_what_whole_weights_and_a_second_model_do(start):
+def test_adapters_equal_whole_weights_and_a_second_model_also_when_resumed(start):
     placed = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], reference: [2, 3]}"
     whole = start("whole", SECOND_MODEL, placed, "trainer.backend=fsdp")
     start("own", OWN, "run.steps=2", "checkpoint.every=2")

@@ -82,7 +82,7 @@ def test_after_prompts_were_drawn_anew_it_goes_on_with_the_next(train):
     assert between.positions["train"] > 2 * 8
 
 
-def test_the_coefficient_of_a_kl_controller_goes_on_and_the_reference_is_not_saved(train, with_kl):
+def test_a_kl_coefficient_is_restored_and_the_reference_not_saved(train, with_kl):
     between = check_resumes_exactly(train, with_kl, ["policy"])
     assert between.states["kl"]["coefficient"] != 0.1
 
@@ -100,7 +100,7 @@ def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(trai
     assert [len(names) for names in parts] == [2, 2, 1, 1]
 
 
-def test_what_decides_the_results_may_not_change_unless_forced_and_fresh_begins_anew(train, capsys):
+def test_a_changed_config_needs_force_and_fresh_begins_anew(train, capsys):
     first = train("run", *ONE, "run.steps=1")
     note = first.url / "notes.txt"
     note.write_text("mine")
@@ -118,7 +118,7 @@ def test_what_decides_the_results_may_not_change_unless_forced_and_fresh_begins_
     assert note.read_text() == "mine"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_does_its_steps_anew(train, digits_task):
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, digits_task):
     validated = [f"validation.url={digits_task.validation}", "validation.every=1"]
     killed = train("run", "cluster.workers=4", "run.steps=2", *validated)
     shutil.rmtree(killed.url / "checkpoints")
@@ -134,7 +134,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_does_its_steps_anew(t
     assert more.summary.validation.first == anew.summary.validation.first
 
 
-def test_the_best_by_validation_is_kept_and_a_metric_that_is_none_is_refused(train, digits_task):
+def test_the_best_checkpoint_is_kept_and_an_unknown_metric_refused(train, digits_task):
     best = "checkpoint.keep_best=validation/reward/mean"
     with pytest.raises(ConfigError, match="there is no validation"):
         train("none", best)

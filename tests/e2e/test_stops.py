@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 ENDLESS = "run.steps=100000"
 
 
-def test_kill_9_of_a_worker_ends_the_run_by_name_and_loses_no_committed_rollout(start):
+def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
     run = start(ENDLESS)
     run.wait_for_steps(2)
     os.kill(run.workers()[1].pid, signal.SIGKILL)
@@ -30,7 +30,7 @@ def test_kill_9_of_a_worker_ends_the_run_by_name_and_loses_no_committed_rollout(
         assert pq.read_table(run.url / "rollouts" / f"step={step:06d}").num_rows == 32
 
 
-def test_a_worker_that_stands_still_ends_the_run_by_name_wherever_the_others_wait(start):
+def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     run = start(ENDLESS)
     run.wait_for_steps(2)
     os.kill(run.workers()[1].pid, signal.SIGSTOP)

@@ -20,7 +20,7 @@ def left_in_memory():
     return {file.name for file in SHARED_MEMORY.glob("*") if not file.name.startswith("sem.")}
 
 
-def test_two_workers_sample_what_one_does_and_a_killed_one_ends_the_run_and_leaves_nothing(start, train):
+def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
     before = left_in_memory()
     shared = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.vllm.kv_cache_memory=64MiB"]
     run = start("run.steps=100000", "cluster.workers=2", "cluster.placement={}", "cluster.peer_timeout=30", *shared)

@@ -74,7 +74,7 @@ def with_fn(name, fn):
     return change
 
 
-def test_a_run_is_the_same_whether_weights_come_whole_or_in_parts_apart_overlapping_or_together(train):
+def test_whole_and_partial_weights_give_the_same_run_in_any_placement(train):
     whole = train("whole", "run.steps=2", change=with_fn("load_weights", load_whole))
     others = [
         train("apart", "run.steps=2", SMALL, OWN),

@@ -55,7 +55,7 @@ def test_no_key_of_the_algorithm_is_ignored_by_a_dag_in_yaml(name):
     check_no_key_is_ignored(spelled_by(shipped(name)), load(shipped(name)))
 
 
-def test_functions_of_ones_own_take_the_place_of_those_that_the_config_names():
+def test_functions_given_to_a_recipe_replace_those_of_the_config():
     config = load(shipped("quickstart"))
     dag = grpo(config, reward=exact_match, advantage=rloo, loss=partial(ppo_clip, clip_low=0.1), columns=["extra"])
     assert dag.role("reward").build.keywords["reward"] is exact_match
