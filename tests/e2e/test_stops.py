@@ -9,11 +9,10 @@ import pytest
 
 from tests.clusters import local_cluster
 
-pytestmark = pytest.mark.alone
-
 ENDLESS = "run.steps=100000"
 
 
+@pytest.mark.alone
 def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
     run = start(ENDLESS)
     run.wait_for_steps(2)
@@ -30,6 +29,7 @@ def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
         assert pq.read_table(run.url / "rollouts" / f"step={step:06d}").num_rows == 32
 
 
+@pytest.mark.alone
 def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     run = start(ENDLESS)
     run.wait_for_steps(2)
@@ -42,6 +42,7 @@ def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_stop_within_5_s_and_say_how_far_it_came(start, sign):
     run = start(ENDLESS)
