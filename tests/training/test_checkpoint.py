@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.training.files import checkpoint
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
 
 ROWS = 7  # rows of the sharded matrix, not divisible by the ranks
@@ -27,6 +29,15 @@ def state(weight, lr=1e-3):
         "optimizer": {"norm": {"step": torch.tensor(weight), "exp_avg": torch.zeros(0)}, "groups": [{"lr": lr}]},
         "progress": {"steps": torch.tensor(int(weight))},
     }
+
+
+def test_a_write_that_ends_after_its_run_was_aborted_prints_nothing(tmp_path, monkeypatch, caplog):
+    writing = Future()
+    monkeypatch.setattr(checkpoint, "async_save", lambda state, **options: writing)
+    saved = DistributedCheckpoint(asynchronous=True).save(str(tmp_path / "policy"), state(3.0), None)
+    saved.cancel()
+    writing.set_result(None)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

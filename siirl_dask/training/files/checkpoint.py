@@ -152,6 +152,8 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _pass_on(done: Future[None], url: str, written: Future[Any]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return  # the run was aborted meanwhile
     if (error := written.exception()) is None:
         done.set_result(None)
     else:
