@@ -38,11 +38,17 @@ class Source:
 
 
 def open_source(source: Source) -> Snapshot:
-    """Open the table behind ``source``. DataError when it is missing, corrupt, empty, or lacks the columns."""
+    """Open the table behind ``source``.
+
+    DataError when it is missing, corrupt, empty, or lacks the columns, and when its storage cannot be reached.
+    """
     try:
         snapshot = open_table(source.url)
     except StorageError as error:
         raise DataError(f"dataset {source.url!r}: {error}") from error
+    except Exception as error:  # drivers of remote storage raise what they like
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"dataset {source.url!r}: its storage cannot be reached: {reason}") from error
     if snapshot.num_rows == 0:
         raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
     source_schema(snapshot.schema, source)

@@ -1,6 +1,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import s3fs
 from siirl_storage import Snapshot
 
 from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source, source_schema
@@ -80,6 +81,18 @@ def test_only_the_columns_asked_for_are_read(url, monkeypatch):
 def test_a_missing_dataset_is_named(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         open_source(source(str(tmp_path / "nowhere")))
+
+
+def test_storage_without_credentials_is_a_data_error_that_names_the_dataset(monkeypatch, tmp_path):
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"dataset 's3://bucket/rows': its storage cannot be reached: NoCredentials"):
+        open_source(source("s3://bucket/rows"))
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_an_empty_dataset_is_refused(tmp_path):
