@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from traceback import format_exception
@@ -17,17 +16,11 @@ from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
+from siirl_dask.driver.busy_workers import warn_of_busy_workers
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.dag_worker import (
-    DAGWorker,
-    describe_position,
-    finish_worker,
-    run_chain,
-    save_worker,
-    start_worker,
-)
+from siirl_dask.worker.dag_worker import DAGWorker, finish_worker, run_chain, save_worker, start_worker
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
@@ -109,7 +102,7 @@ class Driver:
             raise
         finally:
             if cluster.address or cluster.scheduler_file:
-                self._warn_of_busy_workers()
+                warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
 
     def start(self, timeout: float) -> None:
@@ -187,32 +180,6 @@ class Driver:
         """Return the workers that are still in the first iteration under way, or still building their roles."""
         futures = self._pending[0].futures if self._pending else self._last
         return [worker for worker, future in futures.items() if future.status == "pending"]
-
-    def _warn_of_busy_workers(self) -> None:
-        """Log where each worker is that has not returned from its task: it takes no other task until it does."""
-        busy = self._busy_workers()
-        if not busy:
-            return
-        try:
-            present = self._client.scheduler_info(n_workers=-1)["workers"]
-            addresses = [address for worker in busy if (address := self._spec.members[worker]) in present]
-            positions = self._client.sync(self._ask_positions, addresses, callback_timeout=_CALL_TIMEOUT)
-        except OSError:
-            return  # the scheduler is gone
-        for address, position in zip(addresses, positions, strict=True):
-            name = present[address]["name"]
-            advice = "it takes no other task until that returns; restart it if it never does"
-            logger.warning("worker %r at %s is still inside %s: %s", str(name), address, position, advice)
-
-    async def _ask_positions(self, addresses: Sequence[str]) -> list[str]:
-        async def ask(address: str) -> str:
-            call = self._client.run(describe_position, self._spec.plugin, workers=[address])
-            try:
-                return str((await asyncio.wait_for(call, _STOP_TIMEOUT))[address])
-            except Exception:  # a worker whose event loop gets no time may break the connection in any way
-                return "a call that keeps it from answering"
-
-        return await asyncio.gather(*map(ask, addresses))
 
     def _take_off_workers(self) -> None:
         async def take_off() -> None:
