@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from traceback import format_exc
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.errors import NodeError, SiirlError
+from siirl_dask.errors import NodeError
 from siirl_dask.planner import Input, Iteration, Load, Node
 from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
 
 
@@ -79,14 +79,8 @@ class NodeCalls:
         where = f"{position}, worker {self.runtime.device.worker!r}"
         self.runtime.running.append(position)
         try:
-            yield
-        except SiirlError as error:
-            error.add_note(f"in {where}")
-            raise
-        except Exception as error:
-            failure = NodeError(f"{where}: {type(error).__name__}: {error}")
-            failure.add_note(format_exc())  # a traceback does not cross processes
-            raise failure from error
+            with named_errors(where, NodeError):
+                yield
         finally:
             self.runtime.running.pop()
 

@@ -8,19 +8,18 @@ driver instead. A state whose ``progress`` is empty never changes, and is not sa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from traceback import format_exc
 from typing import Any, Protocol
 
 import torch
 from siirl_storage import join
 
 from siirl_dask.context import Device, DeviceKind, Rank
-from siirl_dask.errors import CheckpointError, RunError, SiirlError
+from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Role
+from siirl_dask.worker.named_errors import named_errors
 
 States = dict[str, dict[str, Any]]
 """A state for each role."""
@@ -149,24 +148,9 @@ def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]
     build = {role.name: role.build for role in roles}
     resources: dict[str, Any] = {}
     for name, rank in ranks.items():
-        with _named(name, device.worker):
+        with named_errors(f"role {name!r}, worker {device.worker!r}", RunError):
             resources[name] = resource = build[name](device, rank)
         last = len(resources) == len(ranks)
         if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
             sleep()
     return resources
-
-
-@contextmanager
-def _named(role: str, worker: str) -> Iterator[None]:
-    """Add role and worker to errors raised inside."""
-    where = f"role {role!r}, worker {worker!r}"
-    try:
-        yield
-    except SiirlError as error:
-        error.add_note(f"in {where}")
-        raise
-    except Exception as error:
-        failure = RunError(f"{where}: {type(error).__name__}: {error}")
-        failure.add_note(format_exc())  # a traceback does not cross processes
-        raise failure from error
