@@ -1,0 +1,68 @@
+"""A Dask cluster on hosts of a lab, started as people start one: ``dask scheduler`` and ``dask worker``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from siirl_dask.testing.hosts.host import Host
+
+_PORT = 8786
+
+
+class DaskCluster:
+    """A scheduler on one host, and a worker on each of ``workers``, named 0, 1, 2; a host may be there several times.
+
+    What they print lies in ``folder``: ``scheduler.log``, ``worker-0.log``. ``address`` is the scheduler's. The
+    processes end with their hosts.
+    """
+
+    def __init__(
+        self,
+        scheduler: Host,
+        workers: Sequence[Host],
+        folder: Path,
+        *,
+        ipv6: bool = False,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """``arguments`` are further ones of ``dask worker``."""
+        self.folder = folder
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        location = f"[{scheduler.address6}]" if ipv6 else scheduler.address
+        self.address = f"tcp://{location}:{_PORT}"
+        self.scheduler = self._start(
+            scheduler, "scheduler", "scheduler", "--host", location, "--port", _PORT, "--no-dashboard"
+        )
+        self.workers = [
+            self._start(
+                *(host, f"worker-{number}", "worker", self.address, "--name", number, "--nthreads", 1),
+                *("--memory-limit", 0, "--no-dashboard", *arguments),
+            )
+            for number, host in enumerate(workers)
+        ]
+
+    def run(self, host: Host, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        """Start a program of Python on a host, with the cluster's environment; its output is read from ``stdout``."""
+        return host.start(
+            *(sys.executable, *arguments),
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **options,
+        )
+
+    def log(self, name: str) -> str:
+        """Return what ``scheduler`` or ``worker-N`` has printed."""
+        return Path(self.folder, f"{name}.log").read_text()
+
+    def _start(self, host: Host, name: str, *arguments: object) -> subprocess.Popen[Any]:
+        with Path(self.folder, f"{name}.log").open("w") as log:
+            command = (sys.executable, "-m", "dask", *arguments)
+            return host.start(*command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
