@@ -1,57 +1,95 @@
-"""Process groups of torch.distributed, with gathers and sums over them; the only place that makes gloo's options.
+"""Process groups of torch.distributed, with gathers and sums over them, and the addresses at which they listen.
 
-By default gloo listens at the address that the host's name resolves to. Every group made here listens at a given
-address, or at that of another group, so that a run on one machine stays on loopback.
+By default gloo listens where the host's name leads: on Debian at 127.0.1.1, which no other host reaches, elsewhere at
+an address of the network even if all ranks are on one machine. torch 2.13 passes gloo no options, so the environment
+names the interface: that of the worker's own address.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # Dask needs it
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
+from siirl_dask.errors import ConfigError
+
 LOOPBACK = "127.0.0.1"
+_GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
 
 
-def gloo_options(host: str, timeout: float | None = None) -> Any:
-    """Return options of a gloo group that listens at ``host``. ``timeout`` is in seconds; None: torch's default."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    if timeout is not None:
-        options._timeout = timedelta(seconds=timeout)
-    return options
+def listen_at(host: str) -> None:
+    """Make all process groups that this process makes from now on listen at its own address ``host``.
+
+    A user who names interfaces of nccl or hccl in the environment is obeyed: those carry data on networks of their own.
+    ConfigError when no interface of this machine has the address.
+    """
+    interface = interface_of(host)
+    os.environ[_GLOO] = interface
+    # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and CANN's reference: "=" is an exact match
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    os.environ.setdefault("HCCL_SOCKET_IFNAME", f"={interface}")
+    os.environ.setdefault("HCCL_SOCKET_FAMILY", "AF_INET6" if ":" in host else "AF_INET")
 
 
-def gloo_options_like(group: Any) -> Any:
-    """Return options of a gloo group that listens where the gloo group ``group`` does, with its timeout."""
-    other = group._get_backend(torch.device("cpu")).options
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-    options._devices, options._timeout = other._devices, other._timeout
-    return options
+@contextmanager
+def listening_at(host: str) -> Iterator[None]:
+    """Make gloo groups that are made inside the block listen at ``host``: a process may not be a worker's."""
+    before = os.environ.get(_GLOO)
+    os.environ[_GLOO] = interface_of(host)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_GLOO]
+        else:
+            os.environ[_GLOO] = before
 
 
-def new_group(ranks: Sequence[int], backend: str, host: str, timeout: float) -> Any:
+def interface_of(host: str) -> str:
+    """Return the name of the network interface that has the address ``host``. ConfigError when none has."""
+    interfaces: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if any(address.address.partition("%")[0] == host for address in addresses):
+            return name
+    known = ", ".join(address.address for addresses in interfaces.values() for address in addresses)
+    raise ConfigError(
+        f"a worker's address is {host}, which no network interface of its machine has (they have {known}); start it "
+        "with dask worker --host or --interface"
+    )
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
     """Make a group of some ranks of the default group, all of whose ranks must call this in the same order."""
-    options = gloo_options(host, timeout) if backend == "gloo" else None
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend, pg_options=options)
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend)
 
 
 def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) -> Any:
     """Make a group that only its own ranks need to call, by default with the backend of their group ``parent``.
 
-    Its name depends on the number of groups that a process is in: ranks that differ in it would wait for ever.
+    Its name depends on the number of groups that a process is in: ranks that differ in it would wait for ever. Its
+    timeout is that of ``parent``.
     """
     backend = backend or dist.get_backend(parent)
-    options = gloo_options_like(parent) if backend == "gloo" else None
-    return dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
+    timeout = parent._get_backend(parent._device_types[0]).options._timeout
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """Make a gloo group outside any world: ``size`` ranks that know the same ``store``. It listens at ``host``."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
+    options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def all_gather(group: Any, tensor: Tensor, check: Callable[[], None] | None = None) -> Tensor:

@@ -55,7 +55,7 @@ NEEDS_ONLY = {
     "schema": {"pyarrow"},
     "context": set(),
     "coerce": set(),
-    "collectives": {"torch"},
+    "collectives": {"torch", "psutil"},
     "config": {"omegaconf", "yaml"},
     "models": {"torch", "transformers"},
 }

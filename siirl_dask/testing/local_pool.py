@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import fsum
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from siirl_dask.collectives import LOOPBACK, gloo_options
+from siirl_dask.collectives import LOOPBACK, new_gloo_group
 from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
@@ -242,4 +242,4 @@ def _groups(size: int) -> list[Any]:
 
 
 def _group(store: Any, rank: int, size: int) -> Any:
-    return ProcessGroupGloo(store, rank, size, gloo_options(LOOPBACK, _TIMEOUT))
+    return new_gloo_group(store, rank, size, LOOPBACK, timedelta(seconds=_TIMEOUT))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from siirl_dask.collectives import LOOPBACK, listen_at
 from siirl_dask.context import Rank
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
@@ -32,7 +32,7 @@ def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[
 
 
 def _run_rank(rank: int, size: int, payload: bytes, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
+    listen_at(LOOPBACK)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)

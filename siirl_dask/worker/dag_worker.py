@@ -178,11 +178,9 @@ class DAGWorker(WorkerPlugin):
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
-        return devices[name], ranks, self._join_broadcasts(plan, devices, host)
+        return devices[name], ranks, self._join_broadcasts(plan, devices)
 
-    def _join_broadcasts(
-        self, plan: Plan, devices: Mapping[str, Device], host: str
-    ) -> dict[tuple[str, ...], Broadcast]:
+    def _join_broadcasts(self, plan: Plan, devices: Mapping[str, Device]) -> dict[tuple[str, ...], Broadcast]:
         """Make the run's broadcasts, by the workers that take part; every worker makes all, in the same order."""
         data, broadcasts = self.spec.data, dict[tuple[str, ...], Broadcast]()
         links = (link for chain in plan.chains.values() for link in chain.flat)
@@ -191,7 +189,7 @@ class DAGWorker(WorkerPlugin):
                 continue
             members = (*link.edge.sources, *link.joins[1:])
             if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
-                group, root = groups.broadcast_group(self.worker_name, devices, link.joins, host, data.stall_timeout)
+                group, root = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
                 broadcasts[link.joins] = Broadcast(
                     members=link.joins,
                     group=group,

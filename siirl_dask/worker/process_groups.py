@@ -26,7 +26,7 @@ _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "h
 
 def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
     """Return a store on a free port of ``host``, and the port."""
-    listener = socket.create_server((host, 0))
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     store = TCPStore(
         host,
@@ -61,27 +61,27 @@ def join(
     workers = list(devices)
     backends = {role: role_backend(role, [devices[member] for member in members]) for role, members in roles.items()}
     backend = backend_of(devices.values())
+    collectives.listen_at(host)
     dist.init_process_group(
         backend,
         store=PrefixStore(run, store),
         rank=workers.index(worker),
         world_size=len(workers),
         timeout=timedelta(seconds=timeout),
-        pg_options=collectives.gloo_options(host, timeout) if backend == "gloo" else None,
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
         group, global_ranks = None, [workers.index(member) for member in members]
         if len(members) > 1:
-            group = collectives.new_group(global_ranks, backends[role], host, timeout)
-        side_group = collectives.new_group(global_ranks, "gloo", host, timeout)
+            group = collectives.new_group(global_ranks, backends[role], timeout)
+        side_group = collectives.new_group(global_ranks, "gloo", timeout)
         if worker in members:
             ranks[role] = Rank(members.index(worker), len(members), group, side_group, host)
     return ranks
 
 
 def broadcast_group(
-    worker: str, devices: Mapping[str, Device], members: Sequence[str], host: str, timeout: float
+    worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float
 ) -> tuple[object, int]:
     """Make a process group of ``members``, and return it with the first member's rank in it.
 
@@ -89,7 +89,7 @@ def broadcast_group(
     """
     global_ranks = [list(devices).index(member) for member in members]
     backend, root = backend_of(devices[member] for member in members), sorted(global_ranks).index(global_ranks[0])
-    group = collectives.new_group(global_ranks, backend, host, timeout)
+    group = collectives.new_group(global_ranks, backend, timeout)
     if worker not in members:
         return None, root
     # nccl connects at the first use and blocks until all are there: here nobody is late, and no step is under way

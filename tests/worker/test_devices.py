@@ -220,9 +220,7 @@ def join_on_one_card(rank):
     ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
     sums = [groups.RolePeers(devices["w0"], ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
-    both, one = (
-        groups.broadcast_group(f"w{rank.rank}", cpus, some, "127.0.0.1", 60) for some in (["w1", "w0"], ["w1"])
-    )
+    both, one = (groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"]))
     brought = torch.tensor([rank.rank, 7])
     both[0].broadcast(brought, both[1]).wait()
     joined = [brought.tolist(), one[0] is not None]
@@ -237,8 +235,7 @@ def test_workers_that_share_a_card_join_and_add_up(tmp_path):
 
 def sum_without_the_peer(rank):
     """Rank 0 sums, is told to stop and sums again in another group; rank 1 takes part in the second sum alone."""
-    options = collectives.gloo_options("127.0.0.1", 60)
-    left, kept = (dist.new_group([0, 1], backend="gloo", pg_options=options) for _ in range(2))
+    left, kept = (collectives.new_group([0, 1], "gloo", 60) for _ in range(2))
     stop, outcome = StopFlag(), ""
     if rank.rank == 0:
         Timer(0.1, stop.set, ["a node failed"]).start()

@@ -156,7 +156,7 @@ class VllmEngine:
         with self._world.entered():
             self._ranks.join(current_platform.dist_backend)
         try:
-            with self._world.entered(), vllm_process.untouched(self._ranks.interface), self._eager():
+            with self._world.entered(), vllm_process.untouched(self._ranks.host), self._eager():
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from siirl_dask.collectives import LOOPBACK, listening_at
 from siirl_dask.models.broken_imports import OPTIONAL
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -45,13 +46,12 @@ def prepare() -> None:
 
 
 @contextmanager
-def untouched(interface: str = "lo") -> Iterator[None]:
-    """Restore random states and ``torch.set_num_threads``, and bind vLLM's gloo sockets to ``interface`` alone."""
+def untouched(host: str = LOOPBACK) -> Iterator[None]:
+    """Restore random states and ``torch.set_num_threads``; vLLM's gloo sockets listen at ``host`` alone."""
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python, numpy, before = random.getstate(), np.random.get_state(), os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with listening_at(host), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names that torch is going to drop
             yield
     finally:
@@ -59,7 +59,3 @@ def untouched(interface: str = "lo") -> Iterator[None]:
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
-        if before is None:
-            del os.environ["GLOO_SOCKET_IFNAME"]
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = before

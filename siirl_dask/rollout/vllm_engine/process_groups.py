@@ -13,15 +13,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # vLLM needs it
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from siirl_dask.collectives import all_gather, all_gather_bytes, gloo_options_like
+from siirl_dask.collectives import LOOPBACK, all_gather, all_gather_bytes, new_gloo_group
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
@@ -43,18 +41,18 @@ class EngineRanks:
         engine, self.rank = divmod(role.rank, size)
         self.size, self.name = size, ""
         self._group: Any = None
-        self.interface = "lo"  # a group of one rank speaks to nobody
+        self.host = LOOPBACK  # a group of one rank speaks to nobody
         self.timeout = timedelta(0)
         if size == 1:
             return
         if role.side_group is None:
             raise ValueError(f"{role}: expected the gloo group of its {role.size} ranks")
-        options = gloo_options_like(role.side_group)
-        self.timeout, self.interface = options._timeout, _interface(role.host)
+        self.host = role.host
+        self.timeout = role.side_group._get_backend(torch.device("cpu")).options._timeout
         numbers = all_gather(role.side_group, torch.tensor([secrets.randbits(62)]))
         self.name = f"engine-{int(numbers[engine * size]):x}"  # a role may build engines one after the other
         self._store = PrefixStore(self.name, c10d._get_process_group_store(role.side_group))
-        self._group = ProcessGroupGloo(PrefixStore("requests", self._store), self.rank, size, options)
+        self._group = new_gloo_group(PrefixStore("requests", self._store), self.rank, size, self.host, self.timeout)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in order; all of them must call. RuntimeError when one is gone."""
@@ -76,15 +74,6 @@ class EngineRanks:
         if self.size > 1:
             store = PrefixStore("world", self._store)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
-
-
-def _interface(host: str) -> str:
-    """Return the name of the network interface that has the address ``host``; gloo wants names."""
-    interfaces: dict[str, Any] = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        if any(address.address == host for address in addresses):
-            return name
-    raise ConfigError(f"rollout.tensor_parallel_size: no network interface has this worker's address {host!r}")
 
 
 class EngineWorld(c10d._World):

@@ -10,7 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stub
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from siirl_dask.collectives import LOOPBACK, gloo_options, new_subgroup
+from siirl_dask.collectives import LOOPBACK, listening_at, new_subgroup
 from siirl_dask.context import Rank
 from siirl_dask.training.preflight import check_divides
 
@@ -98,6 +98,6 @@ def _group_of_one(backend: str) -> Any:
     if dist.is_initialized():
         # where workers share devices, the world's backend is gloo and cannot serve
         return new_subgroup([dist.get_rank()], dist.group.WORLD, backend)
-    options = gloo_options(LOOPBACK) if backend == "gloo" else None
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, pg_options=options)
+    with listening_at(LOOPBACK):
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return dist.group.WORLD

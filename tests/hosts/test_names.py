@@ -1,0 +1,40 @@
+"""Runs across hosts do not depend on what names the hosts have, or on which kind of address; local ones stay local."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from siirl_dask.config.file import shipped
+from siirl_dask.testing.hosts import Lab, Names
+from tests.conftest import digits_overrides
+from tests.hosts.conftest import APART
+
+
+@pytest.mark.parametrize("names", Names)
+def test_a_run_across_hosts_does_not_care_what_their_names_resolve_to(cluster_of_three, digits_on, names):
+    lab, cluster = cluster_of_three(names=names)
+    assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
+
+
+def test_a_run_across_hosts_goes_over_ipv6(cluster_of_three, digits_on):
+    lab, cluster = cluster_of_three(ipv6=True)
+    for host in lab.hosts:
+        host.run("ip", "-4", "addr", "flush", "dev", "eth0")
+    assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_no_process_of_a_run_on_one_machine_listens_to_its_network(digits_task, tmp_path, engine):
+    """The host's name leads to its address on the network: where gloo listens by default."""
+    overrides = [
+        *(*digits_overrides(digits_task, tmp_path / "run"), "cluster.workers=3", APART, "run.steps=2"),
+        *(f"rollout.engine={engine}", "rewards.function=tests.hosts.rewards:nobody_listens_to_the_network"),
+    ]
+    command = (sys.executable, "-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides)
+    with Lab(1) as lab:
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = lab.hosts[0].start(*command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
