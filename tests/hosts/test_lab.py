@@ -98,6 +98,14 @@ def test_a_private_folder_is_empty_and_other_hosts_do_not_see_what_is_written_th
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
+def test_a_file_can_be_linked_from_its_full_path_to_a_relative_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("file").touch()
+    with Lab(1) as lab:
+        lab.hosts[0].run("ln", tmp_path / "file", "link")  # refused where the working directory is of another namespace
+    assert tmp_path.joinpath("link").exists()
+
+
 @pytest.mark.parametrize("delay", [0, 0.001])
 def test_no_more_than_the_rate_of_a_link_crosses_it(delay):
     with Lab(2, links=Links(bits_per_second=200e6, delay=delay)) as lab:

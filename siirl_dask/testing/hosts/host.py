@@ -41,7 +41,7 @@ class Host:
 
     def command(self, *command: object) -> list[str]:
         """Return the command line that runs ``command`` on this host, for ``subprocess``."""
-        namespaces = ("-n", "-u", "-m", "-p", "-i", f"--wd={Path.cwd()}")
+        namespaces = ("-n", "-u", "-m", "-p", "-i", f"--wdns={Path.cwd()}")
         return [*self._entry, "nsenter", "-t", str(self.pid), *namespaces, "--", *map(str, command)]
 
     def run(self, *command: object, **options: Any) -> str:
