@@ -11,6 +11,8 @@ from siirl_dask.testing.hosts import Lab, Names
 from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("names", Names)
 def test_a_run_across_hosts_does_not_care_what_their_names_resolve_to(cluster_of_three, digits_on, names):
