@@ -7,12 +7,23 @@ are raised before anything starts if possible, and their text names the value, w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class SiirlError(Exception):
     """Root of all exceptions that this package raises on purpose."""
+
+    announced = False
+    """The user has read it already: it was printed before what followed from it was tidied up."""
+
+    def announce(self) -> None:
+        """Print it on stderr, with its notes, unless that was done before."""
+        if not self.announced:
+            notes = "".join(f"\n  {note}" for note in getattr(self, "__notes__", ()))
+            print(f"error: {self}{notes}", file=sys.stderr, flush=True)
+            self.announced = True
 
 
 class UserError(SiirlError):

@@ -76,8 +76,7 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     except BrokenPipeError:
         _end_for_closed_pipe()
     except SiirlError as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        error.announce()
         sys.exit(130 if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
 
 

@@ -138,9 +138,12 @@ def _existing(cluster: ClusterConfig) -> Iterator[Client]:
         message = f"no Dask scheduler answers at {where}: {error}"
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
-    with client:
+    try:
         _wait_for_workers(client, cluster)
         yield client
+    finally:
+        with suppress(TimeoutError):  # a scheduler that is cut off does not answer
+            client.close(timeout=_HASTE)
 
 
 def _wait_for_workers(client: Client, cluster: ClusterConfig) -> None:

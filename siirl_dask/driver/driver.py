@@ -17,6 +17,7 @@ from distributed import Client, Future
 from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
 from siirl_dask.driver.busy_workers import warn_of_busy_workers
+from siirl_dask.driver.scheduler_watch import SchedulerWatch
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
@@ -26,7 +27,9 @@ from siirl_dask.worker.supervisor import Supervisor
 
 logger = logging.getLogger("siirl_dask.driver")
 _GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
+_GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
+_TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
 
@@ -88,19 +91,27 @@ class Driver:
         self._pending: deque[_Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
         self._started = False
+        self._cut_off = False
+        self._watch = SchedulerWatch(client, spec.data.peer_timeout, lambda: self._events.put({"kind": "no scheduler"}))
         self._undo = ExitStack()
 
     @contextmanager
-    def at_work(self, cluster: ClusterConfig) -> Iterator[None]:
-        """Build every worker's roles, and free them on the way out; an exception inside stops the workers."""
+    def at_work(self, cluster: ClusterConfig, announce: Callable[[SiirlError], None]) -> Iterator[None]:
+        """Build every worker's roles, and free them on the way out; an exception inside stops the workers.
+
+        ``announce`` is called with a failure at once: to stop workers that do not answer takes seconds.
+        """
         try:
             self.start(cluster.start_timeout)
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
+            if isinstance(error, SiirlError):
+                announce(error)
             self.abort(f"the run was stopped: {type(error).__name__}")
             raise
         finally:
+            self._watch.stop()
             if cluster.address or cluster.scheduler_file:
                 warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
@@ -108,9 +119,10 @@ class Driver:
     def start(self, timeout: float) -> None:
         """Register the run on the cluster and build every worker's roles. Raises what a role's build raised."""
         client, plugin = self._client, self._spec.plugin
+        self._watch.start()
         client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
         self._undo.callback(client.unsubscribe_topic, self._spec.topic)
-        client.register_plugin(Supervisor(plugin, self._spec.topic, self._spec.members))
+        client.register_plugin(Supervisor(plugin, self._spec.topic, self._spec.members, client.id))
         self._undo.callback(client.unregister_scheduler_plugin, plugin)
         self._started = True
         client.register_plugin(DAGWorker(self._spec))
@@ -157,7 +169,7 @@ class Driver:
 
     def abort(self, reason: str) -> None:
         """Tell every worker to stop, and wait up to two seconds until they have."""
-        if not self._started:
+        if not self._started or self._cut_off:
             return
         try:
             self._call("abort", reason=reason)
@@ -173,7 +185,9 @@ class Driver:
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
-        """Remove the run's plugins from the cluster."""
+        """Remove the run's plugins from the cluster; the scheduler does it where this process is cut off from it."""
+        if self._cut_off:
+            self._undo.pop_all()
         self._undo.close()
 
     def _busy_workers(self) -> list[str]:
@@ -186,7 +200,7 @@ class Driver:
             await self._client.unregister_worker_plugin(self._spec.plugin)
 
         try:
-            self._client.sync(take_off, callback_timeout=_CALL_TIMEOUT)
+            self._client.sync(take_off, callback_timeout=_TAKE_OFF_TIMEOUT)
         except TimeoutError:
             logger.warning("a worker does not answer: what this run built on it stays there until it is restarted")
 
@@ -252,7 +266,15 @@ class Driver:
             case "written":
                 self._writing[event["sequence"]].written.add(event["member"])
             case "error" | "lost" | "silent" | "unsaved":
-                raise self._cause([event, *self._events_within(_GRACE)])
+                grace = _GRACE_AFTER_SILENCE if event["kind"] == "silent" else _GRACE
+                raise self._cause([event, *self._events_within(grace)])
+            case "no scheduler":
+                self._cut_off = True
+                raise RunError(
+                    f"{self._place()}: no sign of life of the scheduler at {self._client.scheduler.address} within "
+                    f"{self._spec.data.peer_timeout:g} s (cluster.peer_timeout): it has ended, or this machine is cut "
+                    "off from it; what was written is whole"
+                )
             case "finished":
                 pass
 
@@ -272,16 +294,15 @@ class Driver:
         """Return the failure that caused the others: a worker's death, else a worker's own error, else a peer's."""
         for event in events:
             if event["kind"] == "lost":
-                step = str(self._pending[0].iteration) if self._pending else "the start"
+                where = f"worker {event['member']!r} at {event['address']} left the cluster during {self._place()}"
                 return WorkerLost(
-                    f"worker {event['member']!r} at {event['address']} left the cluster during {step}: it was killed, "
+                    f"{where}: it was killed, "
                     "ran out of memory or lost its connection; parts that were written are complete"
                 )
         errors: list[Exception] = [event["error"] for event in events if event["kind"] == "error"]
         for event in events:
             if event["kind"] == "silent":
-                step = str(self._pending[0].iteration) if self._pending else "the start"
-                errors.append(PeerError(f"{step}: {event['what']}"))
+                errors.append(PeerError(f"{self._place()}: {event['what']}"))
             if event["kind"] == "unsaved":
                 errors.append(CheckpointError(f"worker {event['member']!r}: {event['what']}"))
         errors.sort(key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
@@ -291,6 +312,10 @@ class Driver:
         failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")
         failure.add_note("".join(format_exception(cause)))
         return failure
+
+    def _place(self) -> str:
+        """Return where the run is: the first iteration under way, or the start."""
+        return str(self._pending[0].iteration) if self._pending else "the start"
 
     def _call(self, operation: str, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""

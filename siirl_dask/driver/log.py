@@ -11,7 +11,7 @@ from siirl_dask.config import Config
 from siirl_dask.driver.driver import Done
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
-from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
     MEASURED,
     Accuracy,
@@ -98,6 +98,11 @@ class RunLog:
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return, once, metrics of a checkpoint's step and of the validation after it, named as ``train/loss``."""
         return self._of_step.pop(step)
+
+    def announce(self, error: SiirlError) -> None:
+        """Print a failure now; ``end`` may follow only after seconds."""
+        self.progress.close()
+        error.announce()
 
     def end(self, status: Status, error: str | None) -> Summary:
         """Close the logs, and write summary and plot unless the run never began."""

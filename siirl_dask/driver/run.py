@@ -96,7 +96,7 @@ def _drive(
 ) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
     config = log.config
-    with driver.at_work(config.cluster):
+    with driver.at_work(config.cluster, log.announce):
         prepare_folder()
         log.begin(dashboard)
         before = driver.traffic()

@@ -9,7 +9,7 @@ from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.prompts import check_prompts
-from siirl_dask.errors import Interrupted
+from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
 from siirl_dask.planner import DAG, Iteration, Phase, compile_chains
@@ -40,7 +40,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
             spec = RunSpec.of(config, named, phases(list(named)))
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
-            with driver.at_work(config.cluster):
+            with driver.at_work(config.cluster, SiirlError.announce):
                 once = iter([Iteration(Phase.EVALUATION, step, 0)])
                 (done,) = (event for event in driver.run(once) if isinstance(event, Done))
             check_prompts(done, config.data.max_prompt_length)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from distributed.comm.addressing import get_address_host
 
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.worker")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_PEER_TIMEOUT, _PEER_TIMEOUT_OF_LINKS = 5.0, 15.0  # seconds: a link may fail and be up again, a process is not
 _LARGEST_KEPT = 32 * 2**20  # bytes: the largest value that glibc accepts for M_MMAP_THRESHOLD
 
 
@@ -37,7 +40,7 @@ class DataSettings:
     limits: Limits = field(default_factory=Limits)
     quadratic_from: int = 0
     """Tokens at which attention costs a row as much as everything else; 0 balances rows by tokens alone."""
-    peer_timeout: float = 5.0
+    peer_timeout: float = _PEER_TIMEOUT
     """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
     """Seconds that a request may take at a peer that is alive."""
@@ -48,16 +51,17 @@ class DataSettings:
     weight_sync: WeightSync = WeightSync.rows
 
     @staticmethod
-    def of(config: Config) -> DataSettings:
-        """Return the settings that ``config`` describes."""
+    def of(config: Config, addresses: Collection[str]) -> DataSettings:
+        """Return the settings that ``config`` describes, for workers at Dask addresses such as ``tcp://10.0.0.1:41``."""
         data, cluster = config.data, config.cluster
+        one_host = len({get_address_host(address) for address in addresses}) == 1
         return DataSettings(
             transport=data.transport,
             limits=Limits(
                 memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
             ),
             quadratic_from=data.quadratic_from,
-            peer_timeout=cluster.peer_timeout,
+            peer_timeout=cluster.peer_timeout or (_PEER_TIMEOUT if one_host else _PEER_TIMEOUT_OF_LINKS),
             stall_timeout=cluster.stall_timeout,
             stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),

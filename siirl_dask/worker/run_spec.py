@@ -63,7 +63,7 @@ class RunSpec:
             phases=serialize_phases(phases),
             builds_from=next(iter(phases)),
             threads=config.cluster.threads,
-            data=DataSettings.of(config),
+            data=DataSettings.of(config, members.values()),
             store=store,
             resume_from=resume_from,
         )

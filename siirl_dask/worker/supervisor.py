@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 import struct
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ from siirl_dask.worker.dag_worker import ABORT
 if TYPE_CHECKING:
     from distributed import Scheduler
 
+logger = logging.getLogger("siirl_dask.worker")
 _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
 _EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
 
@@ -23,8 +26,10 @@ _EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it c
 class Supervisor(SchedulerPlugin):
     """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on."""
 
-    def __init__(self, plugin: str, topic: str, members: Mapping[str, str]) -> None:
+    def __init__(self, plugin: str, topic: str, members: Mapping[str, str], client: str) -> None:
+        """``client`` is the id of the driver's Dask client."""
         self.name = plugin
+        self._client = client
         self._topic = topic
         self._members = dict(members)
 
@@ -43,6 +48,19 @@ class Supervisor(SchedulerPlugin):
         if lost:
             scheduler.log_event(self._topic, {"kind": "lost", "member": lost[0], "address": worker})
             self.abort(f"worker {lost[0]!r} at {worker} left the cluster")
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Stop the run when its driver is gone or cut off, and take it off the cluster, so that another may start."""
+        if client == self._client:
+            self.abort("the driver left the cluster")
+            self._left = asyncio.create_task(self._take_off())
+
+    async def _take_off(self) -> None:
+        try:
+            await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
+            await self._scheduler.unregister_scheduler_plugin(name=self.name)
+        except (OSError, ValueError) as error:  # a worker is gone, or the driver was faster
+            logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         if finish == "erred" and str(key).startswith(f"{self.name}-"):

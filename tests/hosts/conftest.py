@@ -35,7 +35,7 @@ class Driver:
         log = self.url / "metrics.jsonl"
         return log.read_text().count('"phase": "train"') if log.exists() else 0
 
-    def wait_for_steps(self, count, timeout=120):
+    def wait_for_steps(self, count, timeout=300):
         deadline = time.monotonic() + timeout
         while self.steps() < count:
             assert self.process.poll() is None, self.process.communicate()
@@ -51,7 +51,7 @@ class Driver:
         out, _ = self.process.communicate(timeout=timeout)
         return out, time.monotonic() - began
 
-    def succeeds(self, timeout=150):
+    def succeeds(self, timeout=300):
         out, _ = self.end(timeout)
         assert self.process.returncode == 0, out
         return json.loads((self.url / "summary.json").read_text())

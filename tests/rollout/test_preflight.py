@@ -103,7 +103,7 @@ def test_impossible_settings_are_refused_by_name(settings, text):
 
 def test_work_stealing_is_off_where_workers_share_an_engine():
     def taken_over(**rollout):
-        return DataSettings.of(Config(rollout=rollout_config(**rollout))).stealing
+        return DataSettings.of(Config(rollout=rollout_config(**rollout)), ["tcp://127.0.0.1:1"]).stealing
 
     assert taken_over()
     assert not taken_over(work_stealing=False)

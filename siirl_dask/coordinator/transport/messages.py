@@ -51,6 +51,9 @@ class Op(StrEnum):
     """A sign of life."""
 
 
+NOT_REPEATABLE = frozenset({Op.ACK, Op.STEAL, Op.RETURN})
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A question to a peer. ``body`` is plain data (numbers, text, bytes, lists, mappings) that the receiver checks."""

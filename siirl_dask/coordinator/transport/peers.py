@@ -1,20 +1,26 @@
 """The transport of a worker: each peer is reached by the first carrier that can, and watched while it owes an answer.
 
-A dead or frozen peer is told from a busy one by pings: the event loop answers them, however long a node computes.
+A dead or frozen peer is told from a busy one by pings: the event loop answers them, however long a node computes. A
+link between hosts may fail for less than the peer timeout and nothing is lost: TCP sends again what was under way,
+pings try new connections, and a read whose connection broke is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.liveness import answers
+from siirl_dask.coordinator.transport.messages import NOT_REPEATABLE, Op, Reply, Request, TransitionKey
 from siirl_dask.errors import PeerError
 
-_PING_EVERY = 0.2  # of the peer timeout: pause between rounds of pings
-_PING_TIMEOUT = 0.6  # of the peer timeout: time for an answer; what is left is for the news to reach everyone
-_PING_SLICES = 5
+logger = logging.getLogger("siirl_dask.coordinator")
+_PING_EVERY = 0.05  # of the peer timeout: pause between rounds of pings
+_ON_HOST = 0.8  # of the peer timeout: time for an answer where no link can fail; the rest is for the news to spread
+_ASKS = 4  # times that a read is asked when its connection breaks each time
+_ASK_PAUSE = 0.2  # seconds before it is asked again
 
 
 class PeerTransport:
@@ -23,7 +29,7 @@ class PeerTransport:
     Args:
         members: {name: address}, fixed for the run.
         carriers: Ways to reach them, the best first; the last reaches everyone.
-        peer_timeout: Seconds within which a dead or frozen peer is noticed.
+        peer_timeout: Seconds without a sign of life after which a peer counts as dead.
         stall_timeout: Seconds that a living peer may take to answer.
     """
 
@@ -58,7 +64,7 @@ class PeerTransport:
         try:
             async with timeout:
                 carrier = self._chosen.get(worker) or await self._choose(worker)
-                return await carrier.ask(worker, request)
+                return await self._ask(carrier, worker, request)
         except TimeoutError as error:
             slow = f"no answer within {self._stall_timeout:g} s (cluster.stall_timeout)"
             raise self._failed(worker, request, self._silence() if timeout in self._silent else slow) from error
@@ -82,6 +88,19 @@ class PeerTransport:
                 task.cancel()
         for carrier in self._carriers:
             await carrier.close()
+
+    async def _ask(self, carrier: Carrier, worker: str, request: Request) -> Reply:
+        """Ask a peer, and again where a connection between hosts broke: a read may be repeated."""
+        repeatable = request.op not in NOT_REPEATABLE and carrier is self._carriers[-1]
+        for _ in range(_ASKS - 1 if repeatable else 0):
+            try:
+                return await carrier.ask(worker, request)
+            except ConnectionRefusedError:
+                raise
+            except OSError as error:
+                logger.info("%s from worker %r is asked again: %s", request.op, worker, error)
+                await asyncio.sleep(_ASK_PAUSE)
+        return await carrier.ask(worker, request)
 
     async def _choose(self, worker: str) -> Carrier:
         for carrier in self._carriers:
@@ -109,23 +128,10 @@ class PeerTransport:
                     self._pings[worker] = asyncio.create_task(self._check_alive(worker))
 
     async def _check_alive(self, worker: str) -> None:
-        """Ping a peer, and end every wait for it when it does not answer in time.
-
-        Time is counted in slices: when this process itself was frozen or starved, however long, that is one slice, and
-        the peer's answer is read in the next.
-        """
-        pause = _PING_TIMEOUT * self._peer_timeout / _PING_SLICES
-        ping = asyncio.create_task(self._ping(worker))
-        try:
-            for _ in range(_PING_SLICES):
-                done, _ = await asyncio.wait({ping}, timeout=pause)
-                if done and ping.result():
-                    return
-                if done:  # the connection failed, which may pass: time is what decides
-                    await asyncio.sleep(pause)
-                    ping = asyncio.create_task(self._ping(worker))
-        finally:
-            ping.cancel()
+        """Ping a peer, and end every wait for it when it does not answer in time."""
+        on_host = self._chosen.get(worker) in self._carriers[:-1]
+        if await answers(lambda: self._ping(worker), self._peer_timeout * (_ON_HOST if on_host else 1.0)):
+            return
         for timeout in self._pending.get(worker, ()):
             self._silent.add(timeout)
             timeout.reschedule(asyncio.get_running_loop().time())
