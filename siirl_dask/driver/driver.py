@@ -112,7 +112,7 @@ class Driver:
             raise
         finally:
             self._watch.stop()
-            if cluster.address or cluster.scheduler_file:
+            if (cluster.address or cluster.scheduler_file) and not self._cut_off:
                 warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
 
@@ -185,9 +185,7 @@ class Driver:
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
-        """Remove the run's plugins from the cluster; the scheduler does it where this process is cut off from it."""
-        if self._cut_off:
-            self._undo.pop_all()
+        """Remove the run's plugins from the cluster. Where this process is cut off from it, the supervisor does so."""
         self._undo.close()
 
     def _busy_workers(self) -> list[str]:
