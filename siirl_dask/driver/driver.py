@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any
 
+import dask
 from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
@@ -127,7 +128,7 @@ class Driver:
         self._started = True
         client.register_plugin(DAGWorker(self._spec))
         self._undo.callback(self._take_off_workers)
-        self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
+        self._last = self._submit("start", start_worker)
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
@@ -181,7 +182,7 @@ class Driver:
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
-        self._last = self._submit("finish", lambda worker: (finish_worker, self._spec.plugin, self._last[worker]))
+        self._last = self._submit("finish", finish_worker)
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
@@ -206,23 +207,27 @@ class Driver:
         """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
         named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
-        task: tuple[Any, ...] = (run_chain, self._spec.plugin, named, completed)
+        name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._claim(iteration.step)
             self._writing[iteration.sequence] = _Writing(iteration, url)
-            task = (save_worker, self._spec.plugin, named, url, completed)
-        futures = self._submit(f"{iteration.sequence:06d}", lambda worker: (*task, self._last[worker]))
-        self._pending.append(_Pending(iteration, futures))
-        self._last = futures
+            self._last = self._submit(name, save_worker, **arguments, url=url)
+        else:
+            self._last = self._submit(name, run_chain, **arguments)
+        self._pending.append(_Pending(iteration, self._last))
 
-    def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future[Any]]:
-        """Submit one task to each worker, pinned to it, to run after its previous task."""
-        futures = {}
-        for worker, address in self._spec.members.items():
-            function, *arguments = task(worker)
-            key = f"{self._spec.plugin}-{name}-{worker}"
-            futures[worker] = self._client.submit(function, *arguments, key=key, workers=[address], pure=False)
-            futures[worker].add_done_callback(self._listener(worker))
+    def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
+        """Submit one task to each worker, pinned to it, to run after its previous task; all of them as one graph."""
+        members = self._spec.members
+        keys = {f"{self._spec.plugin}-{name}-{worker}": address for worker, address in members.items()}
+        after = [self._last.get(worker) for worker in members]
+        with dask.annotate(workers=keys.__getitem__):  # asked for each key, on the scheduler
+            submitted = self._client.map(
+                function, after, key=list(keys), pure=False, plugin=self._spec.plugin, **arguments
+            )
+        futures = dict(zip(members, submitted, strict=True))
+        for worker, future in futures.items():
+            future.add_done_callback(self._listener(worker))
         return futures
 
     def _listener(self, worker: str) -> Callable[[Future[Any]], None]:

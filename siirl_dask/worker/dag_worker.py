@@ -257,22 +257,22 @@ def _plugin(name: str) -> DAGWorker:
     return plugin
 
 
-def start_worker(plugin: str) -> None:
-    """Build this worker's roles (Dask task)."""
+def start_worker(after: None, plugin: str) -> None:
+    """Build this worker's roles (Dask task). ``after`` is the result of this worker's previous task, here and below."""
     _plugin(plugin).start()
 
 
-def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
-    """Run the chain once (Dask task). ``after`` is the result of this worker's previous task."""
+def run_chain(after: None, plugin: str, iteration: tuple[str, int, int, bool], completed: int) -> None:
+    """Run the chain once (Dask task)."""
     _plugin(plugin).run_chain(_iteration(*iteration), completed)
 
 
-def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
+def save_worker(after: None, plugin: str, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
     """Write this worker's part of a checkpoint (Dask task)."""
     _plugin(plugin).save(_iteration(*iteration), url, completed)
 
 
-def finish_worker(plugin: str, after: None) -> None:
+def finish_worker(after: None, plugin: str) -> None:
     """Free the roles (Dask task)."""
     _plugin(plugin).finish()
 
