@@ -17,6 +17,7 @@ from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.turns import Turns
 
 METRICS = 40  # what a worker of the quickstart logs in a step
 _AT_ONCE = 32
@@ -34,6 +35,7 @@ class IdleWorker(DAGWorker):
 
     async def setup(self, worker: Worker) -> None:
         self.stop = StopFlag()
+        self.turns = Turns(self.stop)
         self.worker_name = str(worker.name)
         self._worker = worker
 

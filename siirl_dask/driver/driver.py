@@ -91,6 +91,7 @@ class Driver:
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[_Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
+        self._turn = 0
         self._started = False
         self._cut_off = False
         self._watch = SchedulerWatch(client, spec.data.peer_timeout, lambda: self._events.put({"kind": "no scheduler"}))
@@ -217,14 +218,23 @@ class Driver:
         self._pending.append(_Pending(iteration, self._last))
 
     def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
-        """Submit one task to each worker, pinned to it, to run after its previous task; all of them as one graph."""
-        members = self._spec.members
-        keys = {f"{self._spec.plugin}-{name}-{worker}": address for worker, address in members.items()}
-        after = [self._last.get(worker) for worker in members]
-        with dask.annotate(workers=keys.__getitem__):  # asked for each key, on the scheduler
+        """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
+
+        A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps.
+        """
+        members, plugin = self._spec.members, self._spec.plugin
+        keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
+        with dask.annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
             submitted = self._client.map(
-                function, after, key=list(keys), pure=False, plugin=self._spec.plugin, **arguments
+                function,
+                [plugin] * len(members),
+                key=list(keys),
+                pure=False,
+                fifo_timeout=0,
+                turn=self._turn,
+                **arguments,
             )
+        self._turn += 1
         futures = dict(zip(members, submitted, strict=True))
         for worker, future in futures.items():
             future.add_done_callback(self._listener(worker))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from siirl_dask.worker.role_state import RoleStates, build_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
@@ -52,6 +54,7 @@ class DAGWorker(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         hide()
         self.stop = StopFlag()
+        self.turns = Turns(self.stop)
         self._runtime: WorkerRuntime | None = None
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
@@ -251,30 +254,37 @@ def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
         running.abort(reason)
 
 
-def _plugin(name: str) -> DAGWorker:
-    plugin = get_worker().plugins[name]
-    assert isinstance(plugin, DAGWorker)
-    return plugin
+@contextmanager
+def _turn(plugin: str, number: int) -> Iterator[DAGWorker]:
+    """Wait for the worker's earlier tasks; the driver numbers them."""
+    running = get_worker().plugins[plugin]
+    assert isinstance(running, DAGWorker)
+    with running.turns.take(number):
+        yield running
 
 
-def start_worker(after: None, plugin: str) -> None:
-    """Build this worker's roles (Dask task). ``after`` is the result of this worker's previous task, here and below."""
-    _plugin(plugin).start()
+def start_worker(plugin: str, turn: int) -> None:
+    """Build this worker's roles (Dask task)."""
+    with _turn(plugin, turn) as worker:
+        worker.start()
 
 
-def run_chain(after: None, plugin: str, iteration: tuple[str, int, int, bool], completed: int) -> None:
+def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
     """Run the chain once (Dask task)."""
-    _plugin(plugin).run_chain(_iteration(*iteration), completed)
+    with _turn(plugin, turn) as worker:
+        worker.run_chain(_iteration(*iteration), completed)
 
 
-def save_worker(after: None, plugin: str, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
+def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
     """Write this worker's part of a checkpoint (Dask task)."""
-    _plugin(plugin).save(_iteration(*iteration), url, completed)
+    with _turn(plugin, turn) as worker:
+        worker.save(_iteration(*iteration), url, completed)
 
 
-def finish_worker(after: None, plugin: str) -> None:
+def finish_worker(plugin: str, turn: int) -> None:
     """Free the roles (Dask task)."""
-    _plugin(plugin).finish()
+    with _turn(plugin, turn) as worker:
+        worker.finish()
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:
