@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print one JSON object per number of workers")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # or it would leave its processes behind
     costs = [measure(workers, options.steps) for workers in options.workers]
     if options.json:
         for cost in costs:

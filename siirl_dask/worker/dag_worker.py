@@ -32,6 +32,7 @@ from siirl_dask.worker.role_state import RoleStates, build_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-ABORT = "siirl-abort"
-"""Stream operation by which the supervisor stops a run's workers."""
 
 
 class DAGWorker(WorkerPlugin):
