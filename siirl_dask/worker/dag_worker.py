@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -50,6 +52,12 @@ class DAGWorker(WorkerPlugin):
         self.name = spec.plugin
         self.spec = spec
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}  # names and addresses: a fifth
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.name, self.spec = state["name"], pickle.loads(zlib.decompress(state["spec"]))
+
     async def setup(self, worker: Worker) -> None:
         hide()
         self.stop = StopFlag()
@@ -64,7 +72,7 @@ class DAGWorker(WorkerPlugin):
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is not part of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
-        self._phases = deserialize_phases(self.spec.phases)
+        self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
