@@ -57,7 +57,7 @@ def run(
     log = RunLog(config, resume)
     try:
         _note_start(log)
-        with connect(config) as client:
+        with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
             phases = _plan(config, dag, validation, list(named), resume)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
@@ -79,7 +79,8 @@ def run(
 
 
 def _note_start(log: RunLog) -> None:
-    log.progress.note(f"starting {log.config.cluster.workers} workers")
+    cluster = log.config.cluster
+    log.progress.note(f"starting {cluster.workers} workers{f' as {cluster.spec} says' if cluster.spec else ''}")
     if log.resume.note:
         log.progress.note(log.resume.note)
     if log.config.rollout.engine is Engine.auto:

@@ -35,7 +35,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     check_writable(config.run.url)
     try:
         progress.note(f"starting {config.cluster.workers} workers")
-        with connect(config) as client:
+        with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             spec = RunSpec.of(config, named, phases(list(named)))
             progress.note(f"dashboard  {client.dashboard_link}")
