@@ -143,7 +143,7 @@ def _quoted(lines: Iterable[str]) -> str:
 
 @contextmanager
 def _dask_log() -> Iterator[deque[str]]:
-    """Yield the last lines that Dask's deployment classes log, where a cause may be that their errors do not tell."""
+    """Keep what Dask's deployment classes log off the terminal, and yield its last lines: their errors tell less."""
     lines: deque[str] = deque(maxlen=_LOG_LINES)
 
     class Keep(logging.Handler):
@@ -151,10 +151,13 @@ def _dask_log() -> Iterator[deque[str]]:
             lines.append(record.getMessage())
 
     source, handler = logging.getLogger("distributed.deploy"), Keep()
+    propagated = source.propagate
     source.addHandler(handler)
+    source.propagate = False
     try:
         yield lines
     finally:
+        source.propagate = propagated
         source.removeHandler(handler)
 
 
