@@ -17,7 +17,7 @@ from inspect import isclass, signature
 from threading import Thread
 from typing import Any, get_type_hints
 
-from distributed import Client, SpecCluster
+from distributed import Client, SpecCluster, Status
 from distributed.deploy.cluster import Cluster
 
 from siirl_dask.config import ClusterConfig
@@ -148,7 +148,8 @@ def _dask_log() -> Iterator[deque[str]]:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
+            if " - INFO - " not in (text := record.getMessage()):  # what went well on another host
+                lines.append(text)
 
     source, handler = logging.getLogger("distributed.deploy"), Keep()
     propagated = source.propagate
@@ -175,11 +176,22 @@ def _scale(cluster: Cluster, workers: int) -> Future[None]:
         return done
 
     async def grow() -> None:
+        corrected = cluster._correct_state()  # before scale(), which calls it as well, and would log its errors
         cluster.scale(workers)
-        await cluster._correct_state()  # for its errors, which scale() itself does not raise
+        try:
+            await corrected
+        except Exception:
+            asyncio.get_running_loop().set_exception_handler(_ignore)  # the other workers': one is told
+            for worker in cluster.workers.values():
+                worker.status = Status.failed  # Dask's close() insists on a status, and gives none to these
+            raise
 
     assert cluster.loop is not None  # only a client without a loop of its own has none
     return asyncio.run_coroutine_threadsafe(grow(), cluster.loop.asyncio_loop)  # type: ignore[attr-defined]
+
+
+def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    pass
 
 
 def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
