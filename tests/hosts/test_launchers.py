@@ -1,0 +1,178 @@
+"""The recipes of configs/clusters start the quickstart on three hosts, as they are shipped, and leave nothing there."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from siirl_dask.config.file.layers import shipped_files
+from siirl_dask.testing.hosts import Lab, why_no_lab
+from tests.hosts.slurm import jobs, slurm, why_no_slurm
+from tests.hosts.ssh import ssh, why_no_ssh
+
+NO_LAB = why_no_lab()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(NO_LAB is not None, reason=str(NO_LAB)),
+]
+needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+needs_ssh = pytest.mark.skipif(why_no_ssh() is not None, reason=str(why_no_ssh()))
+CLUSTERS = shipped_files("clusters")
+CLI = (sys.executable, "-m", "siirl_dask.cli")
+APART = (
+    "cluster.workers=3",
+    "cluster.placement={rollout: [0], reward: [0], policy: [1, 2]}",
+    "rollout.engine=transformers",
+    "run.steps=2",
+)
+PROCESSES = "ps axo args | grep -E 'dask_spec|dask_worker|dask worker' | grep -v grep || true"
+
+
+@pytest.fixture
+def lab():
+    with Lab(3) as lab:
+        yield lab
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The folder that the driver is started in; daemons have one beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "daemons").mkdir()
+    return tmp_path
+
+
+def start(lab, env, *arguments):
+    return lab.hosts[0].start(
+        *arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def check_quickstart(home):
+    summary = json.loads((home / "runs" / "quickstart" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["workers"]) == ("complete", 2, 3)
+
+
+def wait_for(process, text, seconds=120):
+    """Read what the process prints until ``text`` comes; it fails when the process ends before."""
+    printed = ""
+    while text not in printed:
+        line = process.stdout.readline()
+        assert line, f"{text!r} never came:\n{printed}"
+        printed += line
+    return printed
+
+
+def left_over(lab, seconds=30):
+    """What of Dask still runs on the hosts, once it had some time to end."""
+    late = time.monotonic() + seconds
+    while (left := "".join(host.run("sh", "-c", PROCESSES) for host in lab.hosts)) and time.monotonic() < late:
+        pass
+    return left
+
+
+@needs_slurm
+def test_the_quickstart_runs_on_slurm_by_dask_jobqueue(lab, home):
+    with slurm(lab, home / "daemons") as env:
+        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["slurm.yaml"], *APART)
+        printed = process.communicate()[0]
+        assert process.returncode == 0, printed
+        assert jobs(lab, env) == []
+    check_quickstart(home)
+    assert left_over(lab) == ""
+    logs = [path.read_text() for path in (home / "slurm-logs").glob("*.err")]
+    assert len({re.search(r"Start worker at: +tcp://([\d.]+)", log)[1] for log in logs}) == 3, "not three hosts"
+
+
+@needs_slurm
+def test_the_quickstart_runs_on_slurm_by_sbatch(lab, home):
+    with slurm(lab, home / "daemons") as env:
+        script = CLUSTERS["slurm.yaml"].with_name("slurm.sbatch")
+        command = ("sbatch", "--wait", "--nodes=3", "--ntasks-per-node=1", script)
+        process = start(lab, env, *command, "quickstart", *APART[1:])
+        printed = process.communicate()[0]
+        printed += "".join(path.read_text() for path in home.glob("slurm-*.out"))
+        assert process.returncode == 0, printed
+    check_quickstart(home)
+    assert left_over(lab) == ""
+    assert not list(home.glob("slurm-*.json")), "the scheduler's file is left"
+
+
+@needs_ssh
+def test_the_quickstart_runs_over_ssh(lab, home):
+    with ssh(lab, home / "daemons") as env:
+        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART)
+        printed = process.communicate()[0]
+        assert process.returncode == 0, printed
+    check_quickstart(home)
+    assert left_over(lab) == ""
+
+
+@needs_slurm
+def test_ctrl_c_while_jobs_wait_in_the_queue_ends_those_that_run(lab, home):
+    with slurm(lab, home / "daemons") as env:
+        how = ("quickstart", "--cluster", CLUSTERS["slurm.yaml"], *APART, "cluster.workers=4")
+        process = start(lab, env, *CLI, *how)
+        wait_for(process, "3 of 4 workers came")
+        lab.hosts[0].signal(process, signal.SIGINT)
+        printed = process.communicate()[0]
+        assert process.returncode == 130, printed
+        assert "stopped by the user" in printed
+        assert "Traceback" not in printed
+        assert jobs(lab, env) == []
+    assert left_over(lab) == ""
+
+
+@needs_slurm
+def test_too_few_workers_in_time_are_counted_and_ended(lab, home):
+    with slurm(lab, home / "daemons") as env:
+        how = ("quickstart", "--cluster", CLUSTERS["slurm.yaml"], *APART, "cluster.workers=4")
+        process = start(lab, env, *CLI, *how, "cluster.start_timeout=20")
+        printed = process.communicate()[0]
+        assert process.returncode == 1, printed
+        assert re.search(r"error: [0-3] of 4 workers came up within cluster.start_timeout=20 s: ", printed)
+        assert "their logs are in slurm-logs" in printed
+        assert jobs(lab, env) == []
+    assert left_over(lab) == ""
+
+
+@needs_slurm
+def test_a_job_that_slurm_refuses_ends_the_run_with_what_slurm_said(lab, home):
+    spec = CLUSTERS["slurm.yaml"].read_text().replace("# queue: gpu", "queue: nowhere #")
+    Path("mine.yaml").write_text(spec)
+    with slurm(lab, home / "daemons") as env:
+        process = start(lab, env, *CLI, "quickstart", "--cluster", "mine.yaml", *APART)
+        printed = process.communicate()[0]
+    assert process.returncode == 1, printed
+    assert "invalid partition specified: nowhere" in printed
+    assert "Traceback" not in printed
+
+
+@needs_ssh
+def test_ctrl_c_ends_what_was_started_over_ssh(lab, home):
+    with ssh(lab, home / "daemons") as env:
+        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART, "run.steps=10000")
+        wait_for(process, "step 1/10000")
+        lab.hosts[0].signal(process, signal.SIGINT)
+        printed = process.communicate()[0]
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert left_over(lab) == ""
+
+
+@needs_ssh
+def test_a_host_that_does_not_answer_ends_the_run_with_the_cause(lab, home):
+    Path("mine.yaml").write_text(CLUSTERS["ssh.yaml"].read_text().replace("host2", "198.18.0.77"))
+    with ssh(lab, home / "daemons") as env:
+        process = start(lab, env, *CLI, "quickstart", "--cluster", "mine.yaml", *APART)
+        printed = process.communicate()[0]
+    assert process.returncode == 1, printed
+    assert "198.18.0.77" in printed.splitlines()[-1]
+    assert "Traceback" not in printed
+    assert left_over(lab, 90) == "", "a worker without a scheduler ends after its death_timeout"
