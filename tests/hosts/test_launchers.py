@@ -11,16 +11,11 @@ from pathlib import Path
 import pytest
 
 from siirl_dask.config.file.layers import shipped_files
-from siirl_dask.testing.hosts import Lab, why_no_lab
+from siirl_dask.testing.hosts import Lab
 from tests.hosts.slurm import jobs, slurm, why_no_slurm
 from tests.hosts.ssh import ssh, why_no_ssh
 
-NO_LAB = why_no_lab()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(NO_LAB is not None, reason=str(NO_LAB)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
 needs_ssh = pytest.mark.skipif(why_no_ssh() is not None, reason=str(why_no_ssh()))
 CLUSTERS = shipped_files("clusters")
