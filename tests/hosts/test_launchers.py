@@ -36,7 +36,7 @@ APART = (
     "rollout.engine=transformers",
     "run.steps=2",
 )
-PROCESSES = "ps axo args | grep -E 'dask_spec|dask_worker|dask worker' | grep -v grep || true"
+PROCESSES = "ps axo args | grep -E 'dask_spec|dask_worker|dask worker' | grep -v -e grep -e defunct || true"
 
 
 @pytest.fixture
