@@ -33,9 +33,9 @@ class Parcel:
     workers: int
     kilobytes: float
     all_megabytes: float
-    """Of all workers together."""
+    """Megabytes of all workers together."""
     seconds: float
-    """Until a worker has its plans."""
+    """Seconds until a worker has its plans."""
 
 
 def measure(config_name: str, workers: int) -> Parcel:
