@@ -87,7 +87,7 @@ def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
         unknown = next((key for key in spec.kwargs if key not in parameters), None)
         hint = did_you_mean(unknown, parameters) if unknown else ""
         raise ConfigError(f"{where} does not take its kwargs: {error}{hint}") from error
-    return lambda: made_by(**spec.kwargs)  # type: ignore[no-any-return]
+    return lambda: made_by(**spec.kwargs)
 
 
 def _start(spec: ClusterSpec, timeout: float) -> Cluster:

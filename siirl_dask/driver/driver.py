@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any
 
-import dask
+from dask.base import annotate
 from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
@@ -94,7 +94,7 @@ class Driver:
         self._turn = 0
         self._started = False
         self._cut_off = False
-        self._watch = SchedulerWatch(client, spec.data.peer_timeout, lambda: self._events.put({"kind": "no scheduler"}))
+        self._watch = SchedulerWatch(client, spec.data.peer_timeout, self._report_no_scheduler)
         self._undo = ExitStack()
 
     @contextmanager
@@ -224,13 +224,13 @@ class Driver:
         """
         members, plugin = self._spec.members, self._spec.plugin
         keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
-        with dask.annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
+        with annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
             submitted = self._client.map(
                 function,
                 [plugin] * len(members),
                 key=list(keys),
                 pure=False,
-                fifo_timeout=0,
+                fifo_timeout="0ms",
                 turn=self._turn,
                 **arguments,
             )
@@ -284,12 +284,15 @@ class Driver:
             case "no scheduler":
                 self._cut_off = True
                 raise RunError(
-                    f"{self._place()}: no sign of life of the scheduler at {self._client.scheduler.address} within "
+                    f"{self._place()}: no sign of life of the scheduler at {event['address']} within "
                     f"{self._spec.data.peer_timeout:g} s (cluster.peer_timeout): it has ended, or this machine is cut "
                     "off from it; what was written is whole"
                 )
             case "finished":
                 pass
+
+    def _report_no_scheduler(self, address: str) -> None:
+        self._events.put({"kind": "no scheduler", "address": address})
 
     def _events_within(self, seconds: float) -> Iterator[dict[str, Any]]:
         deadline = time.monotonic() + seconds
