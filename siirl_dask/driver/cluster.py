@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 import dask
 from distributed import Client, LocalCluster, Nanny, Status
+from distributed.comm.addressing import get_address_host
 
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
@@ -58,6 +59,11 @@ def members(client: Client, count: int) -> dict[str, str]:
     named = {str(worker["name"]): address for address, worker in workers.items()}
     order = sorted(named, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
     return {name: named[name] for name in order[:count]}
+
+
+def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
+    """Return the host of each worker of ``members``: that of its address, which its peers reach it by."""
+    return {name: get_address_host(address) for name, address in members.items()}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from siirl_dask.config import Config, Engine
-from siirl_dask.driver.cluster import connect, members
+from siirl_dask.driver.cluster import connect, hosts_of, members
 from siirl_dask.driver.driver import Driver, Written
 from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
@@ -16,7 +16,8 @@ from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Status, Summary
-from siirl_dask.planner import DAG, Phase, compile_chains
+from siirl_dask.planner import DAG, Hosts, Phase, compile_chains
+from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.checkpoints import Checkpoints, State
 from siirl_dask.runs.folder import (
@@ -59,7 +60,9 @@ def run(
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
-            phases = _plan(config, dag, validation, list(named), resume)
+            phases = _plan(config, dag, validation, list(named), resume, hosts_of(named))
+            for note in host_notes(phases[Phase.TRAIN][0]):
+                log.progress.note(note)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
             spec = RunSpec.of(config, named, phases, store, resume.checkpoint)
             checkpoints = Checkpoints(spec.url, spec.run, config.checkpoint.keep, config.checkpoint.keep_best)
@@ -116,16 +119,17 @@ def _plan(
     validation: DAG | None,
     workers: Sequence[str],
     resume: ResumePoint,
+    hosts: Hosts | None = None,
     *,
     assume: bool = False,
 ) -> Phases:
     """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines."""
-    phases = plan_phases(config, dag, validation, workers, assume_columns=assume)
+    phases = plan_phases(config, dag, validation, workers, hosts, assume_columns=assume)
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
     if resume.done and (loading := weights_dag(dag)) is not None:
         identity = make_schema({name: TYPES[name] for name in IDENTITY})
-        plan = compile_chains(loading, workers, identity, config.cluster.placement)
+        plan = compile_chains(loading, workers, identity, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
     return phases
 

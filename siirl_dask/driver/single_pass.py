@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.driver.cluster import connect, members
+from siirl_dask.driver.cluster import connect, hosts_of, members
 from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
@@ -12,7 +12,7 @@ from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
-from siirl_dask.planner import DAG, Iteration, Phase, compile_chains
+from siirl_dask.planner import DAG, Hosts, Iteration, Phase, compile_chains
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.worker.run_spec import RunSpec
 
@@ -27,8 +27,8 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     progress = Progress(1, enabled=config.observe.progress)
     schema = source_schema(open_source(source).schema, source)
 
-    def phases(workers: list[str]) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement), source)}
+    def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     check(config, planned)
@@ -37,7 +37,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
-            spec = RunSpec.of(config, named, phases(list(named)))
+            spec = RunSpec.of(config, named, phases(list(named), hosts_of(named)))
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster, SiirlError.announce):

@@ -9,34 +9,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Chain, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.explain.tables import steps_behind
+from siirl_dask.planner.hosts import Hosts, host_of
+from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
 
 def compile_chains(
-    dag: DAG, workers: Sequence[str], source: Schema, placement: Mapping[str, Sequence[int]] | None = None
+    dag: DAG,
+    workers: Sequence[str],
+    source: Schema,
+    placement: Mapping[str, Sequence[int]] | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed role is on every one.
+
+    ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are ordered such that
+    groups of its ranks (``@builds(groups=...)``) lie on one host where they can.
 
     PlanError when the column contracts do not hold, or the placement names an unknown role or worker.
     """
     if not workers or len(set(workers)) != len(workers):
         raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
-    placed = _place(dag, workers, placement or {})
-    _check_neighbours(dag, placed)
+    hosts = {} if hosts is None or len(set(hosts.values())) == 1 else hosts
+    placed = place_roles(dag, workers, placement or {}, hosts)
+    check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
     moves = _plan_moves(stages, placed)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
     chains = _chains(workers, stages, moves, placed, streams)
-    plan = Plan(dag, placed, stages, edges, chains, source, streams)
+    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
 
@@ -52,44 +62,20 @@ class PlanInputs:
     dataset: Schema
     placement: Mapping[str, tuple[int, ...]]
     """Workers of each role, by index."""
+    hosts: tuple[str, ...]
+    """Host of each worker; empty where all are on one."""
 
     @staticmethod
     def of(plan: Plan) -> PlanInputs:
         """Return the inputs of ``plan``, but for the names of its workers."""
         index = {worker: number for number, worker in enumerate(plan.chains)}
         placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
-        return PlanInputs(plan.dag, plan.dataset, placed)
+        return PlanInputs(plan.dag, plan.dataset, placed, tuple(host_of(w, plan.hosts) for w in index if plan.hosts))
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""
-        return compile_chains(self.dag, workers, self.dataset, self.placement)
-
-
-def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
-    roles = [role.name for role in dag.roles]
-    for role, indices in placement.items():
-        if role not in roles:
-            raise PlanError(f"the placement names role {role!r}, which the DAG has not{did_you_mean(role, roles)}")
-        for index in indices:
-            if not 0 <= index < len(workers):
-                raise PlanError(f"the placement puts role {role!r} on worker {index}: there are {len(workers)}, from 0")
-        if not indices or len(set(indices)) != len(indices):
-            raise PlanError(f"the placement puts role {role!r} on {list(indices)}: expected workers, each one once")
-    return {role: tuple(workers[i] for i in placement.get(role, range(len(workers)))) for role in roles}
-
-
-def _check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
-    for node in dag.nodes:
-        role = node.contract.neighbour
-        if role is None:
-            continue
-        if role not in placed:
-            raise PlanError(f"node {node.name!r} uses role {role!r}, which the DAG has not{did_you_mean(role, placed)}")
-        if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
-            raise PlanError(
-                f"node {node.name!r} uses role {role!r} on each worker of its own role {node.role!r}, and worker "
-                f"{alone[0]!r} has it not: place {role!r} where {node.role!r} is"
-            )
+        hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
+        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts)
 
 
 @dataclass(frozen=True, slots=True)

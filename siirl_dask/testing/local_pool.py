@@ -221,13 +221,11 @@ def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[
     links = [link for chain in plan.chains.values() for link in chain.flat]
     by_worker: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
     for joins in dict.fromkeys(link.joins for link in links if isinstance(link, Stream) and link.joins):
-        ranked = [worker for worker in plan.chains if worker in joins]  # as torch's new_group ranks them
-        groups = dict(zip(ranked, _groups(len(ranked)), strict=True))
+        groups = dict(zip(joins, _groups(len(joins)), strict=True))
         for worker in plan.chains:
             by_worker[worker][joins] = Broadcast(
                 members=joins,
                 group=groups.get(worker),
-                root=ranked.index(joins[0]),
                 device="cpu",
                 stop=stop,
                 max_bytes=stream_bytes,

@@ -199,11 +199,10 @@ class DAGWorker(WorkerPlugin):
                 continue
             members = (*link.edge.sources, *link.joins[1:])
             if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
-                group, root = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
+                group = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
                 broadcasts[link.joins] = Broadcast(
                     members=link.joins,
                     group=group,
-                    root=root,
                     device=devices[self.worker_name].torch_name,
                     stop=self.stop,
                     max_bytes=data.stream_bytes,

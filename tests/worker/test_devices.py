@@ -222,8 +222,8 @@ def join_on_one_card(rank):
     cpus = {device.worker: device for device in on(CPU, "", "")}
     both, one = (groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"]))
     brought = torch.tensor([rank.rank, 7])
-    both[0].broadcast(brought, both[1]).wait()
-    joined = [brought.tolist(), one[0] is not None]
+    both.broadcast(brought, 0).wait()
+    joined = [brought.tolist(), one is not None]
     return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums, joined]
 
 
