@@ -142,7 +142,7 @@ class LocalPool:
 
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
-        databuffer = Databuffer(RUN, worker, edges, self.transport)
+        databuffer = Databuffer(RUN, worker, edges, self.transport, hosts=self.plan.hosts)
         stealing = self._stealings[worker] = StealService(RUN, self.transport)
 
         async def handle(request: Request) -> Reply:

@@ -76,7 +76,8 @@ class DAGWorker(WorkerPlugin):
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
-        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
+        hosts = self._phases[self.spec.builds_from][0].hosts
+        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
         self._stealing = StealService(self.spec.run, self._plane.transport)
         await self._plane.start(self._handle)
 
