@@ -273,7 +273,7 @@ class Databuffer:
         def assign() -> PullShare:
             guide_rows = EdgeStatistics.from_rows(guiding.statistics)
             edge_rows = guide_rows if same else EdgeStatistics.from_rows(moving.statistics)
-            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from)
+            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from, self._hosts)
 
         return await self._copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths
 
