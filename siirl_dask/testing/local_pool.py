@@ -101,9 +101,13 @@ class LocalPool:
             failed = [error for future in running if (error := future.exception())]
         if failed:
             raise self._first or failed[0]
+        self.wait_for_acks()
+        return merge([future.result() for future in running])
+
+    def wait_for_acks(self) -> None:
+        """Wait until sources have heard which of their rows have arrived."""
         for databuffer in self.databuffers.values():
             asyncio.run_coroutine_threadsafe(databuffer.wait_for_acks(), self._loop).result()
-        return merge([future.result() for future in running])
 
     def resources(self, worker: str) -> Mapping[str, Any]:
         """Return the objects that the roles of ``worker`` built, by role."""
