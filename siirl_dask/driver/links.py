@@ -7,7 +7,7 @@ replicated, weights above all, go to each other host once. Statistics, acks and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,23 +139,26 @@ class _Layouts:
         each, unknown = travelling_bytes(edge.schema, self._sizes, self._longest)
         lying = np.full(len(table.rows.row_ids), self._number[edge.sources[0]])
         lying = lying if table.workers is None else table.workers
+        near = {host_of(source, self._plan.hosts) for source in edge.sources if table.workers is None}
         if owners is None:
             counts = Counter(lying.tolist())
             held = {self._names[worker]: float(count * each) for worker, count in counts.items()}
-            return EdgeLinks(edge, self._replicated(edge, held), unknown)
+            return EdgeLinks(edge, self._replicated(edge, held, near), unknown)
         pairs = Counter(zip(lying.tolist(), owners.tolist(), strict=True))
         links = Counter[tuple[str, str]]()
         for (source, target), count in pairs.items():
             ends = (host_of(self._names[source], self._plan.hosts), host_of(self._names[target], self._plan.hosts))
-            if ends[0] != ends[1]:
+            if ends[0] != ends[1] and ends[1] not in near:
                 links[ends] += count * each
         return EdgeLinks(edge, links, unknown)
 
-    def _replicated(self, edge: Edge, held: Mapping[str, float]) -> Links:
-        """Return the links of rows that go to every target; ``held`` are the bytes that each source has."""
+    def _replicated(self, edge: Edge, held: Mapping[str, float], near: Collection[str] = ()) -> Links:
+        """Return the links of rows that go to every target; ``held`` are the bytes that each source has, ``near`` the
+        hosts that have all rows already.
+        """
         links = Counter[tuple[str, str]]()
         for host in by_host(edge.targets, self._plan.hosts):
             for source, those in by_host(held, self._plan.hosts).items():
-                if source != host:
+                if source != host and host not in near:
                     links[source, host] += round(sum(held[worker] for worker in those))
         return links

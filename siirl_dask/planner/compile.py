@@ -16,7 +16,7 @@ from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.explain.tables import steps_behind
-from siirl_dask.planner.hosts import Hosts, host_of
+from siirl_dask.planner.hosts import Hosts, by_host, host_of
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
@@ -42,10 +42,10 @@ def compile_chains(
     placed = place_roles(dag, workers, placement or {}, hosts)
     check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
-    moves = _plan_moves(stages, placed)
+    moves = _plan_moves(stages, placed, hosts)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
-    chains = _chains(workers, stages, moves, placed, streams)
+    chains = _chains(workers, stages, moves, placed, streams, hosts)
     plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
@@ -97,6 +97,10 @@ class _Layout:
         """Workers whose parts together hold every row once; for replicas, the first worker."""
         return self.workers[:1] if self.replicated else self.workers
 
+    def senders(self, hosts: Hosts) -> tuple[str, ...]:
+        """Return the workers that give others its rows; for replicas the first of each host, the nearest first."""
+        return tuple(own[0] for own in by_host(self.workers, hosts).values()) if self.replicated else self.workers
+
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
         """Tell whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
         return self.workers == workers and (self.policy == policy or len(workers) == 1)
@@ -112,8 +116,8 @@ class _Move:
 
     inputs: tuple[Input, ...]
     edges: tuple[Edge, ...]
-    holders: tuple[str, ...]
-    """Workers whose parts together make up the node's output."""
+    layout: _Layout
+    """Layout of the node's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ class _Planned:
     """The layouts of all tables after the nodes planned so far."""
 
     stages: Mapping[str, Stage]
+    hosts: Hosts
     layouts: dict[str, _Layout] = field(default_factory=dict)
     """Layout of each node's table."""
     first: dict[_Layout, str] = field(default_factory=dict)
@@ -129,8 +134,8 @@ class _Planned:
     """Edge that brought a node's rows into a layout; its table can be used again."""
 
 
-def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]]) -> dict[str, _Move]:
-    planned = _Planned(stages)
+def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]], hosts: Hosts) -> dict[str, _Move]:
+    planned = _Planned(stages, hosts)
     moves: dict[str, _Move] = {}
     for name, stage in stages.items():
         node, workers = stage.node, placed[stage.node.role]
@@ -146,7 +151,7 @@ def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...
         planned.first.setdefault(planned.layouts[name], name)
         if node.lag:
             _check_lag(node, inputs, edges)
-        moves[name] = _Move(inputs, edges, planned.layouts[name].holders)
+        moves[name] = _Move(inputs, edges, planned.layouts[name])
     return moves
 
 
@@ -206,7 +211,8 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
     for source in sources:
         taken = (name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY)
         columns = (*IDENTITY, *taken)
-        edge = _edge(stage, planned.stages[source], planned.layouts[source].holders, layout, columns, guide)
+        senders = planned.layouts[source].senders(planned.hosts)
+        edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
         arrived = planned.arrived.get((source, layout))
         if source in in_place:
             inputs.append(Input(source, columns))
@@ -216,7 +222,8 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
             inputs.append(Input(edge.name, columns))
             edges.append(edge)
     if edges and guide in in_place:
-        edges.append(_edge(stage, planned.stages[guide], planned.layouts[guide].holders, layout, (), guide))
+        senders = planned.layouts[guide].senders(planned.hosts)
+        edges.append(_edge(stage, planned.stages[guide], senders, layout, (), guide))
     return tuple(inputs), tuple(edges)
 
 
@@ -240,6 +247,7 @@ def _chains(
     moves: Mapping[str, _Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
+    hosts: Hosts,
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source."""
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
@@ -254,16 +262,17 @@ def _chains(
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
         run, sends = Run(node, move.inputs, stage.outputs), [Send(edge) for edge in outgoing[name] if not streaming]
-        part = {worker: index for index, worker in enumerate(move.holders)}
+        part = {worker: index for index, worker in enumerate(move.layout.holders)}
+        senders = move.layout.senders(hosts)
         for index, worker in enumerate(placed[node.role]):
             here = links[worker]
             if not node.after:
                 here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
             now = [*before, streaming.pop(worker, run)]
             here += [Lagged(node.lag, with_drops(now))] if node.lag else now
-            if worker in part:
-                here += sends
-                here += [Save(name, node.save_as, part[worker], len(part))] if node.save_as else []
+            here += sends if worker in senders else []
+            if worker in part and node.save_as:
+                here.append(Save(name, node.save_as, part[worker], len(part)))
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}

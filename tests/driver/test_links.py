@@ -70,3 +70,16 @@ def test_between_roles_that_share_hosts_no_row_crosses(source):
     plan = plan_of(source, "aabb", {"sampler": [0, 2], "learner": [1, 3]}, (Rows.BALANCED, Rows.GROUPED))
     sizes = Sizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
     assert sum(total_of(links_of(plan, sizes)).values()) == 0
+
+
+def test_replicated_rows_are_taken_from_the_replica_on_ones_own_host(source):
+    everywhere = {"sampler": [0, 1, 2, 3], "learner": [0, 2]}
+    plan = plan_of(source, "aabb", everywhere, (Rows.REPLICATED, Rows.BALANCED))
+    sizes = Sizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
+    first, second = links_of(plan, sizes)
+    assert sum(first.bytes.values()) > 0
+    assert not second.bytes
+    with LocalPool(plan, source, url="") as pool:
+        metrics = pool.run()
+        assert metrics["bytes/hosts"].value == pytest.approx(sum(first.bytes.values()), rel=0.01)
+        assert metrics["samples"].value == 3 * PROMPTS, "two replicas, and each row once"

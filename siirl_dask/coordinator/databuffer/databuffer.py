@@ -35,7 +35,7 @@ from siirl_dask.coordinator.databuffer.relay import Relays, without_relay
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, pull_share, row_statistics
-from siirl_dask.coordinator.layout.routes import count_near, count_takers
+from siirl_dask.coordinator.layout.routes import count_near, count_takers, near_sources
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -272,7 +272,9 @@ class Databuffer:
 
         def assign() -> PullShare:
             guide_rows = EdgeStatistics.from_rows(guiding.statistics)
-            edge_rows = guide_rows if same else EdgeStatistics.from_rows(moving.statistics)
+            replicas = len(edge.sources) > 1 and bool(self._hosts)
+            near = near_sources(self._worker, edge, self._hosts) if replicas else None
+            edge_rows = guide_rows if same and near is None else EdgeStatistics.from_rows(moving.statistics, near)
             return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from, self._hosts)
 
         return await self._copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths

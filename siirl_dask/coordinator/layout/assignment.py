@@ -74,7 +74,7 @@ def unpack_statistics(frame: Frame, sources: int) -> RowStatistics:
 class EdgeStatistics:
     """Statistics of all rows of an edge, [rows] each, sorted by row id.
 
-    A row that several sources hold is listed once, at the first of them: so it moves once.
+    A row that several sources hold is listed once, at one of them: so it moves once.
     """
 
     row_ids: Ints
@@ -87,9 +87,13 @@ class EdgeStatistics:
     """Index into what that source published."""
 
     @staticmethod
-    def from_rows(statistics: RowStatistics) -> EdgeStatistics:
-        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result."""
-        order = np.lexsort((statistics[_SOURCE], statistics[ROW_ID]))
+    def from_rows(statistics: RowStatistics, near: NDArray[np.bool_] | None = None) -> EdgeStatistics:
+        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result.
+
+        Of a row that several sources hold, one in ``near``, [sources], is listed where there is any.
+        """
+        far = np.zeros(len(statistics), np.bool_) if near is None else ~near[statistics[_SOURCE]]
+        order = np.lexsort((statistics[_SOURCE], far, statistics[ROW_ID]))
         ids = statistics[ROW_ID][order]
         order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
         return EdgeStatistics(*(statistics[name][order].astype(np.int64) for name in STATISTICS.names or ()))

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from siirl_dask.planner import Edge, Hosts, Rows
 from siirl_dask.planner.hosts import by_host, host_of
 
@@ -43,6 +46,12 @@ def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
         return 1
     here = host_of(source, hosts)
     return sum(len(targets) if host == here else 1 for host, targets in by_host(edge.targets, hosts).items())
+
+
+def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
+    """Return which of an edge's sources are on a worker's host, [sources]; a row that several have is taken there."""
+    here = host_of(worker, hosts)
+    return np.array([host_of(source, hosts) == here for source in edge.sources], dtype=np.bool_)
 
 
 def count_near(worker: str, edge: Edge, hosts: Hosts) -> int:
