@@ -12,7 +12,7 @@ from siirl_dask.planner import Plan, Sizes
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.planner.hosts import Hosts, by_host
 
-_MOST_HOSTS = 2**14
+_MOST_WORKERS = 2**16
 _LISTED = 12  # links that are listed one by one
 
 
@@ -21,14 +21,15 @@ def read_hosts(text: str, workers: int | None = None) -> list[int]:
 
     ConfigError for another text, and where ``workers``, from ``--workers``, is another number.
     """
-    if match := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text):
-        counts = [int(match[2])] * min(int(match[1]), _MOST_HOSTS)
-    elif re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
-        counts = [int(count) for count in text.split(",")]
-    else:
+    times = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
+    if times is None and not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
         raise ConfigError(
             f"--hosts {text}: expected hosts x workers on each, such as 4x8, or the workers of each host, such as 8,8,4"
         )
+    total = int(times[1]) * int(times[2]) if times else sum(map(int, text.split(",")))
+    if total > _MOST_WORKERS:
+        raise ConfigError(f"--hosts {text} is {total} workers: expected at most {_MOST_WORKERS}")
+    counts = [int(times[2])] * int(times[1]) if times else [int(count) for count in text.split(",")]
     if workers is not None and workers != sum(counts):
         raise ConfigError(
             f"--hosts {text} has {sum(counts)} workers, and --workers is {workers}: leave out one of them"

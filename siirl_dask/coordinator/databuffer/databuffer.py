@@ -8,6 +8,7 @@ A row's way from the worker that made it to the worker that needs it:
 | gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
 | assign | it computes, as every target does, which rows are its own and who has them | ``layout.assignment`` |
 | lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
+| relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
 | lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
 | read | rows that a source of its host shares stay where they are | ``borrow`` |

@@ -1,4 +1,4 @@
-"""Of equally balanced assignments the one is taken that moves less between hosts."""
+"""Rows stay on their host where that costs no balance: equally balanced, the assignment that moves less is taken."""
 
 import numpy as np
 import pytest
