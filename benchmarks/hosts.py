@@ -80,9 +80,9 @@ def main() -> None:
     header = ["placement", "rows", *("tokens leaving their host", "fullest / mean", "deciding") * 2]
     text = (
         "# Rows that leave their host\n\n"
-        f"{given.rows} rows of log-normal lengths on each of {given.workers:,} workers, {given.per_host} a host, in groups "
-        "of 16. The first three figures are without regard to hosts, the last three with it: as balanced, within 1.02 of "
-        f"the mean. Deciding is one worker's CPU, median of {ROUNDS} (Python {platform.python_version()}, "
+        f"{given.rows} rows of log-normal lengths on each of {given.workers:,} workers, {given.per_host} a host, in "
+        "groups of 16. The first three figures are without regard to hosts, the last three with it: within 1.02 "
+        f"of the mean. Deciding is one worker's CPU, median of {ROUNDS} (Python {platform.python_version()}, "
         f"{platform.machine()}).\n\n| {' | '.join(header)} |\n|{' --- |' * len(header)}\n"
     )
     text += "\n".join(lines(given.workers, given.per_host, given.rows))

@@ -16,7 +16,7 @@ from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.explain.tables import steps_behind
-from siirl_dask.planner.hosts import Hosts, by_host, host_of
+from siirl_dask.planner.hosts import Hosts, by_host
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
@@ -49,33 +49,6 @@ def compile_chains(
     plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Everything that a plan is computed from: the same inputs give the same plan in every process.
-
-    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger than its inputs.
-    """
-
-    dag: DAG
-    dataset: Schema
-    placement: Mapping[str, tuple[int, ...]]
-    """Workers of each role, by index."""
-    hosts: tuple[str, ...]
-    """Host of each worker; empty where all are on one."""
-
-    @staticmethod
-    def of(plan: Plan) -> PlanInputs:
-        """Return the inputs of ``plan``, but for the names of its workers."""
-        index = {worker: number for number, worker in enumerate(plan.chains)}
-        placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
-        return PlanInputs(plan.dag, plan.dataset, placed, tuple(host_of(w, plan.hosts) for w in index if plan.hosts))
-
-    def compile(self, workers: Sequence[str]) -> Plan:
-        """Return the plan on ``workers``, in the order in which it was planned for them before."""
-        hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
-        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts)
 
 
 @dataclass(frozen=True, slots=True)
