@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import isclass, signature
 from threading import Thread
@@ -59,7 +59,8 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, config, progress, check, _hint(spec, cluster))
             yield client
         finally:
-            client.close(timeout=_CLIENT_TIMEOUT)
+            with suppress(TimeoutError):  # a scheduler that is cut off does not answer
+                client.close(timeout=_CLIENT_TIMEOUT)
     finally:
         _close(cluster)
 
@@ -205,11 +206,11 @@ def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
 
 
 def _close(cluster: Cluster) -> None:
-    """Close the cluster; workers that are busy are ended without waiting for them."""
+    """Close the cluster; where its scheduler is gone, or a worker too busy, the workers are ended one by one."""
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
-    except TimeoutError:
-        logger.warning("%s did not close within %g s: its workers are ended", cluster.name, _CLOSE_TIMEOUT)
+    except OSError as error:  # also a TimeoutError
+        logger.warning("%s does not close (%s): its workers are ended", cluster.name, error or "no answer")
         cluster.sync(_end_workers, cluster, callback_timeout=_CLOSE_TIMEOUT)
 
 

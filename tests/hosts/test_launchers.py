@@ -59,6 +59,13 @@ def start(lab, env, *arguments):
     )
 
 
+def full_paths(home):
+    """What workers that start in another folder need."""
+    task = home / "runs" / "sorting-0"
+    files = {"data.url": "train", "validation.url": "validation", "validation.test_url": "test"}
+    return [f"model.path={task}/model", *(f"{key}={task}/{name}.parquet" for key, name in files.items())]
+
+
 def check_quickstart(home):
     summary = json.loads((home / "runs" / "quickstart" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["workers"]) == ("complete", 2, 3)
@@ -112,7 +119,7 @@ def test_the_quickstart_runs_on_slurm_by_sbatch(lab, home):
 @needs_ssh
 def test_the_quickstart_runs_over_ssh(lab, home):
     with ssh(lab, home / "daemons") as env:
-        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART)
+        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART, *full_paths(home))
         printed = process.communicate()[0]
         assert process.returncode == 0, printed
     check_quickstart(home)
@@ -219,7 +226,8 @@ def test_a_job_that_slurm_refuses_ends_the_run_with_what_slurm_said(lab, home):
 @needs_ssh
 def test_ctrl_c_ends_what_was_started_over_ssh(lab, home):
     with ssh(lab, home / "daemons") as env:
-        process = start(lab, env, *CLI, "quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART, "run.steps=10000")
+        how = ("quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART, *full_paths(home), "run.steps=10000")
+        process = start(lab, env, *CLI, *how)
         wait_for(process, "step 1/10000")
         lab.hosts[0].signal(process, signal.SIGINT)
         printed = process.communicate()[0]
