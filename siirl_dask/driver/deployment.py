@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import isclass, signature
-from threading import Thread
 from typing import Any, get_type_hints
 
 from distributed import Client, SpecCluster, Status
@@ -70,7 +71,8 @@ def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
     where = f"cluster.spec={spec.path!r}: class {spec.class_name!r}"
     module_name, _, name = spec.class_name.rpartition(".")
     try:
-        module = import_module(module_name)
+        with _own_interrupts():
+            module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{where} cannot be imported: {error}; install the package that has it") from error
     made_by = getattr(module, name, None)
@@ -91,6 +93,19 @@ def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
     return lambda: made_by(**spec.kwargs)
 
 
+@contextmanager
+def _own_interrupts() -> Iterator[None]:
+    """Keep this process's way to end on Ctrl-C: importing dask_jobqueue sets one of its own, which exits with 0."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set a handler: nor may the import
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _start(spec: ClusterSpec, timeout: float) -> Cluster:
     """Make the cluster in a thread of its own.
 
@@ -105,7 +120,7 @@ def _start(spec: ClusterSpec, timeout: float) -> Cluster:
             made.set_exception(error)
 
     with _dask_log() as lines:
-        Thread(target=work, name="start-cluster", daemon=True).start()
+        threading.Thread(target=work, name="start-cluster", daemon=True).start()
         try:
             wait([made], timeout)
         except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """A cluster that a spec describes is started, waited for and ended; what cannot be started is refused by name."""
 
 import re
+import signal
 import threading
 import time
 
@@ -145,6 +146,16 @@ def test_what_is_no_cluster_is_refused_before_anything_starts(write, kind, said)
         ),
     ):
         deployment.check_spec(path)
+
+
+def test_ctrl_c_ends_a_run_as_before_whatever_a_package_sets_when_it_is_imported(write, monkeypatch, tmp_path):
+    (tmp_path / "sets_a_handler.py").write_text(
+        "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\nfrom distributed import LocalCluster\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    deployment.check_spec(write("class: sets_a_handler.LocalCluster"))
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one(write):
