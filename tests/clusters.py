@@ -17,14 +17,14 @@ IDLE = {
 
 
 @contextmanager
-def local_cluster(workers: int, **options: object) -> Iterator[LocalCluster]:
+def local_cluster(workers: int, threads_per_worker: int = 1, **options: object) -> Iterator[LocalCluster]:
     """Start a cluster like a run does, without the run's settings. ``options`` are LocalCluster's."""
     prepare_processes()
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": START_METHOD, **IDLE}),
         LocalCluster(
             n_workers=workers,
-            threads_per_worker=1,
+            threads_per_worker=threads_per_worker,
             memory_limit=0,
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",

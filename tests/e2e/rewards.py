@@ -16,3 +16,9 @@ def gives_nan(prompt, response, answer):
 def never_returns(prompt, response, answer):
     Path(os.environ["NEVER_RETURNS"]).touch()
     time.sleep(10**6)
+
+
+def waits_for_a_file(prompt, response, answer):
+    while not Path(os.environ["WAITED_FOR"]).exists():
+        time.sleep(0.05)
+    return len(response) / 100

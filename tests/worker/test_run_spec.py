@@ -1,0 +1,72 @@
+"""Workers get what plans are computed from, and plan for themselves: what they execute is what was planned."""
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from hypothesis import given
+
+from siirl_dask.coordinator.dataloader import Source
+from siirl_dask.planner import DAG, Node, Phase, Plan, Role, compile_chains
+from siirl_dask.worker.run_spec import deserialize_phases, serialize_phases
+from tests.planner.random_dags import QUICKLY, SOURCE, build, plans, same_rows
+
+ROOT = Path(__file__).parents[2]
+DATA = Source(url="data", prompt="prompt", answer="answer")
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+from siirl_dask.worker.run_spec import deserialize_phases
+parcels = pickle.load(sys.stdin.buffer)
+pickle.dump([deserialize_phases(parcel, workers) for parcel, workers in parcels], sys.stdout.buffer)
+"""
+
+
+def differing(made: Plan, given: Plan) -> list[str]:
+    return [field.name for field in fields(Plan) if getattr(made, field.name) != getattr(given, field.name)]
+
+
+@QUICKLY
+@given(plans())
+def test_a_worker_plans_what_the_driver_planned(plan):
+    phases = {Phase.TRAIN: (plan, DATA), Phase.VALIDATION: (plan, DATA)}
+    back = deserialize_phases(serialize_phases(phases), list(plan.chains))
+    assert list(back) == list(phases)
+    for made, source in back.values():
+        assert source == DATA
+        assert not differing(made, plan)
+
+
+def test_a_process_that_hashes_otherwise_plans_the_same():
+    """Sets are gone through in another order there."""
+    planned: list[Plan] = []
+
+    @QUICKLY
+    @given(plans())
+    def collect(plan):
+        planned.append(plan)
+
+    collect()
+    parcels = [(serialize_phases({Phase.TRAIN: (plan, DATA)}), list(plan.chains)) for plan in planned]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        input=pickle.dumps(parcels),
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    for plan, made in zip(planned, pickle.loads(done.stdout), strict=True):
+        assert not differing(made[Phase.TRAIN][0], plan)
+
+
+def test_a_parcel_grows_by_a_few_bytes_a_worker():
+    dag = DAG([Role("a", build)], [Node(f"n{i}", same_rows, role="a", save_as=f"t{i}") for i in range(10)])
+    sizes = []
+    for count in (16, 1024):
+        plan = compile_chains(dag, [str(i) for i in range(count)], SOURCE)
+        sizes.append(len(serialize_phases({Phase.TRAIN: (plan, DATA)})))
+    assert sizes[1] - sizes[0] < 4 * (1024 - 16)
