@@ -1,13 +1,15 @@
 """Workers get what plans are computed from, and plan for themselves: what they execute is what was planned."""
 
+import hashlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from siirl_dask.coordinator.dataloader import Source
 from siirl_dask.planner import DAG, Node, Phase, Plan, Role, compile_chains
@@ -20,8 +22,16 @@ IN_ANOTHER_PROCESS = """
 import pickle, sys
 from siirl_dask.worker.run_spec import deserialize_phases
 parcels = pickle.load(sys.stdin.buffer)
-pickle.dump([deserialize_phases(parcel, workers) for parcel, workers in parcels], sys.stdout.buffer)
+from tests.worker.test_run_spec import shown
+for parcel, workers in parcels:
+    print(shown(deserialize_phases(parcel, workers)["train"][0]))
 """
+
+
+def shown(plan: Plan) -> str:
+    """Return a digest of everything in a plan; functions that were sent by value lie elsewhere in each process."""
+    parts = (plan.placement, plan.edges, plan.chains, plan.streams)
+    return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", repr(parts)).encode()).hexdigest()
 
 
 def differing(made: Plan, given: Plan) -> list[str]:
@@ -43,7 +53,7 @@ def test_a_process_that_hashes_otherwise_plans_the_same():
     """Sets are gone through in another order there."""
     planned: list[Plan] = []
 
-    @QUICKLY
+    @settings(QUICKLY, max_examples=50)
     @given(plans())
     def collect(plan):
         planned.append(plan)
@@ -59,8 +69,7 @@ def test_a_process_that_hashes_otherwise_plans_the_same():
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr.decode()
-    for plan, made in zip(planned, pickle.loads(done.stdout), strict=True):
-        assert not differing(made[Phase.TRAIN][0], plan)
+    assert done.stdout.decode().split() == [shown(plan) for plan in planned]
 
 
 def test_a_parcel_grows_by_a_few_bytes_a_worker():
