@@ -27,6 +27,7 @@ from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
 
 logger = logging.getLogger("siirl_dask.driver")
+_SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker
 _GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
 _GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
@@ -94,7 +95,8 @@ class Driver:
         self._turn = 0
         self._started = False
         self._cut_off = False
-        self._watch = SchedulerWatch(client, spec.data.peer_timeout, self._report_no_scheduler)
+        self._patience = max(spec.data.peer_timeout, _SCHEDULER_TIMEOUT)
+        self._watch = SchedulerWatch(client, self._patience, self._report_no_scheduler)
         self._undo = ExitStack()
 
     @contextmanager
@@ -285,8 +287,8 @@ class Driver:
                 self._cut_off = True
                 raise RunError(
                     f"{self._place()}: no sign of life of the scheduler at {event['address']} within "
-                    f"{self._spec.data.peer_timeout:g} s (cluster.peer_timeout): it has ended, or this machine is cut "
-                    "off from it; what was written is whole"
+                    f"{self._patience:g} s (cluster.peer_timeout, 15 s at least): it has ended, or this machine is "
+                    "cut off from it; what was written is whole"
                 )
             case "finished":
                 pass
