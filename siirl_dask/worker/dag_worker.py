@@ -26,6 +26,7 @@ from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.named_errors import deliver_errors
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.role_state import RoleStates, build_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
@@ -259,22 +260,26 @@ def _plugin(name: str) -> DAGWorker:
 
 def start_worker(plugin: str) -> None:
     """Build this worker's roles (Dask task)."""
-    _plugin(plugin).start()
+    running = _plugin(plugin)
+    deliver_errors(running.worker_name, running.start)
 
 
 def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
     """Run the chain once (Dask task). ``after`` is the result of this worker's previous task."""
-    _plugin(plugin).run_chain(_iteration(*iteration), completed)
+    running = _plugin(plugin)
+    deliver_errors(running.worker_name, running.run_chain, _iteration(*iteration), completed)
 
 
 def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
     """Write this worker's part of a checkpoint (Dask task)."""
-    _plugin(plugin).save(_iteration(*iteration), url, completed)
+    running = _plugin(plugin)
+    deliver_errors(running.worker_name, running.save, _iteration(*iteration), url, completed)
 
 
 def finish_worker(plugin: str, after: None) -> None:
     """Free the roles (Dask task)."""
-    _plugin(plugin).finish()
+    running = _plugin(plugin)
+    deliver_errors(running.worker_name, running.finish)
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:
