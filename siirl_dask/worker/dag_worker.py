@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from distributed import WorkerPlugin, get_worker
+from distributed import WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
-from siirl_dask.errors import CheckpointError, PeerError
+from siirl_dask.errors import CheckpointError, PeerError, RunError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Phase, Plan, Stream
+from siirl_dask.planner import Iteration, Plan, Stream
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
-from siirl_dask.worker.named_errors import deliver_errors
+from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
-from siirl_dask.worker.role_state import RoleStates, build_roles
+from siirl_dask.worker.release import Release
+from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
@@ -41,22 +43,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers."""
+_RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
+_LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
+_PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 
 
 class DAGWorker(WorkerPlugin):
-    """Dask plugin, one per worker process; the driver calls it through the tasks at the end of this module."""
+    """Dask plugin, one per worker process; the driver calls it through the tasks in tasks.py."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.name = spec.plugin
         self.spec = spec
 
     async def setup(self, worker: Worker) -> None:
+        try:
+            await self._set_up(worker)
+            return
+        except Exception as error:
+            failure = portable(error, str(worker.name))
+        raise failure
+
+    async def _set_up(self, worker: Worker) -> None:
         hide()
         self.stop = StopFlag()
         self._runtime: WorkerRuntime | None = None
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
         self._loaders: dict[str, Dataloader] = {}
+        self.release = Release(self._free)
+        releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
+        self._earlier = [*releases]
+        releases.append(self.release)
         self.worker_name = str(worker.name)
         self._worker = worker
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
@@ -73,12 +90,15 @@ class DAGWorker(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         self.abort("the run is over")
+        await asyncio.to_thread(self.release.end, _PATIENCE)
+        worker.extensions[_RELEASES].remove(self.release)
         if hasattr(self, "_plane"):
             await self._plane.close()
 
     def start(self) -> None:
         """Join the process groups and build this worker's roles; runs as a task, once."""
         self._plane.check()
+        self._await_earlier()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
@@ -106,6 +126,18 @@ class DAGWorker(WorkerPlugin):
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=broadcasts,
         )
+
+    def _await_earlier(self) -> None:
+        """Wait until earlier runs have left this process. RunError where a task of one does not return."""
+        deadline = time.monotonic() + _LEAVE_TIMEOUT
+        while any(release.under_way for release in self._earlier):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"worker {self.worker_name!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after "
+                    "that was stopped: restart the worker"
+                )
+            self.stop.wait(0.1)
+        self._earlier.clear()
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.
@@ -160,13 +192,11 @@ class DAGWorker(WorkerPlugin):
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
-    def finish(self) -> None:
-        """Free everything that ``start`` built; runs as a task after the last chain."""
+    def _free(self) -> None:
+        """Free everything that ``start`` built."""
         for loader in self._loaders.values():
             loader.close()
-        for resource in self._runtime.resources.values() if self._runtime else ():
-            if close := getattr(resource, "close", None):
-                close()
+        close_roles(self._runtime.resources if self._runtime else {})
         self._runtime = self._states = None
         groups.leave()
 
@@ -250,44 +280,3 @@ def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
     """
     if isinstance(running := worker.plugins.get(plugin), DAGWorker):
         running.abort(reason)
-
-
-def _plugin(name: str) -> DAGWorker:
-    plugin = get_worker().plugins[name]
-    assert isinstance(plugin, DAGWorker)
-    return plugin
-
-
-def start_worker(plugin: str) -> None:
-    """Build this worker's roles (Dask task)."""
-    running = _plugin(plugin)
-    deliver_errors(running.worker_name, running.start)
-
-
-def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
-    """Run the chain once (Dask task). ``after`` is the result of this worker's previous task."""
-    running = _plugin(plugin)
-    deliver_errors(running.worker_name, running.run_chain, _iteration(*iteration), completed)
-
-
-def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
-    """Write this worker's part of a checkpoint (Dask task)."""
-    running = _plugin(plugin)
-    deliver_errors(running.worker_name, running.save, _iteration(*iteration), url, completed)
-
-
-def finish_worker(plugin: str, after: None) -> None:
-    """Free the roles (Dask task)."""
-    running = _plugin(plugin)
-    deliver_errors(running.worker_name, running.finish)
-
-
-def describe_position(plugin: str, dask_worker: Worker) -> str:
-    """Return a description of where the worker's task is. Runs on the worker's event loop."""
-    running = dask_worker.plugins.get(plugin)
-    return running.position() if isinstance(running, DAGWorker) else "a task of a run that has left it"
-
-
-def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
-    """Return the iteration that the driver sent as plain values, which no worker needs to unpickle."""
-    return Iteration(Phase(phase), step, sequence, drain)

@@ -1,7 +1,7 @@
 """Names errors for the driver's process: where they happened, in a form that crosses processes whole.
 
-Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a long chain of causes,
-the driver would get an ``Exception`` that has lost its type.
+Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a long chain of
+causes, the driver would get an ``Exception`` that has lost its type.
 """
 
 from __future__ import annotations
