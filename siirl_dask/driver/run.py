@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from siirl_dask.config import Config, Engine
-from siirl_dask.driver.cluster import connect, members
+from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver, Written
 from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import check
+from siirl_dask.driver.processes import members
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
@@ -57,7 +58,7 @@ def run(
     log = RunLog(config, resume)
     try:
         _note_start(log)
-        with connect(config) as client:
+        with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
             phases = _plan(config, dag, validation, list(named), resume)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.driver.cluster import connect, members
+from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
+from siirl_dask.driver.processes import members
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
@@ -35,7 +36,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     check_writable(config.run.url)
     try:
         progress.note(f"starting {config.cluster.workers} workers")
-        with connect(config) as client:
+        with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             spec = RunSpec.of(config, named, phases(list(named)))
             progress.note(f"dashboard  {client.dashboard_link}")

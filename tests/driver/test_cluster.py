@@ -8,6 +8,7 @@ from distributed import Nanny
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.cluster import connect
+from siirl_dask.observe import Progress
 
 
 def _block(entered):
@@ -19,7 +20,7 @@ def _interrupt_a_blocked_worker(entered):
     """Leave a cluster by Ctrl-C while a worker is in a task that never returns; the workers are killed before they are
     retired, as it happens on a busy machine.
     """
-    with connect(Config(cluster=ClusterConfig(workers=2))) as client:
+    with connect(Config(cluster=ClusterConfig(workers=2)), Progress(1, enabled=False)) as client:
         scheduler, nannies = client.cluster.scheduler, list(client.cluster.workers.values())
         processes = {nanny.pid for nanny in nannies}
         retire_workers = scheduler.handlers["retire_workers"]

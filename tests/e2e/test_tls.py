@@ -9,6 +9,7 @@ from distributed.security import Security
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.cluster import connect
 from siirl_dask.errors import ConfigError
+from siirl_dask.observe import Progress
 from tests.clusters import local_cluster
 
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], policy: [1]}", "data.transport=dask", "run.steps=2"]
@@ -64,6 +65,6 @@ def test_rollouts_over_tls_are_those_over_tcp(train, tls_cluster, security, tmp_
 def test_an_address_that_cannot_be_reached_so_is_refused_by_name(address, said):
     with (
         pytest.raises(ConfigError, match=rf"no Dask scheduler answers at cluster\.address='{address}': .*{said}"),
-        connect(Config(cluster=ClusterConfig(address=address, start_timeout=5.0))),
+        connect(Config(cluster=ClusterConfig(address=address, start_timeout=5.0)), Progress(1, enabled=False)),
     ):
         pass
