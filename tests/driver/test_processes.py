@@ -24,7 +24,7 @@ def processes():
     """Starts Dask's processes as its commands do, each after a line of Python."""
     with ExitStack() as ended:
 
-        def start(kind, *arguments, before="", environment=None):
+        def start(kind, *arguments, before="pass", environment=None):
             command = [sys.executable, "-c", before + MAIN.format(kind), *arguments]
             process = subprocess.Popen(
                 command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -40,7 +40,7 @@ def cluster(processes, tmp_path):
     """Starts a scheduler, and a worker for each name, and returns a client of them."""
     with ExitStack() as closed:
 
-        def start(scheduler="", **workers):
+        def start(scheduler="pass", **workers):
             file = tmp_path / "scheduler.json"
             processes("scheduler", "--scheduler-file", str(file), *QUIET, "--port", "0", before=scheduler)
             for name, how in workers.items():
