@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from siirl_dask.errors import ConfigError
 
@@ -20,6 +21,11 @@ def parse_bytes(key: str, text: str) -> int:
     if not match or match[2] not in _UNITS:
         raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def absolute(url: str) -> str:
+    """Return a local path as an absolute one, since workers may run in another folder; a URL or ``???`` as it is."""
+    return url if "://" in url or "::" in url or url == "???" else str(Path(url).expanduser().absolute())
 
 
 def at_least(group: str, least: float, **values: float) -> None:

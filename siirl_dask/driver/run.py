@@ -13,6 +13,7 @@ from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import members
+from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
@@ -51,16 +52,17 @@ def run(
     validation = validation_of(config, dag, validation)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     planned = _plan(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
-    check(config, planned)
+    checked = check(config, planned)
     check_writable(config.run.url)
     if prepare(config):
-        check(config, planned)  # again: now the dataset and the model exist
+        checked = check(config, planned)  # again: now the dataset and the model exist
     log = RunLog(config, resume)
     try:
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
             phases = _plan(config, dag, validation, list(named), resume)
+            check_reachable(client, named, phases, checked.reads, config.run.url)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
             spec = RunSpec.of(config, named, phases, store, resume.checkpoint)
             checkpoints = Checkpoints(spec.url, spec.run, config.checkpoint.keep, config.checkpoint.keep_best)

@@ -10,6 +10,7 @@ from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import members
 from siirl_dask.driver.prompts import check_prompts
+from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
@@ -32,13 +33,15 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
         return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement), source)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
-    check(config, planned)
+    checked = check(config, planned)
     check_writable(config.run.url)
     try:
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
-            spec = RunSpec.of(config, named, phases(list(named)))
+            actual = phases(list(named))
+            check_reachable(client, named, actual, checked.reads, config.run.url)
+            spec = RunSpec.of(config, named, actual)
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster, SiirlError.announce):

@@ -2,12 +2,8 @@
 
 import os
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 
 import pytest
-from distributed import Client
 
 from siirl_dask import __version__
 from siirl_dask.driver.processes import members, rank_order
@@ -15,52 +11,6 @@ from siirl_dask.errors import ConfigError
 
 LACKS = "import sys; sys.modules['siirl_dask'] = None"  # as if it were not installed
 OTHER = "import siirl_dask; siirl_dask.__version__ = '0.0.9'"
-MAIN = "; from distributed.cli.dask_{} import main; main()"
-QUIET = ["--no-dashboard", "--host", "127.0.0.1"]
-
-
-@pytest.fixture
-def processes():
-    """Starts Dask's processes as its commands do, each after a line of Python."""
-    with ExitStack() as ended:
-
-        def start(kind, *arguments, before="pass", environment=None):
-            command = [sys.executable, "-c", before + MAIN.format(kind), *arguments]
-            process = subprocess.Popen(
-                command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            ended.callback(process.wait)
-            ended.callback(process.kill)
-
-        yield start
-
-
-@pytest.fixture
-def cluster(processes, tmp_path):
-    """Starts a scheduler, and a worker for each name, and returns a client of them."""
-    with ExitStack() as closed:
-
-        def start(scheduler="pass", **workers):
-            file = tmp_path / "scheduler.json"
-            processes("scheduler", "--scheduler-file", str(file), *QUIET, "--port", "0", before=scheduler)
-            for name, how in workers.items():
-                processes(
-                    "worker",
-                    "--scheduler-file",
-                    str(file),
-                    "--name",
-                    name,
-                    "--no-nanny",
-                    *QUIET,
-                    "--nthreads",
-                    "1",
-                    **how,
-                )
-            client = closed.enter_context(Client(scheduler_file=str(file), timeout=120))
-            client.wait_for_workers(len(workers), timeout=120)
-            return client
-
-        yield start
 
 
 def test_a_scheduler_without_the_package_is_named(cluster):
