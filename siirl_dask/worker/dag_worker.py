@@ -34,6 +34,7 @@ from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-ABORT = "siirl-abort"
-"""Stream operation by which the supervisor stops a run's workers."""
 _RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
 _LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped

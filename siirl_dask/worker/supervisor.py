@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from siirl_dask.worker.dag_worker import ABORT
-
 if TYPE_CHECKING:
     from distributed import Scheduler
+
+ABORT = "siirl-abort"
+"""Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
 
 logger = logging.getLogger("siirl_dask.worker")
 _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)

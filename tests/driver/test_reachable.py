@@ -1,6 +1,7 @@
 """Relative paths are the driver's, wherever the workers run."""
 
 import os
+import sys
 
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
@@ -27,3 +28,4 @@ def test_relative_paths_are_those_of_the_driver_for_workers_in_another_folder(
     assert finished.summary.status == "complete"
     assert finished.table("rollouts", 1).num_rows > 0
     assert not [*elsewhere.iterdir()]
+    assert "torch" not in client.run_on_scheduler(lambda: [*sys.modules]), "a scheduler that imports it stands still"
