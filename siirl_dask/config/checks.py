@@ -24,8 +24,11 @@ def parse_bytes(key: str, text: str) -> int:
 
 
 def absolute(url: str) -> str:
-    """Return a local path as an absolute one, since workers may run in another folder; a URL or ``???`` as it is."""
-    return url if "://" in url or "::" in url or url == "???" else str(Path(url).expanduser().absolute())
+    """Return a local path as an absolute one: workers may run in another folder. URLs, "" and ``???`` stay."""
+    if url in ("", "???") or "://" in url or "::" in url:
+        return url
+    path = Path(url)
+    return str(path.expanduser() if path.parts[:1] == ("~",) else path.absolute())
 
 
 def at_least(group: str, least: float, **values: float) -> None:

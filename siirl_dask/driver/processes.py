@@ -70,7 +70,7 @@ def _scheduler(client: Client) -> Process:
         answer: Report | Exception = client.run_on_scheduler(report)
     except Exception as error:  # whatever an import there may raise
         answer = error
-    return Process(f"the scheduler at {client.scheduler.address}", "dask scheduler", answer)
+    return Process(f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer)
 
 
 def _worker(name: str, address: str, answer: Report | Exception | None) -> Process:
