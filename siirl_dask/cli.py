@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from siirl_dask.commands.script import EXIT_CODES, add_resume_options, exit_with_message, train
+from siirl_dask.commands.script import (
+    EXIT_CODES,
+    add_cluster_option,
+    add_resume_options,
+    exit_with_message,
+    overrides_of,
+    train,
+)
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
@@ -33,6 +40,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, epilog=EXIT_CODES)
         command.add_argument("config", metavar="CONFIG", help="a YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")
+        add_cluster_option(command)
         if name == "run":
             add_resume_options(command)
         if name == "plan":
@@ -40,6 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
+    add_cluster_option(quick)
     query = commands.add_parser("rollouts", help="query every sample of a run with SQL, as the table 'rollouts'")
     query.add_argument("run", metavar="RUN", help="the run's folder or URL")
     query.add_argument(
@@ -58,6 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder or URL, or a Hugging Face folder")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.prompt=question")
+    add_cluster_option(command)
     command.add_argument("--data", metavar="URL", required=True, help="dataset: Parquet, or a table of siirl_storage")
     command.add_argument("--step", type=int, metavar="S", help="checkpoint of a run; default: the newest")
     command.add_argument("--out", metavar="URL", help="where to write; default: RUN/evaluations/..., ./evaluations/...")
@@ -79,18 +89,18 @@ def _dispatch(chosen: argparse.Namespace) -> None:
     """Call the chosen command. Each is imported here: torch and Dask take seconds, for which others need not wait."""
     match chosen.command:
         case "run":
-            file = load_config_file(chosen.config, chosen.overrides)
+            file = load_config_file(chosen.config, overrides_of(chosen))
             train(file.config, *dags(file), chosen)
         case "plan":
             from siirl_dask.commands.plan import describe_run
 
             scaled = [] if chosen.workers is None else [f"cluster.workers={chosen.workers}"]
-            file = load_config_file(chosen.config, [*chosen.overrides, *scaled])
+            file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
             print(describe_run(file.config, *dags(file), chosen.format))
         case "quickstart":
             from siirl_dask.commands.quickstart import quickstart
 
-            quickstart(shipped("quickstart.yaml"), chosen.overrides)
+            quickstart(shipped("quickstart.yaml"), overrides_of(chosen))
         case "rollouts":
             from siirl_dask.runs.rollouts import render
 
@@ -119,7 +129,7 @@ def _evaluate(chosen: argparse.Namespace) -> None:
         data=chosen.data,
         step=chosen.step,
         out=chosen.out,
-        overrides=[*overrides, *chosen.overrides],
+        overrides=[*overrides, *overrides_of(chosen)],
     )
     print_eval_result(*evaluate(request))
 

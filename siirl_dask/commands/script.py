@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import json
 import os
 import signal
 import sys
@@ -37,12 +38,13 @@ def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence
     """
     parser = argparse.ArgumentParser(epilog=EXIT_CODES)
     add_resume_options(parser)
+    add_cluster_option(parser)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")
 
     def start() -> Run:
         options = parser.parse_intermixed_args(arguments)
-        config = load(options.config, options.overrides)
+        config = load(options.config, overrides_of(options))
         dag = training(config)
         train(config, dag, validation(config) if validation else None, options)
         return open_run(config.run.url)
@@ -54,6 +56,17 @@ def add_resume_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--fresh`` and ``--force``; without either, an existing run is resumed."""
     parser.add_argument("--fresh", action="store_true", help="begin anew: what the run left in its folder is removed")
     parser.add_argument("--force", action="store_true", help="resume the run although CONFIG or the DAG has changed")
+
+
+def add_cluster_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cluster``, which is short for a key."""
+    parser.add_argument("--cluster", metavar="FILE", help="start the Dask cluster that FILE describes (cluster.spec)")
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """Return the overrides ``key=value``, with that of ``--cluster`` first."""
+    cluster = [] if options.cluster is None else [f"cluster.spec={json.dumps(options.cluster)}"]
+    return [*cluster, *options.overrides]
 
 
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:

@@ -42,6 +42,8 @@ class ClusterConfig:
     """
     scheduler_file: str | None = None
     """Scheduler file of an existing cluster."""
+    spec: str | None = None
+    """YAML file with a Dask cluster's class and arguments: the run starts that cluster, waits for it and ends it."""
     placement: dict[str, list[int]] = field(default_factory=dict)
     """Workers of each role, by index; a role that is absent is on every worker."""
     threads: int = 1
@@ -64,8 +66,9 @@ class ClusterConfig:
             above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.memory_limit is not None:
             parse_bytes("cluster.memory_limit", self.memory_limit)
-        if self.address and self.scheduler_file:
-            raise ConfigError("cluster.address and cluster.scheduler_file are both given: expected one of them")
+        places = ("address", "scheduler_file", "spec")
+        if len(given := [f"cluster.{name}" for name in places if getattr(self, name)]) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given: expected one of them")
         for role, workers in self.placement.items():
             if not workers or len(set(workers)) != len(workers):
                 raise ConfigError(

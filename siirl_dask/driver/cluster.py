@@ -1,4 +1,4 @@
-"""The Dask cluster of a run: processes started on this machine, or an existing cluster."""
+"""The Dask cluster of a run: started on this machine, an existing one, or what a cluster spec describes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import dask
 from distributed import Client, LocalCluster, Nanny, Status
 
 from siirl_dask.config import ClusterConfig, Config, Engine
+from siirl_dask.driver.arrivals import wait_for_workers
+from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.scheduler_file import read_address
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
 from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
@@ -38,10 +40,14 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
         with _existing(cluster, progress) as client:
             yield client
         return
+    if cluster.spec:
+        with dask.config.set(_settings_of_any(config)), deployed(cluster, progress) as client:
+            yield client
+        return
     with dask.config.set(_local_settings(config)), _local(config) as local:
         client = Client(local)
         try:
-            _wait_for_workers(client, cluster)
+            wait_for_workers(client, cluster, progress)
             yield client
         finally:
             with suppress(TimeoutError):  # the cluster is closed next: no orderly farewell is needed
@@ -106,8 +112,8 @@ async def _prepare_processes() -> None:
     prepare_processes(dask.config.get("distributed.nanny.pre-spawn-environ"))
 
 
-def _local_settings(config: Config) -> dict[str, object]:
-    """Return Dask's settings for a cluster on this machine."""
+def _settings_of_any(config: Config) -> dict[str, object]:
+    """Return Dask's settings for any cluster that a run starts."""
     engine_environment = {} if config.rollout.engine is Engine.transformers else ENVIRONMENT
     return {
         "distributed.nanny.pre-spawn-environ": {
@@ -117,8 +123,15 @@ def _local_settings(config: Config) -> dict[str, object]:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": 1,
         },
-        "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.scheduler.allowed-failures": 0,
+    }
+
+
+def _local_settings(config: Config) -> dict[str, object]:
+    """Return Dask's settings for a cluster on this machine."""
+    return {
+        **_settings_of_any(config),
+        "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.logging.distributed": "critical",
     }
 
@@ -137,18 +150,8 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
     try:
-        _wait_for_workers(client, cluster)
+        wait_for_workers(client, cluster, progress)
         yield client
     finally:
         with suppress(TimeoutError):  # a scheduler that is cut off does not answer
             client.close(timeout=_HASTE)
-
-
-def _wait_for_workers(client: Client, cluster: ClusterConfig) -> None:
-    try:
-        client.wait_for_workers(cluster.workers, timeout=cluster.start_timeout)
-    except TimeoutError as error:
-        up = len(client.scheduler_info(n_workers=-1)["workers"])
-        raise RunError(
-            f"{up} of {cluster.workers} workers came up within cluster.start_timeout={cluster.start_timeout:g} s"
-        ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any
 
+from dask.base import annotate
 from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
@@ -91,9 +92,10 @@ class Driver:
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[_Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
+        self._turn = 0
         self._started = False
         self._cut_off = False
-        self._watch = SchedulerWatch(client, spec.data.peer_timeout, lambda: self._events.put({"kind": "no scheduler"}))
+        self._watch = SchedulerWatch(client, spec.data.peer_timeout, self._report_no_scheduler)
         self._undo = ExitStack()
 
     @contextmanager
@@ -113,7 +115,7 @@ class Driver:
             raise
         finally:
             self._watch.stop()
-            if cluster.address or cluster.scheduler_file:
+            if (cluster.address or cluster.scheduler_file) and not self._cut_off:
                 warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
 
@@ -128,7 +130,7 @@ class Driver:
         self._started = True
         client.register_plugin(DAGWorker(self._spec))
         self._undo.callback(self._take_off_workers)
-        self._last = self._submit("start", lambda worker: (start_worker, self._spec.plugin))
+        self._last = self._submit("start", start_worker)
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
@@ -182,13 +184,11 @@ class Driver:
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
-        self._last = self._submit("finish", lambda worker: (finish_worker, self._spec.plugin, self._last[worker]))
+        self._last = self._submit("finish", finish_worker)
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
-        """Remove the run's plugins from the cluster; the scheduler does it where this process is cut off from it."""
-        if self._cut_off:
-            self._undo.pop_all()
+        """Remove the run's plugins from the cluster. Where this process is cut off from it, the supervisor does so."""
         self._undo.close()
 
     def _busy_workers(self) -> list[str]:
@@ -209,23 +209,36 @@ class Driver:
         """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
         named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
-        task: tuple[Any, ...] = (run_chain, self._spec.plugin, named, completed)
+        name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._claim(iteration.step)
             self._writing[iteration.sequence] = _Writing(iteration, url)
-            task = (save_worker, self._spec.plugin, named, url, completed)
-        futures = self._submit(f"{iteration.sequence:06d}", lambda worker: (*task, self._last[worker]))
-        self._pending.append(_Pending(iteration, futures))
-        self._last = futures
+            self._last = self._submit(name, save_worker, **arguments, url=url)
+        else:
+            self._last = self._submit(name, run_chain, **arguments)
+        self._pending.append(_Pending(iteration, self._last))
 
-    def _submit(self, name: str, task: Callable[[str], tuple[Any, ...]]) -> dict[str, Future[Any]]:
-        """Submit one task to each worker, pinned to it, to run after its previous task."""
-        futures = {}
-        for worker, address in self._spec.members.items():
-            function, *arguments = task(worker)
-            key = f"{self._spec.plugin}-{name}-{worker}"
-            futures[worker] = self._client.submit(function, *arguments, key=key, workers=[address], pure=False)
-            futures[worker].add_done_callback(self._listener(worker))
+    def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
+        """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
+
+        A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps.
+        """
+        members, plugin = self._spec.members, self._spec.plugin
+        keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
+        with annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
+            submitted = self._client.map(
+                function,
+                [plugin] * len(members),
+                key=list(keys),
+                pure=False,
+                fifo_timeout="0ms",
+                turn=self._turn,
+                **arguments,
+            )
+        self._turn += 1
+        futures = dict(zip(members, submitted, strict=True))
+        for worker, future in futures.items():
+            future.add_done_callback(self._listener(worker))
         return futures
 
     def _listener(self, worker: str) -> Callable[[Future[Any]], None]:
@@ -272,12 +285,15 @@ class Driver:
             case "no scheduler":
                 self._cut_off = True
                 raise RunError(
-                    f"{self._place()}: no sign of life of the scheduler at {self._client.scheduler.address} within "
+                    f"{self._place()}: no sign of life of the scheduler at {event['address']} within "
                     f"{self._spec.data.peer_timeout:g} s (cluster.peer_timeout): it has ended, or this machine is cut "
                     "off from it; what was written is whole"
                 )
             case "finished":
                 pass
+
+    def _report_no_scheduler(self, address: str) -> None:
+        self._events.put({"kind": "no scheduler", "address": address})
 
     def _events_within(self, seconds: float) -> Iterator[dict[str, Any]]:
         deadline = time.monotonic() + seconds

@@ -41,6 +41,10 @@ def check(config: Config, phases: Phases) -> Checked:
     Datasets and models that are absent are not looked into.
     """
     plan, _ = next(iter(phases.values()))
+    if config.cluster.spec:
+        from siirl_dask.driver.deployment import check_spec  # Dask, which `plan` need not wait for
+
+        check_spec(config.cluster.spec)
     serialize_phases(phases)
     for dag in (phase_plan.dag for phase_plan, _ in phases.values()):
         for node in dag.nodes:

@@ -82,7 +82,8 @@ def run(
 
 
 def _note_start(log: RunLog) -> None:
-    log.progress.note(f"starting {log.config.cluster.workers} workers")
+    cluster = log.config.cluster
+    log.progress.note(f"starting {cluster.workers} workers{f' as {cluster.spec} says' if cluster.spec else ''}")
     if log.resume.note:
         log.progress.note(log.resume.note)
     if log.config.rollout.engine is Engine.auto:

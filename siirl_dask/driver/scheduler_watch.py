@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from distributed import Client
 
@@ -16,17 +17,19 @@ _EVERY = 0.05  # of the patience: pause between two pings
 class SchedulerWatch:
     """Pings the scheduler from the client's event loop, until ``stop`` or until it has been silent for too long."""
 
-    def __init__(self, client: Client, patience: float, on_silence: Callable[[], None]) -> None:
-        """``patience`` is in seconds. ``on_silence`` is called once, on the event loop."""
+    def __init__(self, client: Client, patience: float, on_silence: Callable[[str], None]) -> None:
+        """``patience`` is in seconds. ``on_silence`` is called once, on the event loop, with its address."""
         self._client = client
         self._patience = patience
         self._on_silence = on_silence
         self._watching: Future[None] | None = None
+        self._scheduler: Any = None
 
     def start(self) -> None:
         """Begin to ping."""
-        loop: asyncio.AbstractEventLoop = self._client.loop.asyncio_loop  # type: ignore[attr-defined]
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), loop)
+        loop, self._scheduler = self._client.loop, self._client.scheduler
+        assert loop is not None  # only an asynchronous client has no loop of its own
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), loop.asyncio_loop)  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """Ping no more."""
@@ -36,11 +39,11 @@ class SchedulerWatch:
     async def _watch(self) -> None:
         while await answers(self._ping, self._patience):
             await asyncio.sleep(_EVERY * self._patience)
-        self._on_silence()
+        self._on_silence(self._scheduler.address)
 
     async def _ping(self) -> bool:
         try:
-            await self._client.scheduler.echo(data=None)
+            await self._scheduler.echo(data=None)
         except OSError:  # no connection, which may pass
             return False
         return True

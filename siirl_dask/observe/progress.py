@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
@@ -95,6 +97,10 @@ class Progress:
         """Print ``text`` above the bar unchanged: no markup, no colours, no line breaks."""
         if self._enabled:
             self._console.print(Text(text), soft_wrap=True)
+
+    def arrivals(self, workers: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Return what shows the workers as they come, before the run begins."""
+        return arrivals(workers, self._console, self._enabled)
 
     def close(self) -> None:
         """Restore the terminal. May be called twice."""

@@ -18,7 +18,7 @@ from siirl_dask.planner.chain import (
     Stream,
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
-from siirl_dask.planner.compile import compile_chains
+from siirl_dask.planner.compile import PlanInputs, compile_chains
 from siirl_dask.planner.contract import (
     Changes,
     Contract,
@@ -56,6 +56,7 @@ __all__ = [
     "Node",
     "Phase",
     "Plan",
+    "PlanInputs",
     "Preflight",
     "Recv",
     "Role",

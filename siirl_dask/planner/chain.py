@@ -195,5 +195,7 @@ class Plan:
     edges: tuple[Edge, ...]
     """Edges that move rows or guide others."""
     chains: Mapping[str, Chain]
+    dataset: Schema
+    """Columns of the dataset, for which the DAG was planned."""
     streams: Mapping[str, str] = field(default_factory=dict)
     """Target node of each source node whose table is streamed piece by piece."""

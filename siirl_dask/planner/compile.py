@@ -36,9 +36,33 @@ def compile_chains(
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
     chains = _chains(workers, stages, moves, placed, streams)
-    plan = Plan(dag, placed, stages, edges, chains, streams)
+    plan = Plan(dag, placed, stages, edges, chains, source, streams)
     check_order(plan)
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that a plan is computed from: the same inputs give the same plan in every process.
+
+    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger than its inputs.
+    """
+
+    dag: DAG
+    dataset: Schema
+    placement: Mapping[str, tuple[int, ...]]
+    """Workers of each role, by index."""
+
+    @staticmethod
+    def of(plan: Plan) -> PlanInputs:
+        """Return the inputs of ``plan``, but for the names of its workers."""
+        index = {worker: number for number, worker in enumerate(plan.chains)}
+        placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
+        return PlanInputs(plan.dag, plan.dataset, placed)
+
+    def compile(self, workers: Sequence[str]) -> Plan:
+        """Return the plan on ``workers``, in the order in which it was planned for them before."""
+        return compile_chains(self.dag, workers, self.dataset, self.placement)
 
 
 def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:

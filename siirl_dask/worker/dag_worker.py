@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -35,6 +37,7 @@ from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
+from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
@@ -54,6 +57,12 @@ class DAGWorker(WorkerPlugin):
         self.name = spec.plugin
         self.spec = spec
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}  # names and addresses: a fifth
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.name, self.spec = state["name"], pickle.loads(zlib.decompress(state["spec"]))
+
     async def setup(self, worker: Worker) -> None:
         try:
             await self._set_up(worker)
@@ -65,6 +74,7 @@ class DAGWorker(WorkerPlugin):
     async def _set_up(self, worker: Worker) -> None:
         hide()
         self.stop = StopFlag()
+        self.turns = Turns(self.stop)
         self._runtime: WorkerRuntime | None = None
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
@@ -79,7 +89,7 @@ class DAGWorker(WorkerPlugin):
         if self.spec.members.get(self.worker_name) != worker.address:
             return  # a worker that joined or came back after the start is not part of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
-        self._phases = deserialize_phases(self.spec.phases)
+        self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()

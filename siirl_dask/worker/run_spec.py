@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source
 from siirl_dask.errors import PlanError, RunError
-from siirl_dask.planner import Phase, Plan
+from siirl_dask.planner import Phase, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
 
@@ -35,7 +35,7 @@ class RunSpec:
     members: Mapping[str, str]
     """{worker name: address}, in rank order, fixed for the run."""
     phases: bytes
-    """The plan and the dataset of each phase, from ``serialize_phases``."""
+    """The inputs of the plan, and the dataset, of each phase, from ``serialize_phases``."""
     builds_from: Phase
     """Phase whose plan has every role that workers build."""
     threads: int
@@ -86,14 +86,15 @@ _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
-    """Serialize plans and datasets; modules of the user's own are included by value.
+    """Serialize what plans are computed from, and datasets; modules of the user's own are included by value.
 
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
     cannot be pickled.
     """
+    inputs = {phase: (PlanInputs.of(plan), source) for phase, (plan, source) in phases.items()}
     with _by_value(_own_modules()):
         try:
-            return bytes(cloudpickle.dumps(phases))
+            return bytes(cloudpickle.dumps(inputs))
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a module of yours that "
@@ -101,16 +102,19 @@ def serialize_phases(phases: Phases) -> bytes:
             ) from error
 
 
-def deserialize_phases(data: bytes) -> Phases:
-    """Load what ``serialize_phases`` made. RunError when this process lacks a package that nodes or roles use."""
+def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
+    """Load what ``serialize_phases`` made, and plan it anew for ``workers``, the run's in rank order.
+
+    RunError when this process lacks a package that nodes or roles use.
+    """
     try:
-        phases: Phases = cloudpickle.loads(data)
+        inputs: Mapping[Phase, tuple[PlanInputs, Source]] = cloudpickle.loads(data)
     except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
             "must be installed on the workers, files of yours must be under the working directory or beside the script"
         ) from error
-    return phases
+    return {phase: (given.compile(workers), source) for phase, (given, source) in inputs.items()}
 
 
 @contextmanager

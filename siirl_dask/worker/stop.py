@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from siirl_dask.errors import Aborted
 
 _T = TypeVar("_T")
-_SLICE = 0.1  # seconds within which Ctrl-C and a peer's failure are noticed
+SLICE = 0.1  # seconds within which Ctrl-C and a peer's failure are noticed
 
 
 class StopFlag:
@@ -52,7 +52,7 @@ def finished(future: Future[_T], stop: StopFlag) -> _T:
     """Wait for ``future`` and return its result. Aborted as soon as the flag is set."""
     while True:
         try:
-            return future.result(timeout=_SLICE)
+            return future.result(timeout=SLICE)
         except FutureTimeout:
             if future.done():  # it may have ended since, or the work itself raised TimeoutError
                 return future.result()

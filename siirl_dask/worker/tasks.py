@@ -1,4 +1,4 @@
-"""The Dask tasks of a run: each finds the run's plugin on its worker and calls one method of it.
+"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for its turn and calls one method of it.
 
 Arguments are plain values, which no worker needs to unpickle. The scheduler imports this module to hand the tasks out:
 it must not import torch, which would keep a scheduler from answering for seconds.
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from siirl_dask.worker.dag_worker import DAGWorker
 
 
-def start_worker(plugin: str) -> None:
+def start_worker(plugin: str, turn: int) -> None:
     """Build this worker's roles."""
-    _call(plugin, lambda running: running.start())
+    _call(plugin, turn, lambda running: running.start())
 
 
-def run_chain(plugin: str, iteration: tuple[str, int, int, bool], completed: int, after: None) -> None:
-    """Run the chain once. ``after`` is the result of this worker's previous task."""
-    _call(plugin, lambda running: running.run_chain(_iteration(*iteration), completed))
+def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
+    """Run the chain once."""
+    _call(plugin, turn, lambda running: running.run_chain(_iteration(*iteration), completed))
 
 
-def save_worker(plugin: str, iteration: tuple[str, int, int, bool], url: str, completed: int, after: None) -> None:
+def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
     """Write this worker's part of a checkpoint."""
-    _call(plugin, lambda running: running.save(_iteration(*iteration), url, completed))
+    _call(plugin, turn, lambda running: running.save(_iteration(*iteration), url, completed))
 
 
-def finish_worker(plugin: str, after: None) -> None:
-    """Free the roles."""
-    running = _plugin(plugin)
-    deliver_errors(running.worker_name, running.release.end, 0.0)
+def finish_worker(plugin: str, turn: int) -> None:
+    """Free the roles, now or as this task ends."""
+    _call(plugin, turn, lambda running: running.release.end(0.0))
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:
@@ -47,16 +46,15 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
     return "a task of a run that has left it" if running is None else running.position()
 
 
-def _call(plugin: str, work: Callable[[DAGWorker], None]) -> None:
-    """Call a method of the run's plugin, which frees nothing meanwhile; an error goes to the driver."""
-    running = _plugin(plugin)
-    with running.release.task():
-        deliver_errors(running.worker_name, work, running)
+def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
+    running: DAGWorker = get_worker().plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    deliver_errors(running.worker_name, _in_turn, running, turn, work)
 
 
-def _plugin(name: str) -> DAGWorker:
-    plugin: DAGWorker = get_worker().plugins[name]  # type: ignore[assignment]  # its name is the run's
-    return plugin
+def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
+    """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
+    with running.turns.take(turn), running.release.task():
+        work(running)
 
 
 def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:

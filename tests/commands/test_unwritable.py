@@ -26,7 +26,7 @@ PLACES = {
 def here(digits_task, tmp_path, monkeypatch):
     """A folder with a file, a model and a dataset, where no cluster can be started."""
 
-    def refuse(config):
+    def refuse(config, progress):
         pytest.fail("a cluster was started")
 
     for module in (run, single_pass):

@@ -52,7 +52,7 @@ def slurm(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
     """Start Slurm with its controller on the first host, and yield the environment of its users. Logs lie in
     ``folder``.
     """
-    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=8 RealMemory=64000" for host in lab.hosts)
+    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000" for host in lab.hosts)
     (folder / "slurm.conf").write_text(CONFIG.format(controller=lab.hosts[0], folder=folder, nodes=nodes))
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     scripts = Path(sys.executable).parent

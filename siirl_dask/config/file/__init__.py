@@ -22,12 +22,22 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from siirl_dask.config import Config
+from siirl_dask.config.file.cluster_spec import ClusterSpec, read_cluster_spec
 from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain, resolved
 from siirl_dask.config.file.layers import GROUPS, Layer, check_keys, file_layers, merged, override, shipped, text_layer
 from siirl_dask.config.file.node_edits import NodeList, merged_nodes
 from siirl_dask.errors import ConfigError
 
-__all__ = ["ConfigFile", "dump", "load", "load_config_file", "load_text", "shipped"]
+__all__ = [
+    "ClusterSpec",
+    "ConfigFile",
+    "dump",
+    "load",
+    "load_config_file",
+    "load_text",
+    "read_cluster_spec",
+    "shipped",
+]
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,18 @@ class Layer:
 
 def shipped(name: str) -> Path:
     """Return the path of a config that comes with the package, such as ``quickstart.yaml``. ConfigError lists all."""
-    configs = _shipped()
+    configs = shipped_files()
     path = configs.get(name) or configs.get(f"{name}.yaml")
     if path is None:
         raise ConfigError(f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})")
     return path
 
 
-def _shipped() -> dict[str, Path]:
-    folder = Path(str(files("siirl_dask").joinpath("configs")))
-    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
+def shipped_files(below: str = "") -> dict[str, Path]:
+    """Return the shipped configs by name, or what lies in the folder ``clusters``, which are no configs of a run."""
+    folder = Path(str(files("siirl_dask").joinpath("configs"))) / below
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
+    return {name: path for name, path in paths.items() if not name.startswith("clusters/")}
 
 
 def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
@@ -107,7 +109,7 @@ def _read(path: Path, asked_by: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        known = _shipped()
+        known = shipped_files()
         hint = f"; siirl_dask comes with {known[path.name]}" if path.name in known else ""
         raise ConfigError(f"{asked_by}{path}: no such file{hint}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,51 @@
+"""Waits until the workers of a cluster have come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from distributed import Client, Status
+
+from siirl_dask.config import ClusterConfig
+from siirl_dask.errors import RunError
+from siirl_dask.observe import Progress
+
+_GLANCE = 1.0  # seconds between two looks at what else may end the wait
+
+
+def wait_for_workers(
+    client: Client,
+    cluster: ClusterConfig,
+    progress: Progress,
+    check: Callable[[], None] = lambda: None,
+    hint: str = "",
+) -> None:
+    """Return once ``cluster.workers`` workers are there, and show how many are.
+
+    RunError, which ends with ``hint``, after ``cluster.start_timeout``; ``check`` is called every second and may raise
+    sooner.
+    """
+    deadline = time.monotonic() + cluster.start_timeout
+    with progress.arrivals(cluster.workers) as show:
+        while True:
+            came = _running(client)
+            show(came)
+            if came >= cluster.workers:
+                return
+            check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RunError(
+                    f"{came} of {cluster.workers} workers came up within cluster.start_timeout="
+                    f"{cluster.start_timeout:g} s{hint}"
+                )
+            with suppress(TimeoutError):
+                client.wait_for_workers(came + 1, timeout=min(left, _GLANCE))
+
+
+def _running(client: Client) -> int:
+    """Return the number of workers, counted as ``Client.wait_for_workers`` counts them."""
+    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    return sum(worker["status"] == Status.running.name for worker in workers)

@@ -1,0 +1,218 @@
+"""Starts the Dask cluster that ``cluster.spec`` names, and ends it with the run.
+
+Dask's deployment projects do the work: a spec names any class that is a ``distributed.deploy.Cluster``, or a function
+that returns one, such as ``distributed.SSHCluster``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import isclass, signature
+from threading import Thread
+from typing import Any, get_type_hints
+
+from distributed import Client, SpecCluster, Status
+from distributed.deploy.cluster import Cluster
+
+from siirl_dask.config import ClusterConfig
+from siirl_dask.config.file import ClusterSpec, read_cluster_spec
+from siirl_dask.driver.arrivals import wait_for_workers
+from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
+from siirl_dask.observe import Progress
+
+logger = logging.getLogger("siirl_dask.driver")
+_CLOSE_TIMEOUT = 15.0  # seconds until the workers are ended one by one, without the scheduler
+_CLIENT_TIMEOUT = 0.5  # seconds for the client's farewell: the cluster is closed next
+_LOG_LINES = 5  # of Dask's own log, in the error of a cluster that does not start
+
+
+def check_spec(path: str) -> None:
+    """Raise ConfigError unless the file names a class that can be imported here, and arguments that it takes."""
+    _maker(read_cluster_spec(path))
+
+
+@contextmanager
+def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
+    """Start what ``cluster.spec`` describes, wait for ``cluster.workers`` workers, and yield a client.
+
+    The cluster is closed afterwards, whatever happens. ConfigError for a spec that cannot be used; RunError if the
+    cluster does not start, or too few workers come in time.
+    """
+    assert config.spec is not None
+    spec = read_cluster_spec(config.spec)
+    cluster = _start(spec, config.start_timeout)
+    try:
+        asked = _scale(cluster, config.workers)
+
+        def check() -> None:
+            if asked.done() and (error := asked.exception()) is not None:
+                raise _failed(spec, error) from error
+
+        client = Client(cluster)
+        try:
+            wait_for_workers(client, config, progress, check, _hint(spec, cluster))
+            yield client
+        finally:
+            client.close(timeout=_CLIENT_TIMEOUT)
+    finally:
+        _close(cluster)
+
+
+def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
+    """Return a function that makes the cluster. ConfigError for a class or arguments that cannot be used."""
+    where = f"cluster.spec={spec.path!r}: class {spec.class_name!r}"
+    module_name, _, name = spec.class_name.rpartition(".")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{where} cannot be imported: {error}; install the package that has it") from error
+    made_by = getattr(module, name, None)
+    if made_by is None:
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r}{did_you_mean(name, dir(module))}")
+    kind = made_by if isclass(made_by) else get_type_hints(made_by).get("return") if callable(made_by) else None
+    if not isclass(kind) or not issubclass(kind, Cluster):
+        raise ConfigError(f"{where} is no cluster: expected a class of distributed.deploy.Cluster, as SLURMCluster is")
+    if "asynchronous" in spec.kwargs:
+        raise ConfigError(f"{where}: kwargs.asynchronous: a run starts its cluster synchronously; leave it out")
+    parameters = signature(made_by).parameters
+    try:
+        signature(made_by).bind(**spec.kwargs)
+    except TypeError as error:
+        unknown = next((key for key in spec.kwargs if key not in parameters), None)
+        hint = did_you_mean(unknown, parameters) if unknown else ""
+        raise ConfigError(f"{where} does not take its kwargs: {error}{hint}") from error
+    return lambda: made_by(**spec.kwargs)
+
+
+def _start(spec: ClusterSpec, timeout: float) -> Cluster:
+    """Make the cluster in a thread of its own.
+
+    Some classes wait there for all their hosts, and would leave some behind if Ctrl-C ended them half-way.
+    """
+    make, made = _maker(spec), Future[Cluster]()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    with _dask_log() as lines:
+        Thread(target=work, name="start-cluster", daemon=True).start()
+        try:
+            wait([made], timeout)
+        except KeyboardInterrupt:
+            wait([made], _CLOSE_TIMEOUT)
+            made.add_done_callback(_close_unused)
+            raise
+        if not made.done():
+            made.add_done_callback(_close_unused)
+            raise RunError(
+                f"cluster.spec={spec.path!r}: {spec.class_name} did not start within cluster.start_timeout="
+                f"{timeout:g} s{_quoted(lines)}"
+            )
+        if (error := made.exception()) is not None:
+            raise _failed(spec, error, lines) from error
+        return made.result()
+
+
+def _close_unused(made: Future[Cluster]) -> None:
+    if made.exception() is None:
+        _close(made.result())
+
+
+def _failed(spec: ClusterSpec, error: BaseException, lines: Iterable[str] = ()) -> SiirlError:
+    """Return the error of a cluster that does not start; a class refuses arguments with TypeError or ValueError."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    where = f"cluster.spec={spec.path!r}: {spec.class_name}"
+    if isinstance(error, TypeError | ValueError):
+        return ConfigError(f"{where} refuses its kwargs: {text}")
+    return RunError(f"{where} does not start: {text}{_quoted(lines)}")
+
+
+def _quoted(lines: Iterable[str]) -> str:
+    shown = "; ".join(lines)
+    return f" (Dask's log: {shown})" if shown else ""
+
+
+@contextmanager
+def _dask_log() -> Iterator[deque[str]]:
+    """Keep what Dask's deployment classes log off the terminal, and yield its last lines: their errors tell less."""
+    lines: deque[str] = deque(maxlen=_LOG_LINES)
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " - INFO - " not in (text := record.getMessage()):  # what went well on another host
+                lines.append(text)
+
+    source, handler = logging.getLogger("distributed.deploy"), Keep()
+    propagated = source.propagate
+    source.addHandler(handler)
+    source.propagate = False
+    try:
+        yield lines
+    finally:
+        source.propagate = propagated
+        source.removeHandler(handler)
+
+
+def _scale(cluster: Cluster, workers: int) -> Future[None]:
+    """Ask for the workers; the future fails if one cannot be started.
+
+    A class without scaling has as many as its arguments say.
+    """
+    done = Future[None]()
+    done.set_result(None)
+    if not cluster._supports_scaling:
+        return done
+    if not isinstance(cluster, SpecCluster):
+        cluster.scale(workers)
+        return done
+
+    async def grow() -> None:
+        corrected = cluster._correct_state()  # before scale(), which calls it as well, and would log its errors
+        cluster.scale(workers)
+        try:
+            await corrected
+        except Exception:
+            asyncio.get_running_loop().set_exception_handler(_ignore)  # the other workers': one is told
+            for worker in cluster.workers.values():
+                worker.status = Status.failed  # Dask's close() insists on a status, and gives none to these
+            raise
+
+    assert cluster.loop is not None  # only a client without a loop of its own has none
+    return asyncio.run_coroutine_threadsafe(grow(), cluster.loop.asyncio_loop)  # type: ignore[attr-defined]
+
+
+def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    pass
+
+
+def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
+    """Return where to look when workers do not come."""
+    hint = f": {spec.class_name} starts them"
+    if not cluster._supports_scaling:
+        hint += ", as many as its kwargs name and no more"
+    if (folder := spec.kwargs.get("log_directory")) is not None:
+        hint += f", and their logs are in {folder}"
+    return hint
+
+
+def _close(cluster: Cluster) -> None:
+    """Close the cluster; workers that are busy are ended without waiting for them."""
+    try:
+        cluster.close(timeout=_CLOSE_TIMEOUT)
+    except TimeoutError:
+        logger.warning("%s did not close within %g s: its workers are ended", cluster.name, _CLOSE_TIMEOUT)
+        cluster.sync(_end_workers, cluster, callback_timeout=_CLOSE_TIMEOUT)
+
+
+async def _end_workers(cluster: Any) -> None:
+    """End each job or process of the cluster by its own means, such as scancel."""
+    await asyncio.gather(*(worker.close() for worker in getattr(cluster, "workers", {}).values()))

@@ -1,0 +1,174 @@
+"""A cluster that a spec describes is started, waited for and ended; what cannot be started is refused by name."""
+
+import re
+import threading
+import time
+
+import pytest
+from distributed import LocalCluster
+from distributed.deploy.cluster import Cluster
+
+from siirl_dask.commands.script import main
+from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.config.file import shipped
+from siirl_dask.driver import deployment
+from siirl_dask.driver.cluster import connect
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.observe import Progress
+
+HERE = "tests.driver.test_deployment"
+LOCAL = "{n_workers: 0, threads_per_worker: 1, memory_limit: 0, host: 127.0.0.1, dashboard_address: '127.0.0.1:0'"
+QUIET = Progress(1, enabled=False)
+made: list[Cluster] = []
+
+
+class Kept(LocalCluster):
+    """Worker processes of this machine; ``made`` has all such clusters."""
+
+    def __init__(self, **options):
+        made.append(self)
+        super().__init__(silence_logs=50, **options)
+
+
+class Slow(Kept):
+    """Starts once it is allowed to."""
+
+    allowed = threading.Event()
+
+    def __init__(self, **options):
+        assert self.allowed.wait(60)
+        super().__init__(**options)
+
+
+class Breaking(Kept):
+    """A cluster whose jobs are refused when they are submitted."""
+
+    async def _correct_state_internal(self):
+        self._correct_state_waiting = None
+        if self.worker_spec:
+            raise RuntimeError("sbatch: error: invalid partition")
+
+
+class Fixed(Kept):
+    """A cluster with the workers that its arguments name."""
+
+    _supports_scaling = False
+
+
+class Choosy(Cluster):
+    """A cluster that is not pleased with its arguments, as those of dask-jobqueue are at times."""
+
+    def __init__(self, **options):
+        raise ValueError("you must say how\nmany cores a job has")
+
+
+class NoCluster:
+    pass
+
+
+def by_function(size: int) -> LocalCluster:
+    raise AssertionError("a check started a cluster")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    made.clear()
+    yield
+    assert [cluster.status.name for cluster in made] == ["closed"] * len(made)
+
+
+@pytest.fixture
+def config(write):
+    """The configuration of a run on ``kind``, with further arguments of its class."""
+
+    def config(kind, more="", **options):
+        path = write(f"class: {HERE}.{kind}\nkwargs: {LOCAL}{more}}}\n", "spec.yaml")
+        return Config(cluster=ClusterConfig(spec=path, **{"workers": 2, **options}))
+
+    return config
+
+
+def test_the_workers_that_are_asked_for_are_there_and_end_with_the_run(config):
+    with connect(config("Kept"), QUIET) as client:
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 2
+        processes = [nanny.process.process for nanny in made[0].workers.values()]
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_the_cluster_is_closed_when_the_run_fails(config):
+    with pytest.raises(ZeroDivisionError), connect(config("Kept"), QUIET):
+        raise ZeroDivisionError
+    assert len(made) == 1
+
+
+def test_jobs_that_are_refused_end_the_wait_with_the_cause(config):
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"Breaking does not start: sbatch: error: invalid partition$"):
+        connect(config("Breaking"), QUIET).__enter__()
+    assert time.monotonic() - began < 60 < config("Breaking").cluster.start_timeout
+
+
+def test_too_few_workers_are_counted_with_where_to_look(config):
+    said = r"^0 of 2 workers came up within cluster.start_timeout=3 s: .*Fixed starts them, as many as its kwargs name"
+    with pytest.raises(RunError, match=said):
+        connect(config("Fixed", start_timeout=3), QUIET).__enter__()
+
+
+def test_a_cluster_that_comes_up_too_late_is_closed(config, monkeypatch):
+    closed = threading.Event()
+    monkeypatch.setattr(deployment, "_close", lambda cluster: (cluster.close(), closed.set()))
+    with pytest.raises(RunError, match=r"Slow did not start within cluster.start_timeout=0.1 s$"):
+        connect(config("Slow", start_timeout=0.1), QUIET).__enter__()
+    Slow.allowed.set()
+    assert closed.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("no_such_package.Cluster", "cannot be imported: No module named 'no_such_package'; install the package"),
+        ("distributed.SHSCluster", "module 'distributed' has no 'SHSCluster'; did you mean 'SSHCluster'?"),
+        (f"{HERE}.NoCluster", "is no cluster: expected a class of distributed.deploy.Cluster"),
+        ("os.path.join", "is no cluster: expected"),
+        (f"{HERE}.HERE", "is no cluster: expected"),
+        (f"{HERE}.by_function", "does not take its kwargs: missing a required argument: 'size'"),
+    ],
+)
+def test_what_is_no_cluster_is_refused_before_anything_starts(write, kind, said):
+    path = write(f"class: {kind}")
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(
+            f"cluster.spec={path!r}: class {kind!r} {said}".replace(
+                "class 'distributed.SHSCluster' module", "class 'distributed.SHSCluster': module"
+            )
+        ),
+    ):
+        deployment.check_spec(path)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_one(write):
+    path = write(f"class: {HERE}.by_function\nkwargs: {{sise: 3}}")
+    with pytest.raises(ConfigError, match=r"does not take its kwargs: .*; did you mean 'size'\?"):
+        deployment.check_spec(path)
+
+
+def test_arguments_that_the_class_itself_refuses_are_a_mistake_of_the_user(config):
+    with pytest.raises(ConfigError, match=r"Choosy refuses its kwargs: you must say how many cores a job has$"):
+        connect(config("Choosy"), QUIET).__enter__()
+
+
+def test_a_script_and_a_plan_refuse_a_spec_before_anything_starts(write, capsys):
+    from siirl_dask import grpo
+    from siirl_dask.cli import main as cli
+
+    path = write("class: nowhere.Cluster")
+    for command in (
+        lambda: main(grpo, arguments=[str(shipped("quickstart.yaml")), "--cluster", path]),
+        lambda: cli(["run", str(shipped("quickstart.yaml")), "--cluster", path]),
+        lambda: cli(["plan", str(shipped("quickstart.yaml")), "--cluster", path]),
+        lambda: cli(["quickstart", f"cluster.spec={path}"]),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command()
+        assert f"error: cluster.spec={path!r}: class 'nowhere.Cluster' cannot be imported" in capsys.readouterr().err
