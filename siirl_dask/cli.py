@@ -45,6 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             add_resume_options(command)
         if name == "plan":
             command.add_argument("--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says")
+            command.add_argument("--hosts", metavar="4x8", help="for 4 hosts with 8 workers each; or a list, 8,8,4")
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
@@ -92,11 +93,14 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             file = load_config_file(chosen.config, overrides_of(chosen))
             train(file.config, *dags(file), chosen)
         case "plan":
+            from siirl_dask.commands.hosts import read_hosts
             from siirl_dask.commands.plan import describe_run
 
-            scaled = [] if chosen.workers is None else [f"cluster.workers={chosen.workers}"]
+            hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
+            workers = chosen.workers if hosts is None else sum(hosts)
+            scaled = [] if workers is None else [f"cluster.workers={workers}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
-            print(describe_run(file.config, *dags(file), chosen.format))
+            print(describe_run(file.config, *dags(file), chosen.format, hosts))
         case "quickstart":
             from siirl_dask.commands.quickstart import quickstart
 

@@ -70,8 +70,11 @@ def interface_of(host: str) -> str:
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
-    """Make a group of some ranks of the default group, all of whose ranks must call this in the same order."""
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend)
+    """Make a group of some ranks of the default group, all of whose ranks must call this in the same order.
+
+    A rank's place in ``ranks`` is its rank in the group.
+    """
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend, sort_ranks=False)
 
 
 def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) -> Any:
@@ -82,7 +85,9 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
     """
     backend = backend or dist.get_backend(parent)
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
+    )
 
 
 def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:

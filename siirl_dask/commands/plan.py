@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.config import Config
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
@@ -15,27 +16,33 @@ from siirl_dask.planner.explain.tables import readable_bytes, table, worker_rang
 from siirl_dask.runs.folder import check_writable
 
 
-def describe_run(config: Config, dag: DAG, validation: DAG | None, form: str = "text") -> str:
+def describe_run(
+    config: Config, dag: DAG, validation: DAG | None, form: str = "text", hosts: Sequence[int] | None = None
+) -> str:
     """Describe a run's training and validation plans, and the memory of a worker.
 
-    A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes. UserError for all
+    A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes; with ``hosts``, the
+    number of workers on each, the roles on them and the bytes between them as well. UserError for all
     mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``.
     """
     validation = validation_of(config, dag, validation)
     workers = worker_names(config)
-    phases = plan_phases(config, dag, validation, workers, assume_columns=True)
+    placed = None if hosts is None else place_workers(workers, hosts)
+    phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
     checked = check(config, phases)
     check_writable(config.run.url, write=False)
     notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)
     match form:
         case "json":
-            plans = {phase: as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
+            plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
             memory = [_memory_as_data(one) for one in checked.memory]
             return json.dumps({"version": 1, "notes": notes, "phases": plans, "memory": memory}, indent=1)
         case "svg":
             return draw(shown)
     texts = [f"note: {note}" for note in notes]
-    texts += [f"== {phase} ==\n\n{describe(plan, sizes)}" for phase, (plan, sizes) in shown.items()]
+    for phase, (plan, sizes) in shown.items():
+        texts.append(f"== {phase} ==\n\n{describe(plan, sizes)}")
+        texts += [] if placed is None else [f"== hosts in {phase} ==\n\n{describe_hosts(plan, sizes)}"]
     return "\n\n".join([*texts, _memory(config, checked.memory, workers)])
 
 

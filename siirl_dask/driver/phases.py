@@ -12,7 +12,7 @@ from siirl_dask.config import Config
 from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError, DataError, PlanError
-from siirl_dask.planner import DAG, Phase, Plan, compile_chains, dag_from_spec, resolve
+from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
 from siirl_dask.recipes import common
 from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, DataType, Schema
 
@@ -21,9 +21,17 @@ Phases = dict[Phase, tuple[Plan, Source]]
 
 
 def plan_phases(
-    config: Config, dag: DAG, validation: DAG | None, workers: Sequence[str], *, assume_columns: bool = False
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
+    workers: Sequence[str],
+    hosts: Hosts | None = None,
+    *,
+    assume_columns: bool = False,
 ) -> Phases:
     """Return the plans of a run on ``workers``. ConfigError, DataError or PlanError for a run that cannot work.
+
+    ``hosts`` gives the host of each worker; None: all are on one.
 
     Opens the datasets to read their columns; with ``assume_columns`` an absent one is assumed to have the columns that
     the configuration names.
@@ -47,7 +55,7 @@ def plan_phases(
     for phase, (graph, source) in sources.items():
         absent = assume_columns and not exists(source.url)
         columns = assumed_columns(config) if absent else open_source(source).schema
-        plan = compile_chains(graph, workers, source_schema(columns, source), config.cluster.placement)
+        plan = compile_chains(graph, workers, source_schema(columns, source), config.cluster.placement, hosts)
         phases[phase] = (plan, source)
     return phases
 

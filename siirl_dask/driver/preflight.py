@@ -21,6 +21,7 @@ from siirl_dask.nodes.prompts import check_expected
 from siirl_dask.planner import DAG, Plan, Role, RoleCost
 from siirl_dask.planner.contract import options_of, preflight_of, provides_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
+from siirl_dask.planner.placement import host_notes
 from siirl_dask.worker.run_spec import serialize_phases
 
 
@@ -57,7 +58,7 @@ def check(config: Config, phases: Phases) -> Checked:
     check_memory(config, memory)
     return Checked(
         memory,
-        [*_notes(plan, costs), *transfer_notes(config, plan)],
+        [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)],
         {name: cost.reads for name, cost in costs.items()},
     )
 

@@ -43,6 +43,11 @@ def members(client: Client, count: int) -> dict[str, str]:
     return chosen
 
 
+def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
+    """Return the host of each worker of ``members``: that of its address, which its peers reach it by."""
+    return {name: get_address_host(address) for name, address in members.items()}
+
+
 def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> list[str]:
     """Return the workers' names by host, then device, then name; ``workers`` has the address and report of each.
 

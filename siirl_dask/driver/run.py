@@ -12,13 +12,14 @@ from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import check
-from siirl_dask.driver.processes import members
+from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Status, Summary
-from siirl_dask.planner import DAG, Phase, compile_chains
+from siirl_dask.planner import DAG, Hosts, Phase, compile_chains
+from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.checkpoints import Checkpoints, State
 from siirl_dask.runs.folder import (
@@ -61,8 +62,10 @@ def run(
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
-            phases = _plan(config, dag, validation, list(named), resume)
+            phases = _plan(config, dag, validation, list(named), resume, hosts_of(named))
             check_reachable(client, named, phases, checked.reads, config.run.url)
+            for note in host_notes(phases[Phase.TRAIN][0]):
+                log.progress.note(note)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
             spec = RunSpec.of(config, named, phases, store, resume.checkpoint)
             checkpoints = Checkpoints(spec.url, spec.run, config.checkpoint.keep, config.checkpoint.keep_best)
@@ -119,16 +122,17 @@ def _plan(
     validation: DAG | None,
     workers: Sequence[str],
     resume: ResumePoint,
+    hosts: Hosts | None = None,
     *,
     assume: bool = False,
 ) -> Phases:
     """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines."""
-    phases = plan_phases(config, dag, validation, workers, assume_columns=assume)
+    phases = plan_phases(config, dag, validation, workers, hosts, assume_columns=assume)
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
     if resume.done and (loading := weights_dag(dag)) is not None:
         identity = make_schema({name: TYPES[name] for name in IDENTITY})
-        plan = compile_chains(loading, workers, identity, config.cluster.placement)
+        plan = compile_chains(loading, workers, identity, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
     return phases
 

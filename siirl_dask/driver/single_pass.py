@@ -8,13 +8,13 @@ from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
-from siirl_dask.driver.processes import members
+from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
-from siirl_dask.planner import DAG, Iteration, Phase, compile_chains
+from siirl_dask.planner import DAG, Hosts, Iteration, Phase, compile_chains
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.worker.run_spec import RunSpec
 
@@ -29,8 +29,8 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     progress = Progress(1, enabled=config.observe.progress)
     schema = source_schema(open_source(source).schema, source)
 
-    def phases(workers: list[str]) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement), source)}
+    def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     checked = check(config, planned)
@@ -39,7 +39,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
-            actual = phases(list(named))
+            actual = phases(list(named), hosts_of(named))
             check_reachable(client, named, actual, checked.reads, config.run.url)
             spec = RunSpec.of(config, named, actual)
             progress.note(f"dashboard  {client.dashboard_link}")

@@ -18,7 +18,7 @@ from siirl_dask.planner.chain import (
     Stream,
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
-from siirl_dask.planner.compile import PlanInputs, compile_chains
+from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import (
     Changes,
     Contract,
@@ -36,6 +36,8 @@ from siirl_dask.planner.explain.as_svg import draw
 from siirl_dask.planner.explain.as_text import describe
 from siirl_dask.planner.explain.memory import Usage, usage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.hosts import Hosts
+from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
@@ -48,6 +50,7 @@ __all__ = [
     "Drop",
     "Edge",
     "Estimate",
+    "Hosts",
     "Input",
     "Iteration",
     "Lagged",

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.hosts import Hosts
 from siirl_dask.schema import Schema
 
 
@@ -199,3 +200,5 @@ class Plan:
     """Columns of the dataset, for which the DAG was planned."""
     streams: Mapping[str, str] = field(default_factory=dict)
     """Target node of each source node whose table is streamed piece by piece."""
+    hosts: Hosts = field(default_factory=dict)
+    """Host of each worker; empty where all are on one."""

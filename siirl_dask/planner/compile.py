@@ -9,87 +9,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Chain, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.explain.tables import steps_behind
+from siirl_dask.planner.hosts import Hosts, by_host
+from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import IDENTITY, MINIBATCH, Schema, make_schema
 
 
 def compile_chains(
-    dag: DAG, workers: Sequence[str], source: Schema, placement: Mapping[str, Sequence[int]] | None = None
+    dag: DAG,
+    workers: Sequence[str],
+    source: Schema,
+    placement: Mapping[str, Sequence[int]] | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed role is on every one.
+
+    ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are ordered such that
+    groups of its ranks (``@builds(groups=...)``) lie on one host where they can.
 
     PlanError when the column contracts do not hold, or the placement names an unknown role or worker.
     """
     if not workers or len(set(workers)) != len(workers):
         raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
-    placed = _place(dag, workers, placement or {})
-    _check_neighbours(dag, placed)
+    hosts = {} if hosts is None or len(set(hosts.values())) == 1 else hosts
+    placed = place_roles(dag, workers, placement or {}, hosts)
+    check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
-    moves = _plan_moves(stages, placed)
+    moves = _plan_moves(stages, placed, hosts)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
-    chains = _chains(workers, stages, moves, placed, streams)
-    plan = Plan(dag, placed, stages, edges, chains, source, streams)
+    chains = _chains(workers, stages, moves, placed, streams, hosts)
+    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Everything that a plan is computed from: the same inputs give the same plan in every process.
-
-    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger than its inputs.
-    """
-
-    dag: DAG
-    dataset: Schema
-    placement: Mapping[str, tuple[int, ...]]
-    """Workers of each role, by index."""
-
-    @staticmethod
-    def of(plan: Plan) -> PlanInputs:
-        """Return the inputs of ``plan``, but for the names of its workers."""
-        index = {worker: number for number, worker in enumerate(plan.chains)}
-        placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
-        return PlanInputs(plan.dag, plan.dataset, placed)
-
-    def compile(self, workers: Sequence[str]) -> Plan:
-        """Return the plan on ``workers``, in the order in which it was planned for them before."""
-        return compile_chains(self.dag, workers, self.dataset, self.placement)
-
-
-def _place(dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
-    roles = [role.name for role in dag.roles]
-    for role, indices in placement.items():
-        if role not in roles:
-            raise PlanError(f"the placement names role {role!r}, which the DAG has not{did_you_mean(role, roles)}")
-        for index in indices:
-            if not 0 <= index < len(workers):
-                raise PlanError(f"the placement puts role {role!r} on worker {index}: there are {len(workers)}, from 0")
-        if not indices or len(set(indices)) != len(indices):
-            raise PlanError(f"the placement puts role {role!r} on {list(indices)}: expected workers, each one once")
-    return {role: tuple(workers[i] for i in placement.get(role, range(len(workers)))) for role in roles}
-
-
-def _check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
-    for node in dag.nodes:
-        role = node.contract.neighbour
-        if role is None:
-            continue
-        if role not in placed:
-            raise PlanError(f"node {node.name!r} uses role {role!r}, which the DAG has not{did_you_mean(role, placed)}")
-        if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
-            raise PlanError(
-                f"node {node.name!r} uses role {role!r} on each worker of its own role {node.role!r}, and worker "
-                f"{alone[0]!r} has it not: place {role!r} where {node.role!r} is"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +70,10 @@ class _Layout:
         """Workers whose parts together hold every row once; for replicas, the first worker."""
         return self.workers[:1] if self.replicated else self.workers
 
+    def senders(self, hosts: Hosts) -> tuple[str, ...]:
+        """Return the workers that give others its rows; for replicas the first of each host, the nearest first."""
+        return tuple(own[0] for own in by_host(self.workers, hosts).values()) if self.replicated else self.workers
+
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
         """Tell whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
         return self.workers == workers and (self.policy == policy or len(workers) == 1)
@@ -126,8 +89,8 @@ class _Move:
 
     inputs: tuple[Input, ...]
     edges: tuple[Edge, ...]
-    holders: tuple[str, ...]
-    """Workers whose parts together make up the node's output."""
+    layout: _Layout
+    """Layout of the node's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +98,7 @@ class _Planned:
     """The layouts of all tables after the nodes planned so far."""
 
     stages: Mapping[str, Stage]
+    hosts: Hosts
     layouts: dict[str, _Layout] = field(default_factory=dict)
     """Layout of each node's table."""
     first: dict[_Layout, str] = field(default_factory=dict)
@@ -143,8 +107,8 @@ class _Planned:
     """Edge that brought a node's rows into a layout; its table can be used again."""
 
 
-def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]]) -> dict[str, _Move]:
-    planned = _Planned(stages)
+def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]], hosts: Hosts) -> dict[str, _Move]:
+    planned = _Planned(stages, hosts)
     moves: dict[str, _Move] = {}
     for name, stage in stages.items():
         node, workers = stage.node, placed[stage.node.role]
@@ -160,7 +124,7 @@ def _plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...
         planned.first.setdefault(planned.layouts[name], name)
         if node.lag:
             _check_lag(node, inputs, edges)
-        moves[name] = _Move(inputs, edges, planned.layouts[name].holders)
+        moves[name] = _Move(inputs, edges, planned.layouts[name])
     return moves
 
 
@@ -220,7 +184,8 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
     for source in sources:
         taken = (name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY)
         columns = (*IDENTITY, *taken)
-        edge = _edge(stage, planned.stages[source], planned.layouts[source].holders, layout, columns, guide)
+        senders = planned.layouts[source].senders(planned.hosts)
+        edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
         arrived = planned.arrived.get((source, layout))
         if source in in_place:
             inputs.append(Input(source, columns))
@@ -230,7 +195,8 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
             inputs.append(Input(edge.name, columns))
             edges.append(edge)
     if edges and guide in in_place:
-        edges.append(_edge(stage, planned.stages[guide], planned.layouts[guide].holders, layout, (), guide))
+        senders = planned.layouts[guide].senders(planned.hosts)
+        edges.append(_edge(stage, planned.stages[guide], senders, layout, (), guide))
     return tuple(inputs), tuple(edges)
 
 
@@ -254,6 +220,7 @@ def _chains(
     moves: Mapping[str, _Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
+    hosts: Hosts,
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source."""
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
@@ -268,16 +235,17 @@ def _chains(
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
         run, sends = Run(node, move.inputs, stage.outputs), [Send(edge) for edge in outgoing[name] if not streaming]
-        part = {worker: index for index, worker in enumerate(move.holders)}
+        part = {worker: index for index, worker in enumerate(move.layout.holders)}
+        senders = move.layout.senders(hosts)
         for index, worker in enumerate(placed[node.role]):
             here = links[worker]
             if not node.after:
                 here.append(Load(move.inputs[0].table, stage.needed, index, len(placed[node.role])))
             now = [*before, streaming.pop(worker, run)]
             here += [Lagged(node.lag, with_drops(now))] if node.lag else now
-            if worker in part:
-                here += sends
-                here += [Save(name, node.save_as, part[worker], len(part))] if node.save_as else []
+            here += sends if worker in senders else []
+            if worker in part and node.save_as:
+                here.append(Save(name, node.save_as, part[worker], len(part)))
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}

@@ -184,20 +184,30 @@ Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]
 """
 
 
+Groups = Callable[[Mapping[str, Any], int], Mapping[str, int]]
+"""``(options, workers) -> {config key: size}``: sizes of the groups that the ranks of a role on ``workers`` form.
+
+A group is ``size`` neighbours in rank order that speak with each other all the time, such as the ranks of an engine;
+the planner puts each on one host where it can. ``options`` are those that are bound to the builder.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The declaration that ``@builds`` puts on a builder."""
 
     preflight: Preflight
     provides: frozenset[str]
+    groups: Groups | None
 
 
-def builds(*, preflight: Preflight, provides: Iterable[str] = ()) -> Callable[[_F], _F]:
+def builds(*, preflight: Preflight, provides: Iterable[str] = (), groups: Groups | None = None) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
     ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
+    ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself.
     """
-    declared = Declared(preflight, frozenset(provides))
+    declared = Declared(preflight, frozenset(provides), groups)
 
     def attach(fn: _F) -> _F:
         fn.__builds__ = declared  # type: ignore[attr-defined]
@@ -216,6 +226,14 @@ def provides_of(build: Callable[..., Any]) -> frozenset[str]:
     """Return the capabilities of all roles of this builder."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
     return frozenset() if declared is None else declared.provides
+
+
+def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:
+    """Return the sizes of the groups of ranks that a role on ``workers`` workers forms, by their config key."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    if declared is None or declared.groups is None:
+        return {}
+    return {key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1}
 
 
 def bare(fn: Any) -> Any:

@@ -19,7 +19,7 @@ from siirl_dask.rollout.engine import (
     Tokenizer,
     WeightStream,
 )
-from siirl_dask.rollout.preflight import check_engine, choose_engine
+from siirl_dask.rollout.preflight import check_engine, choose_engine, engine_groups
 
 __all__ = [
     "FinishReason",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-@builds(preflight=check_engine)
+@builds(preflight=check_engine, groups=engine_groups)
 def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
     """Build the engine that the configuration names, or this rank of it, on this device.
 

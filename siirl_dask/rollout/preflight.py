@@ -57,6 +57,12 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     return RoleCost(memory=memory, notes=_notes(rollout.tensor_parallel_size, workers), reads=(model.path,))
 
 
+def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
+    """Return the number of ranks that an engine is made of, by config key."""
+    rollout: RolloutConfig = options["rollout"]
+    return {"rollout.tensor_parallel_size": rollout.tensor_parallel_size}
+
+
 def _check_no_vllm_options(rollout: RolloutConfig) -> None:
     """Raise ConfigError for an option that only vLLM reads, where ``auto`` falls back to transformers."""
     default = VllmConfig()

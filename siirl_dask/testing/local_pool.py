@@ -101,9 +101,13 @@ class LocalPool:
             failed = [error for future in running if (error := future.exception())]
         if failed:
             raise self._first or failed[0]
+        self.wait_for_acks()
+        return merge([future.result() for future in running])
+
+    def wait_for_acks(self) -> None:
+        """Wait until sources have heard which of their rows have arrived."""
         for databuffer in self.databuffers.values():
             asyncio.run_coroutine_threadsafe(databuffer.wait_for_acks(), self._loop).result()
-        return merge([future.result() for future in running])
 
     def resources(self, worker: str) -> Mapping[str, Any]:
         """Return the objects that the roles of ``worker`` built, by role."""
@@ -142,7 +146,7 @@ class LocalPool:
 
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
-        databuffer = Databuffer(RUN, worker, edges, self.transport)
+        databuffer = Databuffer(RUN, worker, edges, self.transport, hosts=self.plan.hosts)
         stealing = self._stealings[worker] = StealService(RUN, self.transport)
 
         async def handle(request: Request) -> Reply:
@@ -221,13 +225,11 @@ def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[
     links = [link for chain in plan.chains.values() for link in chain.flat]
     by_worker: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
     for joins in dict.fromkeys(link.joins for link in links if isinstance(link, Stream) and link.joins):
-        ranked = [worker for worker in plan.chains if worker in joins]  # as torch's new_group ranks them
-        groups = dict(zip(ranked, _groups(len(ranked)), strict=True))
+        groups = dict(zip(joins, _groups(len(joins)), strict=True))
         for worker in plan.chains:
             by_worker[worker][joins] = Broadcast(
                 members=joins,
                 group=groups.get(worker),
-                root=ranked.index(joins[0]),
                 device="cpu",
                 stop=stop,
                 max_bytes=stream_bytes,

@@ -8,7 +8,13 @@ from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.planner import builds
-from siirl_dask.training.preflight import check_critic, check_reference, check_reward_model, check_trainer
+from siirl_dask.training.preflight import (
+    check_critic,
+    check_reference,
+    check_reward_model,
+    check_trainer,
+    trainer_groups,
+)
 from siirl_dask.training.trainer import (
     Batch,
     Critic,
@@ -43,7 +49,7 @@ __all__ = [
 ]
 
 
-@builds(preflight=check_trainer)
+@builds(preflight=check_trainer, groups=trainer_groups)
 def build_trainer(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
@@ -57,7 +63,7 @@ def build_trainer(
     return Policy(backend, model, trainer, rank, temperature=rollout.temperature)
 
 
-@builds(preflight=check_reference)
+@builds(preflight=check_reference, groups=trainer_groups)
 def build_reference(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
 ) -> Trainer:
@@ -68,7 +74,7 @@ def build_reference(
     return Reference(backend, model, temperature=rollout.temperature)
 
 
-@builds(preflight=check_critic)
+@builds(preflight=check_critic, groups=trainer_groups)
 def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
     backend = _backend(device, rank, model, trainer)

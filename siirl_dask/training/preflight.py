@@ -45,6 +45,19 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     return RoleCost(memory=held + _gathered(size, trainer), reads=(model.path,))
 
 
+def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
+    """Return the sizes of the groups in which the ranks of a trained model speak with each other, by config key."""
+    trainer: TrainerConfig = options["trainer"]
+    if trainer.backend is not Backend.fsdp:
+        return {}
+    fsdp = trainer.fsdp
+    sharded = {"trainer.fsdp.shard_size": fsdp.shard_size or workers} if fsdp.tensor_parallel == 1 else {}
+    return sharded | {
+        "trainer.fsdp.sequence_parallel": fsdp.sequence_parallel,
+        "trainer.fsdp.tensor_parallel": fsdp.tensor_parallel,
+    }
+
+
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
     """Size a role of ``build_reward_model``."""
     model: ModelConfig = options.get("model", config.model)

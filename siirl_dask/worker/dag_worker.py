@@ -93,7 +93,8 @@ class DAGWorker(WorkerPlugin):
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store_port: asyncio.Future[int] = self._loop.create_future()
-        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data)
+        hosts = self._phases[self.spec.builds_from][0].hosts
+        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
         self._stealing = StealService(self.spec.run, self._plane.transport)
         await self._plane.start(self._handle)
 
@@ -229,11 +230,10 @@ class DAGWorker(WorkerPlugin):
                 continue
             members = (*link.edge.sources, *link.joins[1:])
             if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
-                group, root = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
+                group = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
                 broadcasts[link.joins] = Broadcast(
                     members=link.joins,
                     group=group,
-                    root=root,
                     device=devices[self.worker_name].torch_name,
                     stop=self.stop,
                     max_bytes=data.stream_bytes,

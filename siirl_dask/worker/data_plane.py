@@ -20,7 +20,7 @@ from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Reques
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
 from siirl_dask.errors import ConfigError, PeerError
-from siirl_dask.planner import Edge
+from siirl_dask.planner import Edge, Hosts
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -73,7 +73,13 @@ class DataPlane:
     """Starts, serves and closes a worker's databuffer and transport, on the Dask worker's event loop."""
 
     def __init__(
-        self, worker: Worker, run: str, members: Mapping[str, str], edges: Mapping[str, Edge], settings: DataSettings
+        self,
+        worker: Worker,
+        run: str,
+        members: Mapping[str, str],
+        edges: Mapping[str, Edge],
+        settings: DataSettings,
+        hosts: Hosts | None = None,
     ) -> None:
         self._worker = worker
         self._run = run
@@ -92,6 +98,7 @@ class DataPlane:
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
             stall_timeout=settings.stall_timeout,
+            hosts=hosts,
         )
         self._handler: Handler = self.databuffer.handle
 

@@ -28,10 +28,11 @@ class ChainRun:
 
     def run(self, chain: Chain) -> dict[str, Metric]:
         """Follow the chain's links and return the logged metrics. Aborted when the worker is told to stop."""
-        traffic = self.calls.runtime.databuffer.traffic
-        before = traffic.total
+        traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
+        peers, hosts = traffic.total, traffic.between_hosts
         self._follow(chain.links)
-        self.calls.context("").log("bytes/peers", traffic.total - before, Reduce.SUM)
+        context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
+        context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
         return self.calls.metrics
 
     def _follow(self, links: Sequence[Link]) -> None:

@@ -80,21 +80,19 @@ def join(
     return ranks
 
 
-def broadcast_group(
-    worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float
-) -> tuple[object, int]:
-    """Make a process group of ``members``, and return it with the first member's rank in it.
+def broadcast_group(worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float) -> object:
+    """Make a process group of ``members``, of which the first has rank 0, and return it.
 
-    The group is None on other workers. All workers of the run call this after ``join``.
+    It is None on other workers. All workers of the run call this after ``join``.
     """
     global_ranks = [list(devices).index(member) for member in members]
-    backend, root = backend_of(devices[member] for member in members), sorted(global_ranks).index(global_ranks[0])
+    backend = backend_of(devices[member] for member in members)
     group = collectives.new_group(global_ranks, backend, timeout)
     if worker not in members:
-        return None, root
+        return None
     # nccl connects at the first use and blocks until all are there: here nobody is late, and no step is under way
-    group.broadcast(torch.zeros(1, device=devices[worker].torch_name), root).wait()
-    return group, root
+    group.broadcast(torch.zeros(1, device=devices[worker].torch_name), 0).wait()
+    return group
 
 
 def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:

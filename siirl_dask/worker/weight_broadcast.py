@@ -73,9 +73,7 @@ class Broadcast:
 
     members: tuple[str, ...]
     group: Any
-    """Process group of the members; None on any other worker."""
-    root: int
-    """Rank of the sender in the group."""
+    """Process group of the members, in their order; None on any other worker."""
     device: str
     """Device of this worker, by torch's name."""
     stop: StopFlag
@@ -141,7 +139,7 @@ class Broadcast:
         return places, buffer, self._begin(buffer)
 
     def _begin(self, buffer: Tensor) -> Any:
-        return self.group.broadcast(buffer, self.root) if len(buffer) else None
+        return self.group.broadcast(buffer, 0) if len(buffer) else None
 
     def _finish(self, work: Any) -> None:
         pause = _SHORTEST

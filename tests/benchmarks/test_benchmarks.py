@@ -32,6 +32,13 @@ def test_the_exchange_is_tabled_for_any_number_of_workers(tmp_path):
     assert "| 40 | 120 | 2 | 78 |" in out.read_text()
 
 
+def test_rows_that_leave_their_host_are_tabled(tmp_path):
+    out = tmp_path / "hosts.md"
+    run("hosts.py", "--workers", 16, "--rows", 32, "--out", out)
+    text = out.read_text()
+    assert text.count("| both roles on every worker |") == text.count("| a role on each half of every host |") == 3
+
+
 def test_packed_rows_are_learned_from_faster_than_padded_ones_and_alike(tmp_path):
     """The script itself holds log-probs and losses of the two against each other."""
     out = tmp_path / "packing.md"

@@ -19,6 +19,7 @@ from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import dag_from_spec
+from siirl_dask.planner.explain.tables import readable_bytes
 from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
@@ -99,6 +100,47 @@ def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):
             main(["plan", KL, *digits, *wrong])
     with pytest.raises(SystemExit):
         main(["rollouts", "run", "SELECT 1", "key=value"])
+
+
+def test_hosts_show_their_roles_and_the_bytes_of_each_link(capsys, digits):
+    text = planned(capsys, "--hosts", "2,2", *digits)
+    hosts = text.split("== hosts in train ==")[1].split("\n\n== ")[0]
+    assert "host0  0, 1     rollout, reward" in hosts
+    assert "host1  2, 3     policy on 1 of 2, reference on 1 of 2" in hosts
+    assert "weights -> load_weights" in hosts
+    assert "host1 -> host0" in hosts
+    data = json.loads(planned(capsys, "--hosts=2x2", "--format=json", *digits))["phases"]["train"]
+    assert data["hosts"] == {"host0": ["0", "1"], "host1": ["2", "3"]}
+    total = sum(link["bytes"] for link in data["links"])
+    assert f"Between hosts: {readable_bytes(total)} a step" in hosts
+    (weights,) = (link for link in data["links"] if link["edge"] == "weights->load_weights")
+    (edge,) = (edge for edge in data["edges"] if edge["source"] == "weights")
+    assert weights["bytes"] == edge["bytes"] / 2, "two engines are on the host"
+    assert "hosts" not in json.loads(planned(capsys, "--format=json", *digits))["phases"]["train"]
+
+
+def test_engines_over_two_hosts_are_noted_and_those_of_one_are_not(capsys, digits):
+    apart = ["cluster.placement={}", "rollout.engine=vllm", "rollout.tensor_parallel_size=2", *digits]
+    apart = [override for override in apart if override != "rollout.engine=transformers"]
+    assert "on several hosts" in planned(capsys, "--hosts", "3,3", *apart)
+    assert "on several hosts" not in planned(capsys, "--hosts", "2,4", *apart)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("4x", "--hosts 4x: expected hosts x workers on each, such as 4x8, or the workers of each host"),
+        ("0x8", "--hosts 0x8: expected"),
+        ("8,,4", "--hosts 8,,4: expected"),
+        ("99999x99999", "is 9999800001 workers: expected at most 65536"),
+    ],
+)
+def test_hosts_that_are_none_are_refused(capsys, digits, hosts, said):
+    assert said in refused(capsys, "--hosts", hosts, *digits)
+
+
+def test_hosts_with_another_number_of_workers_are_refused(capsys, digits):
+    assert "--hosts 2x2 has 4 workers, and --workers is 8" in refused(capsys, "--hosts=2x2", "--workers=8", *digits)
 
 
 @pytest.mark.alone

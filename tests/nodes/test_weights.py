@@ -78,7 +78,9 @@ def source(tmp_path_factory):
     return Source(url=str(url), prompt="prompt", answer="answer", batch_size=2, seed=0)
 
 
-def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None, broadcast=False):
+def pool(
+    source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None, broadcast=False, hosts=None
+):
     roles = (
         Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
         Role("rollout", partial(build, kind=Collector, options=engine or {})),
@@ -89,7 +91,7 @@ def pool(source, placement, shapes, part, *, reader=load_weights, trainer=None, 
     )
     workers = [f"w{number}" for number in range(1 + max(map(max, placement.values())))]
     schema = source_schema(open_source(source).schema, source)
-    plan = compile_chains(DAG(roles, nodes), workers, schema, placement)
+    plan = compile_chains(DAG(roles, nodes), workers, schema, placement, hosts)
     return LocalPool(plan, source, url="", stream_bytes=part, broadcast=broadcast)
 
 
@@ -99,6 +101,8 @@ def engines(workers):
 
 def assert_nothing_is_held(workers):
     gc.collect()
+    for _ in range(100 if workers.plan.hosts else 0):  # a relay acks when those that it passed rows on to have acked
+        workers.wait_for_acks()
     assert {buffer.unacked_bytes for buffer in workers.databuffers.values()} == {0}
     assert {buffer.arena.in_use for buffer in workers.databuffers.values()} == {0}
 
@@ -114,10 +118,16 @@ places = st.integers(1, 4).flatmap(
 shapes = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=12)
 
 
-@settings(max_examples=25, derandomize=True, database=None)
-@given(placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans())
-def test_every_engine_gets_the_trainers_weights_and_nothing_stays(source, placement, shapes, part, broadcast):
-    with pool(source, placement, shapes, part, broadcast=broadcast) as workers:
+hosts = st.one_of(st.none(), st.lists(st.sampled_from("abc"), min_size=4, max_size=4))
+
+
+@settings(max_examples=40, derandomize=True, database=None)
+@given(
+    placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans(), hosts=hosts
+)
+def test_every_engine_gets_the_trainers_weights_and_nothing_stays(source, placement, shapes, part, broadcast, hosts):
+    on = hosts and {f"w{number}": host for number, host in enumerate(hosts)}
+    with pool(source, placement, shapes, part, broadcast=broadcast, hosts=on) as workers:
         assert workers.plan.streams == {"weights": "load"}
         for step in (1, 2):
             workers.run(step)
@@ -216,6 +226,22 @@ def test_a_node_of_ones_own_still_reads_the_weights_as_rows(source):
         workers.run()
         expected = {name: tensor.nbytes for name, tensor in Holder([(40,), (3, 2)] * 6).weights()}
         assert all(engine.loaded == expected for engine in engines(workers).values())
+
+
+@pytest.mark.parametrize("reader", [load_weights, lengths])
+@pytest.mark.parametrize("part", [300, 5000])
+def test_weights_cross_the_link_to_a_host_once(source, reader, part):
+    hosts = {"w0": "a", "w1": "a", "w2": "b", "w3": "b", "w4": "b", "w5": "c", "w6": "c"}
+    placement = {"policy": [0, 1], "rollout": [1, 2, 3, 4, 5, 6]}
+    with pool(source, placement, [(1000,)] * 10, part, reader=reader, hosts=hosts) as workers:
+        metrics = workers.run()
+        expected = dict(Holder([(1000,)] * 10).weights())
+        size = sum(tensor.nbytes for tensor in expected.values())
+        assert all(list(engine.loaded) == list(expected) for engine in engines(workers).values())
+        assert 2 * size <= metrics["bytes/hosts"].value < 2 * size + 10_000
+        assert metrics["bytes/peers"].value > 5 * size, "the others took it from their neighbours"
+        del expected
+        assert_nothing_is_held(workers)
 
 
 def test_bytes_are_counted_once(source):

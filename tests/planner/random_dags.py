@@ -172,7 +172,9 @@ def plans(draw: st.DrawFn) -> Plan:
     dag, count = draw(dags() | joins()), draw(st.integers(1, 5))
     placement = draw(placements(count))
     try:
-        return compile_chains(dag, [f"w{i}" for i in range(count)], SOURCE, placement)
+        names = [f"w{i}" for i in range(count)]
+        hosts = {name: draw(st.sampled_from("abc")) for name in names} if draw(st.booleans()) else None
+        return compile_chains(dag, names, SOURCE, placement, hosts)
     except PlanError as error:  # two branches wrote a column of one name
         assume("joins two columns" not in str(error))
         raise

@@ -96,6 +96,8 @@ def owners(edge: Edge, parts: Sequence[Table]) -> dict[int, str | None]:
         for row, values in part.items()
     )
     rows = [line[0] for line in lines]
+    if len(parts) > 1 and len(set(rows)) * len(parts) == len(rows):  # replicas: the first source's count
+        lines, rows = lines[:: len(parts)], rows[:: len(parts)]
     assert len(set(rows)) == len(rows), "a row is there twice"
     if edge.rows is Rows.REPLICATED:
         return dict.fromkeys(rows)
@@ -137,7 +139,8 @@ class Cluster:
     def pull(self, edge: Edge, guide: Edge, worker: str) -> Table:
         owner = owners(guide, [self.published[guide.name, source] for source in guide.sources])
         rows = {row: source for source in edge.sources for row in self.published[edge.name, source]}
-        assert sum(len(self.published[edge.name, source]) for source in edge.sources) == len(rows)
+        parts = [self.published[edge.name, source] for source in edge.sources]
+        assert sum(map(len, parts)) == len(rows) or all(len(part) == len(rows) for part in parts), "whole replicas"
         return {
             row: {name: self.published[edge.name, rows[row]][row][name] for name in edge.schema.names}
             for row, who in owner.items()

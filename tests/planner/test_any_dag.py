@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run
+from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run, Stream
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
 from tests.planner.random_dags import QUICKLY, fewer_rows, gives, more_rows, narrow, other_rows, plans, takes
@@ -151,9 +151,10 @@ def test_a_recv_waits_only_for_nodes_that_come_earlier(plan):
         assert nodes == sorted(nodes)
         for position, link in enumerate(chain.links):
             if isinstance(link, Recv):
-                runs = next(later for later in chain.links[position:] if isinstance(later, Run))
-                assert order[link.edge.source] < order[runs.node.name]
-                assert order[link.guide.source] < order[runs.node.name]
+                runs = next(later for later in chain.links[position:] if isinstance(later, Run | Stream))
+                node = runs.node if isinstance(runs, Run) else runs.source
+                assert order[link.edge.source] < order[node.name]
+                assert order[link.guide.source] < order[node.name]
 
 
 @QUICKLY

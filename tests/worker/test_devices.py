@@ -216,21 +216,26 @@ def join_on_one_card(rank):
     store = hosted or groups.join_store("127.0.0.1", int(ports), 60)
     dist.destroy_process_group()
     devices = {device.worker: device for device in on(CUDA, "a", "a")}
-    roles = {"engine": ["w0", "w1"], "policy": ["w1"]}
+    roles = {"engine": ["w0", "w1"], "turned": ["w1", "w0"], "policy": ["w1"]}
     ranks = groups.join(store, "run", f"w{rank.rank}", devices, roles, "127.0.0.1", 60)
+    for role, own in ranks.items():  # whatever order a placement has
+        assert own.rank == roles[role].index(f"w{rank.rank}")
+        assert own.group is None or dist.get_rank(own.group) == own.rank
+        assert dist.get_rank(own.side_group) == own.rank
     sums = [groups.RolePeers(devices["w0"], ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
     both, one = (groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"]))
     brought = torch.tensor([rank.rank, 7])
-    both[0].broadcast(brought, both[1]).wait()
-    joined = [brought.tolist(), one[0] is not None]
+    both.broadcast(brought, 0).wait()
+    joined = [brought.tolist(), one is not None]
     return [dist.get_backend(), dist.get_backend(ranks["engine"].group), list(ranks), sums, joined]
 
 
 def test_workers_that_share_a_card_join_and_add_up(tmp_path):
     first, second = run_ranks(2, join_on_one_card, tmp_path)
-    assert first == ["gloo", "gloo", ["engine"], [[1.0, 1.0]], [[1, 7], False]]
-    assert second == ["gloo", "gloo", ["engine", "policy"], [[1.0, 1.0], [0.5, 1.0]], [[1, 7], True]]
+    both = [[1.0, 1.0]] * 2
+    assert first == ["gloo", "gloo", ["engine", "turned"], both, [[1, 7], False]]
+    assert second == ["gloo", "gloo", ["engine", "turned", "policy"], [*both, [0.5, 1.0]], [[1, 7], True]]
 
 
 def sum_without_the_peer(rank):

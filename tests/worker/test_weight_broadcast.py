@@ -60,6 +60,6 @@ def test_a_bad_dtype_or_shape_is_refused(row):
     ],
 )
 def test_tensors_other_than_the_announced_ones_are_not_sent(rows, tensors, said):
-    nobody = Broadcast(members=("w0", "w1"), group=object(), root=0, device="cpu", stop=StopFlag(), max_bytes=100)
+    nobody = Broadcast(members=("w0", "w1"), group=object(), device="cpu", stop=StopFlag(), max_bytes=100)
     with pytest.raises(NodeError, match=f"worker 'w0' announced .*{said}"):
         nobody.send(index_of(rows), iter(tensors), nullcontext)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, Transport
-from siirl_dask.errors import SiirlError
+from siirl_dask.errors import PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _DELAY = 0.1  # seconds: acks of one source share a message, and none is sent while other workers wait for rows
+
+
+def read_acks(acks: object) -> Iterator[tuple[int, str, int]]:
+    """Yield the sequence number, the edge and the number of rows of each ack in a message. PeerError for others."""
+    for item in acks if isinstance(acks, list | tuple) else [acks]:
+        match item:
+            case [int(sequence), str(edge), int(rows)] if rows > 0:
+                yield sequence, edge, rows
+            case _:
+                raise PeerError(f"received {str(item)[:80]!r} for an ack")
 
 
 class Acks:

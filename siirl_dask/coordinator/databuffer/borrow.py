@@ -19,9 +19,8 @@ from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMa
 from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, other_columns_schema
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.layout.assignment import PullShare
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import PeerError
@@ -60,13 +59,12 @@ class SharedTableReader:
         self._way = way
         self._attachments = Attachments(writable=False)  # a target can spoil nobody else's rows
 
-    async def read(
-        self, edge: Edge, key: TransitionKey, source: int, share: PullShare, lengths: RowLengths | None
-    ) -> SharedRows | None:
-        """Return the share's rows of a source; None when it shares nothing, or not with this process.
+    async def read(self, edge: Edge, origin: Origin) -> SharedRows | None:
+        """Return an origin's rows; None when its worker shares nothing, or not with this process.
 
         PeerError when what it shares is no table of the edge.
         """
+        lengths = origin.lengths
         if (
             lengths is None
             or lengths.shared_table is None
@@ -74,7 +72,7 @@ class SharedTableReader:
             or self._way is TransportMode.dask
         ):
             return None
-        worker, positions, destinations = edge.sources[source], share.positions[source], share.destinations[source]
+        worker, key, positions, destinations = origin.worker, origin.key, origin.positions, origin.destinations
         nbytes = sum(
             int(column_lengths.sum()) * (element_width(edge.schema.field(name).type) or 0)
             for name, column_lengths in lengths.select(positions).items()

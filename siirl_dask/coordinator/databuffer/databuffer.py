@@ -8,6 +8,7 @@ A row's way from the worker that made it to the worker that needs it:
 | gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
 | assign | it computes, as every target does, which rows are its own and who has them | ``layout.assignment`` |
 | lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
+| relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
 | lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
 | read | rows that a source of its host shares stay where they are | ``borrow`` |
@@ -20,18 +21,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published, spill
 from siirl_dask.coordinator.databuffer.pull import Puller, Traffic
+from siirl_dask.coordinator.databuffer.relay import Relays, without_relay
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, pull_share, row_statistics
+from siirl_dask.coordinator.layout.routes import count_near, count_takers, near_sources
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -43,7 +48,7 @@ from siirl_dask.coordinator.transport.messages import (
     unpack_ints,
 )
 from siirl_dask.errors import Aborted, PeerError
-from siirl_dask.planner import Edge, Iteration, Rows
+from siirl_dask.planner import Edge, Hosts, Iteration, Rows
 
 
 class Databuffer:
@@ -52,6 +57,7 @@ class Databuffer:
     Args:
         edges: The run's edges, by ``phase/name``.
         quadratic_from: See ``assign_owners``.
+        hosts: Host of each worker, as planned; None: all are on one.
         stall_timeout: Seconds that peers may take to ack a part.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
@@ -68,6 +74,7 @@ class Databuffer:
         limits: Limits | None = None,
         quadratic_from: int = 0,
         stall_timeout: float = 600.0,
+        hosts: Hosts | None = None,
     ) -> None:
         for edge in edges.values():
             check_types(edge.schema)
@@ -86,7 +93,12 @@ class Databuffer:
         self.arena = Arena(keep=self._limits.memory // 2)
         self._copy_threads = CopyThreads()
         self._row_server = RowServer(self.arena, self._copy_threads, self._limits)
-        self._puller = Puller(worker, transport, self._own, self.arena, self._copy_threads, self._limits, way)
+        self._hosts = hosts or {}
+        traffic = Traffic(worker, self._hosts)
+        self._puller = Puller(worker, transport, self._own, self.arena, self._copy_threads, self._limits, way, traffic)
+        pass_on = partial(self._offer, shared=way is not TransportMode.dask)
+        inline = self._limits.inline_lengths
+        self._relays = Relays(worker, self._hosts, transport, self._puller, self._slot, pass_on, inline)
 
     @property
     def unacked_bytes(self) -> int:
@@ -105,16 +117,20 @@ class Databuffer:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
         statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
-        acks = table.num_rows * (len(edge.targets) if edge.rows is Rows.REPLICATED else 1)
-        published = Published(statistics, moving, acks)
-        if moving is not None and published.nbytes + self.unacked_bytes > self._limits.memory // 4:
-            published.table, published.spilled = await asyncio.to_thread(spill, moving, self._limits.spill_folder)
-        elif moving is not None and self._shares(edge):
+        published = Published(statistics, moving, table.num_rows * count_takers(self._worker, edge, self._hosts))
+        await self._offer(self.key(edge, iteration, part), published, shared=self._shares(edge))
+
+    async def _offer(self, key: TransitionKey, published: Published, *, shared: bool) -> None:
+        """Have peers find what is published; ``shared``: in memory that they can map, if that pays."""
+        if published.table is not None and published.nbytes + self.unacked_bytes > self._limits.memory // 4:
+            table, folder = published.table, self._limits.spill_folder
+            published.table, published.spilled = await asyncio.to_thread(spill, table, folder)
+        elif published.table is not None and shared:
             await self._copy_threads.run(published.nbytes, published.share, self.arena, self._limits.share_from)
         if published.table is not None:
             # Split its columns up now: no peer waits for that yet, and no two threads can do it at once.
             await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
-        slot = self._slot(self.key(edge, iteration, part))
+        slot = self._slot(key)
         if not slot.done():  # it is done when the run was aborted
             slot.set_result(published)
 
@@ -140,7 +156,9 @@ class Databuffer:
         """
         try:
             share, row_lengths = await self._assign_share(edge, guide, iteration, part)
-            table = await self._puller.pull(edge, self.key(edge, iteration, part), share, row_lengths)
+            key = self.key(edge, iteration, part)
+            origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
+            table = await self._puller.pull(edge, origins, share.identity)
             if part is not None:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
@@ -155,15 +173,15 @@ class Databuffer:
         edge = self._edge(request.key)
         if request.key.run != self._run or edge is None:
             raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
-        if (
-            request.op == Op.ACK
-        ):  # before the next check: it may come when its iteration is forgotten and its rows are freed
+        if request.op == Op.ACK:  # first: it may come when its iteration is forgotten and its rows are freed
             return self._take_acks(request.body.get("acks"))
         if request.key.sequence < self._forgotten:
             raise PeerError(f"refused {request.key}: every worker has completed that iteration")
-        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS):
+        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and not without_relay(request.key.edge)[1]:
             return await self._statistics_tree.answer(edge, request)
         published = await self._own(request.key)
+        if request.op == Op.PASSED_ON:
+            return self._relays.answer(published)
         positions = unpack_ints(request.body.get("rows"), published.rows, published.rows)
         if not len(positions) or request.op not in (Op.ROW_LENGTHS, Op.FETCH):
             raise PeerError(f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}")
@@ -202,21 +220,23 @@ class Databuffer:
         self._statistics_tree.close()
         self._slots.clear()
         self._row_server.close()
+        self._relays.close()
         self._puller.acks.close()
         self._copy_threads.close()
 
     def _edge(self, key: TransitionKey) -> Edge | None:
-        """Return the edge that a key names, or that the key of a part names."""
-        name, _, part = key.edge.rpartition("/")
-        return self._edges.get(key.edge) or (self._edges.get(name) if part.isdecimal() else None)
+        """Return the edge that a key names, of a part and of a relay as well."""
+        whole, _ = without_relay(key.edge)
+        name, _, part = whole.rpartition("/")
+        return self._edges.get(whole) or (self._edges.get(name) if part.isdecimal() else None)
 
     def _all_published(self) -> Iterator[Published]:
         return (published for slot in self._slots.values() if (published := _result(slot)) is not None)
 
     def _shares(self, edge: Edge) -> bool:
-        """Tell whether one copy in shared memory replaces several: where peers get the same rows."""
-        others = sum(target != self._worker for target in edge.targets)
-        return edge.rows is Rows.REPLICATED and others > 1 and self._way is not TransportMode.dask
+        """Tell whether one copy in shared memory replaces several: where peers on this host get the same rows."""
+        several = edge.rows is Rows.REPLICATED and count_near(self._worker, edge, self._hosts) > 1
+        return several and self._way is not TransportMode.dask
 
     def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
         if key not in self._slots:
@@ -253,21 +273,19 @@ class Databuffer:
 
         def assign() -> PullShare:
             guide_rows = EdgeStatistics.from_rows(guiding.statistics)
-            edge_rows = guide_rows if same else EdgeStatistics.from_rows(moving.statistics)
-            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from)
+            replicas = len(edge.sources) > 1 and bool(self._hosts)
+            near = near_sources(self._worker, edge, self._hosts) if replicas else None
+            edge_rows = guide_rows if same and near is None else EdgeStatistics.from_rows(moving.statistics, near)
+            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from, self._hosts)
 
         return await self._copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths
 
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""
-        for item in acks if isinstance(acks, list | tuple) else [acks]:
-            match item:
-                case [int(sequence), str(edge), int(rows)] if rows > 0:
-                    slot = self._slots.get(TransitionKey(self._run, sequence, edge))
-                    if slot is not None and (published := _result(slot)) is not None:
-                        published.ack(rows)
-                case _:
-                    raise PeerError(f"received {str(item)[:80]!r} for an ack")
+        for sequence, edge, rows in read_acks(acks):
+            slot = self._slots.get(TransitionKey(self._run, sequence, edge))
+            if slot is not None and (published := _result(slot)) is not None:
+                published.ack(rows)
         return Reply()
 
 

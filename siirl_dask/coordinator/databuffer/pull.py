@@ -8,8 +8,9 @@ source. What a source of this host shares is read where it lies. The other side 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
 from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.receive_buffer import Message, ReceiveBuffer, SourceRows
-from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowLengths, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, Origin, other_columns_schema
 from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.layout.assignment import PullShare
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame, from_frames
 from siirl_dask.coordinator.transport.messages import (
@@ -38,7 +38,8 @@ from siirl_dask.coordinator.transport.messages import (
 )
 from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import Edge
+from siirl_dask.planner import Edge, Hosts
+from siirl_dask.planner.hosts import host_of
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
@@ -47,14 +48,32 @@ _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of rows that came from other workers since the start, by the way they came."""
+    """Bytes of rows that came from other workers since the start, by the way they came and by the worker."""
 
+    worker: str
+    """Worker that counts them."""
+    hosts: Hosts
     messages: int = 0
     shared_memory: int = 0
+    by_worker: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
         return self.messages + self.shared_memory
+
+    @property
+    def between_hosts(self) -> int:
+        """Bytes of rows that came from workers of other hosts."""
+        here = host_of(self.worker, self.hosts)
+        return sum(count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here)
+
+    def add_message(self, worker: str, nbytes: int) -> None:
+        self.messages += nbytes
+        self.by_worker[worker] += nbytes
+
+    def add_shared(self, worker: str, nbytes: int) -> None:
+        self.shared_memory += nbytes
+        self.by_worker[worker] += nbytes
 
 
 class Puller:
@@ -69,6 +88,7 @@ class Puller:
         copy_threads: CopyThreads,
         limits: Limits,
         way: TransportMode,
+        traffic: Traffic,
     ) -> None:
         """``own`` waits until this worker has published its rows of a transition, and returns them."""
         self._worker = worker
@@ -82,37 +102,33 @@ class Puller:
         self._copy_threads = copy_threads
         self.acks = Acks(transport)
         self._shared_tables = SharedTableReader(worker, own, self.acks, way)
-        self.traffic = Traffic()
+        self.traffic = traffic
 
-    async def pull(
-        self, edge: Edge, key: TransitionKey, share: PullShare, row_lengths: Mapping[int, RowLengths]
-    ) -> pa.Table:
-        """Return the rows of the share, sorted by row id.
+    async def pull(self, edge: Edge, origins: Sequence[Origin], identity: pa.Table, *, ack: bool = True) -> pa.Table:
+        """Return the rows of the origins in the order of ``identity``, which has their identity columns.
 
-        Fetched rows are acked when all of them have arrived: until then every source keeps its part.
+        Fetched rows are acked when all of them have arrived: until then every source keeps its part. Without ``ack``
+        the caller acks them later.
         """
-        if not len(share.row_ids):
+        if not identity.num_rows:
             return edge.schema.empty_table()
-        if (own := await self._own_table(edge, key, share)) is not None:
+        if (own := await self._own_table(origins)) is not None:
             return own
-        read = {
-            source: await self._shared_tables.read(edge, key, source, share, row_lengths.get(source))
-            for source in share.positions
-        }
-        shared = [rows for rows in read.values() if rows is not None]
-        fetched = await gather_or_cancel(
-            *(self._source_rows(edge, key, i, share, row_lengths) for i, rows in read.items() if rows is None)
-        )
-        buffer = ReceiveBuffer(edge.schema, share.identity, fetched, self._arena, shared)
+        read = [(origin, await self._shared_tables.read(edge, origin)) for origin in origins]
+        shared = [rows for _, rows in read if rows is not None]
+        fetched = await gather_or_cancel(*(self._source_rows(edge, origin) for origin, rows in read if rows is None))
+        buffer = ReceiveBuffer(edge.schema, identity, fetched, self._arena, shared)
         try:
-            await gather_or_cancel(*(self._fetch(buffer, key, rows) for rows in fetched))
+            await gather_or_cancel(*(self._fetch(buffer, rows) for rows in fetched))
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
                 self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
             buffer.discard()
             raise
-        await self._ack(edge, key, share, fetched)
-        self.traffic.shared_memory += sum(rows.nbytes for rows in shared if rows.source != self._worker)
+        await self._ack(origins, fetched if ack else ())
+        for rows in shared:
+            if rows.source != self._worker:
+                self.traffic.add_shared(rows.source, rows.nbytes)
         try:  # acked before this: the bytes are this worker's now, and only have to be joined and validated
             return await self._copy_threads.run(buffer.other_bytes, buffer.table)
         except pa.ArrowException as error:  # such as text that is not UTF-8
@@ -120,12 +136,12 @@ class Puller:
             error.__traceback__ = None  # its frames refer to the memory
             raise PeerError(f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}") from error
 
-    async def _own_table(self, edge: Edge, key: TransitionKey, share: PullShare) -> pa.Table | None:
-        """Return the table that this worker published itself when it is the whole share: nothing is copied."""
-        if [edge.sources[source] for source in share.positions] != [self._worker]:
+    async def _own_table(self, origins: Sequence[Origin]) -> pa.Table | None:
+        """Return the table that this worker published itself when it is all of the rows: nothing is copied."""
+        if [origin.worker for origin in origins] != [self._worker]:
             return None
-        (positions,) = share.positions.values()
-        published = await self._own(key)
+        positions = origins[0].positions
+        published = await self._own(origins[0].key)
         everything = len(positions) == published.rows and np.array_equal(positions, np.arange(len(positions)))
         if not everything or published.table is None:
             return None
@@ -133,28 +149,23 @@ class Puller:
         published.ack(len(positions))
         return table
 
-    async def _source_rows(
-        self, edge: Edge, key: TransitionKey, source: int, share: PullShare, row_lengths: Mapping[int, RowLengths]
-    ) -> SourceRows:
-        """Return which rows are to come from a source and how long they are, for which it may have to be asked."""
-        worker, positions, destinations = edge.sources[source], share.positions[source], share.destinations[source]
-        source_lengths = row_lengths.get(source)
+    async def _source_rows(self, edge: Edge, origin: Origin) -> SourceRows:
+        """Return which rows are to come from a worker and how long they are, for which it may have to be asked."""
+        worker, positions, source_lengths = origin.worker, origin.positions, origin.lengths
         if source_lengths is None:
             raise PeerError(f"edge {edge.name}: worker {worker!r} told no lengths of its rows")
         if source_lengths.group_lengths is not None:
             lengths = source_lengths.select(positions)
         else:
             last_group = max(source_lengths.offset_groups.values(), default=-1)
-            groups = await self._ask_lengths(edge, key, worker, positions, last_group)
+            groups = await self._ask_lengths(edge, origin, last_group)
             lengths = {name: groups[group] for name, group in source_lengths.offset_groups.items()}
-        return SourceRows(
-            worker, positions, destinations, lengths, source_lengths.other_row_bytes, source_lengths.domain
-        )
+        row_bytes, domain = source_lengths.other_row_bytes, source_lengths.domain
+        return SourceRows(worker, origin.key, positions, origin.destinations, lengths, row_bytes, domain)
 
-    async def _ask_lengths(
-        self, edge: Edge, key: TransitionKey, worker: str, positions: Ints, last_group: int
-    ) -> Sequence[Ints]:
+    async def _ask_lengths(self, edge: Edge, origin: Origin, last_group: int) -> Sequence[Ints]:
         """Return the lengths of a source's rows by offset group, from group 0 to ``last_group`` at least."""
+        worker, key, positions = origin.worker, origin.key, origin.positions
         if worker == self._worker:
             return (await self._own(key)).group_lengths(positions)
         request = Request(Op.ROW_LENGTHS, key, {"rows": pack_ints(positions)})
@@ -164,26 +175,26 @@ class Puller:
             raise PeerError(f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was asked for")
         return groups
 
-    async def _fetch(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+    async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
         """Have a source's rows put into their places, by the best way there is."""
         if rows.source == self._worker:
             size = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
-            await self._copy_threads.run(size, buffer.copy_own, rows, await self._own(key))
+            await self._copy_threads.run(size, buffer.copy_own, rows, await self._own(rows.key))
         elif buffer.ragged_bytes(rows) and self._shares_memory(rows):
-            await self._fetch_by_write(buffer, key, rows)
+            await self._fetch_by_write(buffer, rows)
         else:
-            await self._fetch_by_messages(buffer, key, rows)
+            await self._fetch_by_messages(buffer, rows)
 
-    async def _ack(self, edge: Edge, key: TransitionKey, share: PullShare, fetched: Sequence[SourceRows]) -> None:
+    async def _ack(self, origins: Sequence[Origin], fetched: Sequence[SourceRows]) -> None:
         """Let sources free the rows that are here now. Rows of shared tables are acked by their holds instead, but for
         this worker's own, which count as acked at once: its table keeps their memory.
         """
         for rows in fetched:
             if rows.source != self._worker:
-                self.acks.add(rows.source, key, len(rows.positions))
-        for source, positions in share.positions.items():
-            if edge.sources[source] == self._worker:
-                (await self._own(key)).ack(len(positions))
+                self.acks.add(rows.source, rows.key, len(rows.positions))
+        for origin in origins:
+            if origin.worker == self._worker:
+                (await self._own(origin.key)).ack(len(origin.positions))
 
     def _shares_memory(self, rows: SourceRows) -> bool:
         """Tell whether the source can write into this process's memory. PeerError when it must and cannot."""
@@ -192,20 +203,20 @@ class Puller:
             raise PeerError(f"data.transport=shm, but worker {rows.source!r} shares no memory with {self._worker!r}")
         return self._way is not TransportMode.dask and same and rows.source not in self._no_shared_memory
 
-    async def _fetch_by_write(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+    async def _fetch_by_write(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
         """Have the source write its rows to their places, as many at once as its other columns fit into a message."""
         batch_rows = max(1, min(_MAX_WRITTEN_ROWS, self._limits.message // max(1, rows.other_row_bytes)))
         remaining = np.arange(len(rows.positions))
         while len(remaining):
             batch = remaining[:batch_rows]
             message = Message(batch, list(rows.lengths), True, buffer.ragged_bytes(rows, batch))
-            reply = await self._request_rows(key, rows, message, buffer.write_target(rows, batch))
+            reply = await self._request_rows(rows, message, buffer.write_target(rows, batch))
             if (reason := reply.header.get("cannot map")) is not None:
                 if self._way is TransportMode.shm:
                     raise PeerError(f"data.transport=shm, but worker {rows.source!r} cannot write here: {reason}")
                 logger.warning("rows of worker %r come as messages: %s", rows.source, reason)
                 self._no_shared_memory.add(rows.source)
-                await self._fetch_by_messages(buffer, key, rows)  # all of them: to write some twice does no harm
+                await self._fetch_by_messages(buffer, rows)  # all of them: to write some twice does no harm
                 return
             done, frames = self._take_others(buffer, rows, message, reply)
             expected, written = buffer.ragged_bytes(rows, remaining[:done]), reply.header.get("written")
@@ -214,26 +225,24 @@ class Puller:
                     f"worker {rows.source!r} wrote {written!r} bytes: by the row lengths it told they are {expected}"
                 )
             remaining = remaining[done:]
-        self.traffic.shared_memory += buffer.ragged_bytes(rows)
+        self.traffic.add_shared(rows.source, buffer.ragged_bytes(rows))
 
-    async def _fetch_by_messages(self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows) -> None:
+    async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
         """Receive a source's rows in messages, each within this worker's budget."""
         messages = buffer.split_messages(rows, self._limits.message)
 
         async def one_after_the_other() -> None:
             for message in messages:  # an iterator: whoever is done takes the next
                 async with self._receiving.reserve(message.nbytes):
-                    await self._fetch_message(buffer, key, rows, message)
+                    await self._fetch_message(buffer, rows, message)
 
         await gather_or_cancel(*(one_after_the_other() for _ in range(_IN_FLIGHT)))
 
-    async def _fetch_message(
-        self, buffer: ReceiveBuffer, key: TransitionKey, rows: SourceRows, message: Message
-    ) -> None:
+    async def _fetch_message(self, buffer: ReceiveBuffer, rows: SourceRows, message: Message) -> None:
         """Receive the rows of one message. The source may send the first of them only; then the rest is asked for."""
         remaining = message
         while len(remaining.rows):
-            reply = await self._request_rows(key, rows, remaining, None)
+            reply = await self._request_rows(rows, remaining, None)
             done, frames = self._take_others(buffer, rows, remaining, reply)
             if len(frames) != len(remaining.columns):
                 raise PeerError(f"worker {rows.source!r} sent {len(frames)} columns: expected {remaining.columns}")
@@ -241,14 +250,12 @@ class Puller:
             await self._copy_threads.run(remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received)
             remaining = replace(remaining, rows=remaining.rows[done:])
 
-    async def _request_rows(
-        self, key: TransitionKey, rows: SourceRows, message: Message, target: dict[str, Any] | None
-    ) -> Reply:
+    async def _request_rows(self, rows: SourceRows, message: Message, target: dict[str, Any] | None) -> Reply:
         """Ask a source for rows: to write them to ``target``, or without one to send them."""
         positions = pack_ints(rows.positions[message.rows])
         body = {"rows": positions, "columns": list(message.columns), "others": message.others, "target": target}
-        reply = await self._transport.request(rows.source, Request(Op.FETCH, key, body))
-        self.traffic.messages += reply.nbytes
+        reply = await self._transport.request(rows.source, Request(Op.FETCH, rows.key, body))
+        self.traffic.add_message(rows.source, reply.nbytes)
         return reply
 
     def _take_others(

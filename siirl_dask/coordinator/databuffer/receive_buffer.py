@@ -19,7 +19,7 @@ from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, ele
 from siirl_dask.coordinator.host import physical_memory
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.messages import pack_ints
+from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
 
 _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it fits into one chunk
@@ -27,9 +27,11 @@ _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The rows of a pull that come from one source."""
+    """The rows of a pull that come from one worker (see ``Origin``), and how long they are."""
 
     source: str
+    key: TransitionKey
+    """Key under which the worker published them."""
     positions: Ints
     """[rows] positions in what the source published."""
     destinations: Ints

@@ -16,7 +16,7 @@ from siirl_dask.coordinator.databuffer.lend import SharedTable, unpack_shared_ta
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.messages import pack_ints, unpack_ints
+from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints, unpack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
@@ -63,6 +63,21 @@ class RowLengths:
         shared = self.shared_table and self.shared_table.pack()
         header = [self.source, self.domain, self.other_row_bytes, dict(self.offset_groups), count, shared]
         return header, [pack_ints(lengths) for lengths in self.group_lengths or ()]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Rows of a pull that come from one worker: from a source, or from a target of this host that passes rows on."""
+
+    worker: str
+    key: TransitionKey
+    """Key under which the worker published them."""
+    positions: Ints
+    """[rows] positions in what it published."""
+    destinations: Ints
+    """[rows] index of the same rows in the result."""
+    lengths: RowLengths | None
+    """Lengths of all that it published; None where it told none."""
 
 
 def other_columns_schema(schema: pa.Schema, ragged: Collection[str]) -> pa.Schema:

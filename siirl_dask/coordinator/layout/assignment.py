@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
     Ints,
+    Places,
     balance,
     balance_groups,
     balance_in_place,
     balance_minibatches,
+    balance_near,
     row_costs,
 )
 from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import DataError, PeerError
-from siirl_dask.planner import Edge, Rows
+from siirl_dask.planner import Edge, Hosts, Rows
+from siirl_dask.planner.hosts import host_of
 from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
 
 _SOURCE = "source"
@@ -71,7 +74,7 @@ def unpack_statistics(frame: Frame, sources: int) -> RowStatistics:
 class EdgeStatistics:
     """Statistics of all rows of an edge, [rows] each, sorted by row id.
 
-    A row that several sources hold is listed once, at the first of them: so it moves once.
+    A row that several sources hold is listed once, at one of them: so it moves once.
     """
 
     row_ids: Ints
@@ -84,30 +87,36 @@ class EdgeStatistics:
     """Index into what that source published."""
 
     @staticmethod
-    def from_rows(statistics: RowStatistics) -> EdgeStatistics:
-        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result."""
-        order = np.lexsort((statistics[_SOURCE], statistics[ROW_ID]))
+    def from_rows(statistics: RowStatistics, near: NDArray[np.bool_] | None = None) -> EdgeStatistics:
+        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result.
+
+        Of a row that several sources hold, one in ``near``, [sources], is listed where there is any.
+        """
+        far = np.zeros(len(statistics), np.bool_) if near is None else ~near[statistics[_SOURCE]]
+        order = np.lexsort((statistics[_SOURCE], far, statistics[ROW_ID]))
         ids = statistics[ROW_ID][order]
         order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
         return EdgeStatistics(*(statistics[name][order].astype(np.int64) for name in STATISTICS.names or ()))
 
 
-def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0) -> Ints:
+def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hosts: Hosts | None = None) -> Ints:
     """Return each row's owner, as an index of the edge's targets. [rows] -> [rows]. Not for REPLICATED edges.
 
-    ``rows`` are those of the guiding edge; ``quadratic_from``: see ``row_costs``.
+    ``rows`` are those of the guiding edge; ``quadratic_from``: see ``row_costs``; ``hosts``: host of each worker, where
+    they are on several.
     """
     owners = len(edge.targets)
     costs, homes = row_costs(rows.tokens, quadratic_from), _homes(edge, rows)
+    places = _places(edge, rows, hosts) if hosts else None
     match edge.rows:
         case Rows.GROUPED:
-            return balance_groups(costs, rows.groups, owners, homes)
+            return balance_groups(costs, rows.groups, owners, homes, places)
         case Rows.BALANCED if edge.by_minibatch:
-            return balance_minibatches(costs, rows.minibatches, owners, homes)
+            return balance_minibatches(costs, rows.minibatches, owners, homes, places)
         case Rows.BALANCED:
-            return balance_in_place(costs, owners, homes)
+            return balance_in_place(costs, owners, homes, places)
         case Rows.ANYWHERE:
-            return _stay_or_spread(costs, owners, homes)
+            return _stay_or_spread(costs, owners, homes, places)
     raise AssertionError(f"{edge.rows} rows have no single owner")
 
 
@@ -118,12 +127,26 @@ def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
     return of_source[rows.sources]
 
 
-def _stay_or_spread(costs: Ints, owners: int, homes: Ints) -> Ints:
+def _places(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> Places | None:
+    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on their host."""
+    targets, sources = ([host_of(worker, hosts) for worker in workers] for workers in (edge.targets, edge.sources))
+    if len({*targets}) == 1 or {*targets}.isdisjoint(sources):
+        return None
+    number = {host: index for index, host in enumerate(dict.fromkeys((*targets, *sources)))}
+    numbers = (np.array([number[host] for host in given], dtype=np.int64) for given in (targets, sources))
+    owners, of_source = numbers
+    return Places(owners, of_source[rows.sources])
+
+
+def _stay_or_spread(costs: Ints, owners: int, homes: Ints, places: Places | None) -> Ints:
     """Leave rows where their source is a target, and give the others to the least loaded."""
     owner, away = homes.copy(), homes == NOWHERE
     loads = np.zeros(owners, dtype=np.int64)
     np.add.at(loads, homes[~away], costs[~away])
-    owner[away] = balance(costs[away], owners, loads)
+    if places is None:
+        owner[away] = balance(costs[away], owners, loads)
+    else:
+        owner[away] = balance_near(costs[away], owners, places.select(away), loads)
     return owner
 
 
@@ -142,7 +165,13 @@ class PullShare:
 
 
 def pull_share(
-    edge: Edge, worker: str, guide: Edge, guide_rows: EdgeStatistics, edge_rows: EdgeStatistics, quadratic_from: int = 0
+    edge: Edge,
+    worker: str,
+    guide: Edge,
+    guide_rows: EdgeStatistics,
+    edge_rows: EdgeStatistics,
+    quadratic_from: int = 0,
+    hosts: Hosts | None = None,
 ) -> PullShare:
     """Return the rows of ``edge`` that are the worker's, by the statistics of ``guide``.
 
@@ -151,7 +180,7 @@ def pull_share(
     if edge.rows is Rows.REPLICATED:
         row_ids = guide_rows.row_ids
     else:
-        owner = assign_owners(guide, guide_rows, quadratic_from)
+        owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
         row_ids = guide_rows.row_ids[owner == edge.targets.index(worker)]
     index = np.searchsorted(edge_rows.row_ids, row_ids)
     inside = index < len(edge_rows.row_ids)

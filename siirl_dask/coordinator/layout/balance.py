@@ -1,13 +1,15 @@
 """Balances rows over owners: pure functions of small statistics, computed alike by every worker that needs the answer.
 
 Rows go longest first to the least loaded, and swaps follow where that left an owner above 1.02 of the mean. Rows that
-already lie with an owner stay there as far as this bound allows, so what is balanced does not move. All is integer
-arithmetic, in an order that the statistics fix: sums of floats would depend on their order, and workers would disagree.
+already lie with an owner stay there as far as this bound allows, so what is balanced does not move; of those that move,
+as many as possible stay on their host. All is integer arithmetic, in an order that the statistics fix: sums of floats
+would depend on their order, and workers would disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import pairwise
 
@@ -21,6 +23,24 @@ NOWHERE = -1
 _ENOUGH = (51, 50)  # max/mean of 1.02, as integers: waiting 2% for the fullest costs less than moving rows for it
 _PARTNERS = 64  # emptiest owners that the fullest tries to swap with first: as good as all of them, nearly always
 _PAIRS = 2**23  # pairs of items that are looked at for swaps: tens of milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Hosts of owners and of items, by number, where there are several."""
+
+    owners: Ints
+    """[owners]"""
+    items: Ints
+    """[N]"""
+
+    def select(self, items: Ints | NDArray[np.bool_]) -> Places:
+        """Return the places of some of the items."""
+        return Places(self.owners, self.items[items])
+
+    def leaving(self, costs: Ints, owner: Ints) -> int:
+        """Return the cost of the items that go to an owner on another host."""
+        return int(costs[self.owners[owner] != self.items].sum())
 
 
 def row_costs(tokens: Ints, quadratic_from: int = 0) -> Ints:
@@ -51,38 +71,77 @@ def balance(costs: Sequence[int] | Ints, owners: int, loads: Sequence[int] | Int
     return with_longest_alone if _sums(costs, with_longest_alone, carried).max() < fullest else owner
 
 
-def balance_in_place(costs: Ints, owners: int, homes: Ints) -> Ints:
+def balance_near(costs: Ints, owners: int, places: Places, loads: Ints) -> Ints:
+    """Return the same as ``balance``, or where fewer leave their host then, an answer whose fullest owner has no more.
+
+    [N] -> [N]; ``loads`` [owners] is what the owners carry already.
+    """
+    anew = balance(costs, owners, loads)
+    limit = max(int(_sums(costs, anew, loads).max()), _enough(costs, loads))
+    near = _swap(costs, _near_first(costs, loads, places, limit), loads, limit)
+    fits = _sums(costs, near, loads).max() <= limit
+    return near if fits and places.leaving(costs, near) < places.leaving(costs, anew) else anew
+
+
+def balance_in_place(costs: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
     """Return the owner of each item, its home where possible. [N] -> [N]; a home of NOWHERE is none.
 
     The fullest owner has no more than under ``balance``, or 1.02 of the mean. Given its own answer as homes, this gives
-    the same answer again: rows that were balanced once do not move at the next edge.
+    the same answer again: rows that were balanced once do not move at the next edge. With ``places``, of two such
+    answers the one is taken of which less leaves its host.
     """
     anew, nothing = balance(costs, owners), np.zeros(owners, np.int64)
-    if (homes == NOWHERE).all():
+    nowhere = bool((homes == NOWHERE).all())
+    if nowhere and places is None:
         return anew
     limit = max(int(_sums(costs, anew, nothing).max()), _enough(costs, nothing))
     owner = np.where(_stays(costs, owners, homes, limit), homes, NOWHERE)
+    in_place = anew if nowhere else _filled(costs, owners, owner, limit, None)
+    if in_place is None:
+        in_place = _rename_owners(costs, owners, homes, anew)
+    near = _filled(costs, owners, owner, limit, places) if places is not None else None
+    if places is None or near is None:
+        return in_place
+    return near if places.leaving(costs, near) < places.leaving(costs, in_place) else in_place
+
+
+def _filled(costs: Ints, owners: int, owner: Ints, limit: int, places: Places | None) -> Ints | None:
+    """Return owners for those items too that have none yet; None if the fullest would have more than ``limit``."""
+    owner, nothing = owner.copy(), np.zeros(owners, np.int64)
     moving = owner == NOWHERE
     if moving.any():
-        owner[moving] = balance(costs[moving], owners, _sums(costs[~moving], owner[~moving], nothing))
+        loads, part = _sums(costs[~moving], owner[~moving], nothing), costs[moving]
+        spread = balance(part, owners, loads)
+        owner[moving] = spread if places is None else _near_first(part, loads, places.select(moving), limit)
     owner = _swap(costs, owner, nothing, limit)
-    return owner if _sums(costs, owner, nothing).max() <= limit else _rename_owners(costs, owners, homes, anew)
+    return owner if _sums(costs, owner, nothing).max() <= limit else None
 
 
-def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints) -> Ints:
+def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
     """Return the owner of each row such that the rows of a group stay together. [N] -> [N].
 
-    A group's home is where most of its cost lies.
+    A group's home is where most of its cost lies, and so is its host.
     """
     names, group_of = np.unique(groups, return_inverse=True)
     totals = _sums(costs, group_of, np.zeros(len(names), np.int64))
-    home = np.full(len(names), NOWHERE, dtype=np.int64)
-    for pair in _pairs_by_cost(costs, group_of, owners, homes)[::-1]:  # the home with most comes last and overwrites
-        home[pair // owners] = pair % owners
-    return balance_in_place(totals, owners, home)[group_of]
+    home = _most(costs, group_of, len(names), owners, homes)
+    in_place = balance_in_place(totals, owners, home)[group_of]
+    if places is None:
+        return in_place
+    hosts = _most(costs, group_of, len(names), int(places.items.max(initial=0)) + 1, places.items)
+    near = balance_in_place(totals, owners, home, Places(places.owners, hosts))[group_of]
+    return near if places.leaving(costs, near) < places.leaving(costs, in_place) else in_place
 
 
-def balance_minibatches(costs: Ints, minibatches: Ints, owners: int, homes: Ints) -> Ints:
+def _most(costs: Ints, group_of: Ints, groups: int, places: int, place_of: Ints) -> Ints:
+    """Return the place where most of each group's cost lies, [groups]; NOWHERE for a group that is at none."""
+    most = np.full(groups, NOWHERE, dtype=np.int64)
+    for pair in _pairs_by_cost(costs, group_of, places, place_of)[::-1]:  # the place with most comes last: overwrites
+        most[pair // places] = pair % places
+    return most
+
+
+def balance_minibatches(costs: Ints, minibatches: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
     """Return the owner of each row, each mini-batch balanced by itself: workers wait for each other after every one.
 
     [N] -> [N].
@@ -90,7 +149,7 @@ def balance_minibatches(costs: Ints, minibatches: Ints, owners: int, homes: Ints
     owner = np.empty(len(costs), dtype=np.int64)
     for minibatch in np.unique(minibatches):
         rows = np.flatnonzero(minibatches == minibatch)
-        owner[rows] = balance_in_place(costs[rows], owners, homes[rows])
+        owner[rows] = balance_in_place(costs[rows], owners, homes[rows], places and places.select(rows))
     return owner
 
 
@@ -123,6 +182,30 @@ def _longest_first(costs: Ints, carried: Ints, alone: int = 0) -> Ints:
     owner = np.empty(len(costs), dtype=np.int64)
     owner[order] = chosen
     return owner
+
+
+def _near_first(costs: Ints, carried: Ints, places: Places, limit: int) -> Ints:
+    """Return the owner of each item: longest first, to the least loaded on its host, if that has no more than ``limit``
+    then; the rest to the least loaded of all.
+    """
+    owners, loads = len(carried), carried.copy()
+    unit = (len(costs) + 1) * owners  # as in ``_longest_first``
+    heaps: dict[int, list[int]] = {}
+    for owner, (host, load) in enumerate(zip(places.owners.tolist(), carried.tolist(), strict=True)):
+        heaps.setdefault(host, []).append(load * unit + owner)
+    for heap in heaps.values():
+        heapify(heap)
+    order = np.argsort(-costs, kind="stable")
+    chosen = np.full(len(costs), NOWHERE, dtype=np.int64)
+    for item, cost, host in zip(order.tolist(), costs[order].tolist(), places.items[order].tolist(), strict=True):
+        heap = heaps.get(host, [])
+        if heap and heap[0] // unit + cost <= limit:
+            chosen[item] = least = heap[0] % owners
+            loads[least] += cost
+            heapreplace(heap, heap[0] + cost * unit + owners)
+    rest = chosen == NOWHERE
+    chosen[rest] = balance(costs[rest], owners, loads)
+    return chosen
 
 
 def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:

@@ -39,6 +39,8 @@ class Op(StrEnum):
     """Elements of each of the rows named, by offset group."""
     FETCH = "fetch"
     """Bytes of the rows named, in the reply or written straight into the asker's memory."""
+    PASSED_ON = "passed_on"
+    """Lengths of the rows that the peer took from other hosts for the targets on its own."""
     ACK = "ack"
     """The number of rows that have arrived and will not be asked for again; the source may free them."""
     STEAL = "steal"

@@ -28,6 +28,7 @@ from siirl_dask.schema import (
     VALUES,
     WORKER,
     DataType,
+    Schema,
 )
 
 
@@ -71,6 +72,22 @@ def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], row
     unknown = tuple(name for name, width in widths.items() if width is None)
     known = sum(width.bytes for width in widths.values() if width is not None)
     return Estimate(rows, None if rows is None else rows * copies * known, unknown)
+
+
+def travelling_bytes(schema: Schema, sizes: Sizes, longest_worker: int) -> tuple[int, tuple[str, ...]]:
+    """Return the most bytes of a row that go from worker to worker, and the columns without a bound.
+
+    Identity columns and the lengths of lists and texts do not count: they are told with the statistics.
+    """
+    total, unknown = 0, []
+    for name, kind in ((column.name, column.type) for column in schema if column.name not in IDENTITY):
+        width = width_of(name, kind, sizes, longest_worker)
+        if width is None:
+            unknown.append(name)
+        else:
+            ends = 0 if name in sizes.widths or _is_fixed(kind) else _OFFSET
+            total += width.bytes - ends
+    return total, tuple(unknown)
 
 
 def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
@@ -160,10 +177,8 @@ def width_of(name: str, kind: DataType, sizes: Sizes, longest_worker: int) -> Wi
     """Return a column's width, None without a bound. ``longest_worker``: bytes of the longest worker name."""
     if name in sizes.widths:
         return Width(sizes.widths[name])
-    try:
+    if _is_fixed(kind):
         return Width((int(kind.bit_width) + 7) // 8)
-    except ValueError:  # not a type of fixed width
-        pass
     tokens = {PROMPT_IDS: sizes.prompt_tokens, **dict.fromkeys(_PER_RESPONSE_TOKEN, sizes.response_tokens)}
     if name in tokens:
         return Width(_OFFSET, int(kind.value_type.bit_width), tokens[name])
@@ -172,3 +187,11 @@ def width_of(name: str, kind: DataType, sizes: Sizes, longest_worker: int) -> Wi
         return Width(_OFFSET, 8 * sizes.token_bytes, texts[name])
     words = {FINISH_REASON: _FINISH_REASONS, WORKER: longest_worker}
     return Width(_OFFSET + words[name]) if name in words else None
+
+
+def _is_fixed(kind: DataType) -> bool:
+    """Tell whether all values of a type have the same width."""
+    try:
+        return int(kind.bit_width) >= 0
+    except ValueError:
+        return False

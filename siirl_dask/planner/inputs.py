@@ -1,0 +1,39 @@
+"""The inputs of a plan, from which each worker computes it for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from siirl_dask.planner.chain import Plan
+from siirl_dask.planner.compile import compile_chains
+from siirl_dask.planner.dag import DAG
+from siirl_dask.planner.hosts import host_of
+from siirl_dask.schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that a plan is computed from: the same inputs give the same plan in every process.
+
+    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger than its inputs.
+    """
+
+    dag: DAG
+    dataset: Schema
+    placement: Mapping[str, tuple[int, ...]]
+    """Workers of each role, by index."""
+    hosts: tuple[str, ...]
+    """Host of each worker; empty where all are on one."""
+
+    @staticmethod
+    def of(plan: Plan) -> PlanInputs:
+        """Return the inputs of ``plan``, but for the names of its workers."""
+        index = {worker: number for number, worker in enumerate(plan.chains)}
+        placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
+        return PlanInputs(plan.dag, plan.dataset, placed, tuple(host_of(w, plan.hosts) for w in index if plan.hosts))
+
+    def compile(self, workers: Sequence[str]) -> Plan:
+        """Return the plan on ``workers``, in the order in which it was planned for them before."""
+        hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
+        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts)

@@ -1,0 +1,77 @@
+"""Places roles on workers, and tells which groups of their ranks lie on several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import gcd
+
+from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.chain import Plan
+from siirl_dask.planner.contract import groups_of
+from siirl_dask.planner.dag import DAG
+from siirl_dask.planner.hosts import Hosts, arrange, by_host, groups_apart
+
+
+def place_roles(
+    dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]], hosts: Hosts
+) -> dict[str, tuple[str, ...]]:
+    """Return the workers of each role in rank order. PlanError when the placement names an unknown role or worker."""
+    roles = [role.name for role in dag.roles]
+    for role, indices in placement.items():
+        if role not in roles:
+            raise PlanError(f"the placement names role {role!r}, which the DAG has not{did_you_mean(role, roles)}")
+        for index in indices:
+            if not 0 <= index < len(workers):
+                raise PlanError(f"the placement puts role {role!r} on worker {index}: there are {len(workers)}, from 0")
+        if not indices or len(set(indices)) != len(indices):
+            raise PlanError(f"the placement puts role {role!r} on {list(indices)}: expected workers, each one once")
+    everywhere = [role for role in dag.roles if role.name not in placement]
+    sizes = [size for role in everywhere for size in groups_of(role.build, len(workers)).values()]
+    order = arrange(workers, hosts, sizes)  # one for all of them: rows stay where roles have the same workers
+    return {role: tuple(workers[i] for i in placement[role]) if role in placement else order for role in roles}
+
+
+def check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise PlanError for a node that needs another role on its own workers where that is not."""
+    for node in dag.nodes:
+        role = node.contract.neighbour
+        if role is None:
+            continue
+        if role not in placed:
+            raise PlanError(f"node {node.name!r} uses role {role!r}, which the DAG has not{did_you_mean(role, placed)}")
+        if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
+            raise PlanError(
+                f"node {node.name!r} uses role {role!r} on each worker of its own role {node.role!r}, and worker "
+                f"{alone[0]!r} has it not: place {role!r} where {node.role!r} is"
+            )
+
+
+def host_notes(plan: Plan) -> Iterator[str]:
+    """Yield a sentence on each kind of groups of which some lie on several hosts, and on what can be done about it."""
+    for role in plan.dag.roles:
+        workers = plan.placement[role.name]
+        sizes = groups_of(role.build, len(workers))
+        best = arrange(workers, plan.hosts, sizes.values())
+        for key, size in sizes.items():
+            if apart := groups_apart(workers, plan.hosts, size):
+                least = len(groups_apart(best, plan.hosts, size))
+                yield f"role {role.name!r}: {_apart(apart, key, size, len(workers) // size, plan.hosts)}; " + _advice(
+                    key, size, len(apart), least, by_host(workers, plan.hosts).values()
+                )
+
+
+def _apart(apart: Sequence[tuple[str, ...]], key: str, size: int, groups: int, hosts: Hosts) -> str:
+    first = ", ".join(f"{', '.join(those)} on {host}" for host, those in by_host(apart[0], hosts).items())
+    if groups == 1:
+        return f"its {size} ranks ({key}) are on {len(by_host(apart[0], hosts))} hosts"
+    return f"{len(apart)} of its {groups} groups of {size} ranks ({key}) are on several hosts, the first with {first}"
+
+
+def _advice(key: str, size: int, apart: int, least: int, hosts: Collection[Sequence[str]]) -> str:
+    """Return what would put more groups of ``size`` on one host; ``least`` of the ``apart`` must be on several."""
+    if least < apart:
+        return f"with its workers in another order in cluster.placement, {least or 'none'} would be"
+    fitting = gcd(*map(len, hosts))
+    if fitting > 1 and fitting < size:
+        return f"no order of its workers does better; {key}={fitting} would keep each group on one host"
+    return "no order of its workers does better"
