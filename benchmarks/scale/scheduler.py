@@ -29,8 +29,8 @@ from rich.table import Table
 
 from idle_worker import IdleWorker
 from siirl_dask.driver import driver as driver_module
-from siirl_dask.driver.cluster import members
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.processes import members
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec

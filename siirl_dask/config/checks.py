@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from siirl_dask.errors import ConfigError
 
@@ -20,6 +21,14 @@ def parse_bytes(key: str, text: str) -> int:
     if not match or match[2] not in _UNITS:
         raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def absolute(url: str) -> str:
+    """Return a local path as an absolute one: workers may run in another folder. URLs, "" and ``???`` stay."""
+    if url in ("", "???") or "://" in url or "::" in url:
+        return url
+    path = Path(url)
+    return str(path.expanduser() if path.parts[:1] == ("~",) else path.absolute())
 
 
 def at_least(group: str, least: float, **values: float) -> None:

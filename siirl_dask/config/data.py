@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from siirl_dask.config.checks import at_least, parse_bytes
+from siirl_dask.config.checks import absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
@@ -49,6 +49,7 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
+        self.url = absolute(self.url)
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         at_least("data", 0, quadratic_from=self.quadratic_from)
         if parse_bytes("data.memory_limit", self.memory_limit) < 2**20:

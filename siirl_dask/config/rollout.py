@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
@@ -53,6 +53,9 @@ class ModelConfig:
     path: str = "???"
     """Folder with a model that transformers loads: config, weights, tokenizer."""
     dtype: Dtype = Dtype.float32
+
+    def __post_init__(self) -> None:
+        self.path = absolute(self.path)
 
 
 @dataclass(kw_only=True, slots=True)

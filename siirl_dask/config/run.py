@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
@@ -104,6 +104,7 @@ class ValidationConfig:
     """Function of a response, as ``module:function``, that returns the answer in it, for maj@k. None: the response."""
 
     def __post_init__(self) -> None:
+        self.url, self.test_url = (url and absolute(url) for url in (self.url, self.test_url))
         at_least("validation", 1, every=self.every, n=self.n)
         at_least("validation", 0, temperature=self.temperature or 0)
         if not 0 < self.top_p <= 1:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from distributed import Client
 
-from siirl_dask.worker.dag_worker import describe_position
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.tasks import describe_position
 
 logger = logging.getLogger("siirl_dask.driver")
 _ANSWER_TIMEOUT = 2.0  # seconds for a worker's event loop to answer

@@ -6,17 +6,17 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 import dask
 from distributed import Client, LocalCluster, Nanny, Status
-from distributed.comm.addressing import get_address_host
 
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
+from siirl_dask.driver.scheduler_file import read_address
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
 from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
@@ -32,7 +32,8 @@ _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to th
 def connect(config: Config, progress: Progress) -> Iterator[Client]:
     """Yield a client of a cluster with ``cluster.workers`` workers; a cluster started here is closed afterwards.
 
-    ConfigError if no scheduler answers at the given address; RunError if the workers do not come up in time.
+    ConfigError if no scheduler answers at the given address, or no scheduler file comes; RunError if the workers do not
+    come up in time.
     """
     cluster = config.cluster
     if cluster.address or cluster.scheduler_file:
@@ -51,19 +52,6 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
         finally:
             with suppress(TimeoutError):  # the cluster is closed next: no orderly farewell is needed
                 client.close(timeout=_HASTE)
-
-
-def members(client: Client, count: int) -> dict[str, str]:
-    """Return {name: address} of the first ``count`` workers, in the order of their names: the run's rank order."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
-    named = {str(worker["name"]): address for address, worker in workers.items()}
-    order = sorted(named, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
-    return {name: named[name] for name in order[:count]}
-
-
-def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
-    """Return the host of each worker of ``members``: that of its address, which its peers reach it by."""
-    return {name: get_address_host(address) for name, address in members.items()}
 
 
 @contextmanager
@@ -151,10 +139,13 @@ def _local_settings(config: Config) -> dict[str, object]:
 @contextmanager
 def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
     """Connect to an existing cluster, which stays when the client is closed."""
+    address, where = cluster.address, f"cluster.address={cluster.address!r}"
+    if cluster.scheduler_file:
+        address = read_address(cluster.scheduler_file, cluster.start_timeout, progress)
+        where = f"{address!r}, which cluster.scheduler_file={cluster.scheduler_file!r} names"
     try:
-        client = Client(address=cluster.address, scheduler_file=cluster.scheduler_file, timeout=cluster.start_timeout)
+        client = Client(address=address, timeout=cluster.start_timeout)
     except (OSError, ValueError, TypeError) as error:  # no scheduler; a malformed address; tls without certificates
-        where = f"cluster.address={cluster.address!r}" if cluster.address else f"{cluster.scheduler_file!r}"
         message = f"no Dask scheduler answers at {where}: {error}"
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error

@@ -22,9 +22,10 @@ from siirl_dask.driver.scheduler_watch import SchedulerWatch
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.dag_worker import DAGWorker, finish_worker, run_chain, save_worker, start_worker
+from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
+from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
 logger = logging.getLogger("siirl_dask.driver")
 _SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker

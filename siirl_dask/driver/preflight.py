@@ -32,6 +32,8 @@ class Checked:
     memory: list[WorkerMemory]
     notes: list[str]
     """Sentences for the reader of a plan."""
+    reads: Mapping[str, tuple[str, ...]]
+    """Folders that the workers of each role read."""
 
 
 def check(config: Config, phases: Phases) -> Checked:
@@ -54,7 +56,11 @@ def check(config: Config, phases: Phases) -> Checked:
     _check_requirements(plan.dag, costs)
     memory = memory_of(config, phases, costs)
     check_memory(config, memory)
-    return Checked(memory, [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)])
+    return Checked(
+        memory,
+        [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)],
+        {name: cost.reads for name, cost in costs.items()},
+    )
 
 
 def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from siirl_dask.config import Config, Engine
-from siirl_dask.driver.cluster import connect, hosts_of, members
+from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver, Written
 from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import check
+from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
@@ -51,16 +53,17 @@ def run(
     validation = validation_of(config, dag, validation)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     planned = _plan(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
-    check(config, planned)
+    checked = check(config, planned)
     check_writable(config.run.url)
     if prepare(config):
-        check(config, planned)  # again: now the dataset and the model exist
+        checked = check(config, planned)  # again: now the dataset and the model exist
     log = RunLog(config, resume)
     try:
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
             phases = _plan(config, dag, validation, list(named), resume, hosts_of(named))
+            check_reachable(client, named, phases, checked.reads, config.run.url)
             for note in host_notes(phases[Phase.TRAIN][0]):
                 log.progress.note(note)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)

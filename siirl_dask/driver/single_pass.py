@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.driver.cluster import connect, hosts_of, members
+from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Done, Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
+from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompts import check_prompts
+from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
@@ -31,13 +33,15 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
         return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
-    check(config, planned)
+    checked = check(config, planned)
     check_writable(config.run.url)
     try:
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
-            spec = RunSpec.of(config, named, phases(list(named), hosts_of(named)))
+            actual = phases(list(named), hosts_of(named))
+            check_reachable(client, named, actual, checked.reads, config.run.url)
+            spec = RunSpec.of(config, named, actual)
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster, SiirlError.announce):

@@ -172,6 +172,8 @@ class RoleCost:
     """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
+    reads: tuple[str, ...] = ()
+    """Folders, local or by URL, that each worker of the role must be able to read."""
 
 
 Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]

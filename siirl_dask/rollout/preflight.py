@@ -54,7 +54,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     if parameters is not None:
         weights = -(-_BYTES[model.dtype] * parameters.total // rollout.tensor_parallel_size)
         memory = weights + _cache(rollout, uses_vllm)
-    return RoleCost(memory=memory, notes=_notes(rollout.tensor_parallel_size, workers))
+    return RoleCost(memory=memory, notes=_notes(rollout.tensor_parallel_size, workers), reads=(model.path,))
 
 
 def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -137,17 +138,34 @@ def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> 
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{option}={url!r}: {str(parent)!r} is no folder that this user can write to")
     if write:
-        _probe(fs, path, f"{option}={url!r}")
+        with probe(url, option):
+            pass
 
 
-def _probe(fs: AbstractFileSystem, path: str, setting: str) -> None:
-    """Write a file and remove it again, and the folder with it if it did not exist. ConfigError if that fails."""
-    existed, file = fs.exists(path), f"{path}/.writable-{uuid4().hex}"
+@contextmanager
+def probe(url: str, option: str = "run.url") -> Iterator[str]:
+    """Yield the name of a new file in the folder ``url``, and remove it again, with the folder if that is new.
+
+    ConfigError, naming ``option``, if that fails.
+    """
+    name = f".writable-{uuid4().hex}"
+    with _refused(f"{option}={url!r}"):
+        fs, path = open_fs(url)
+        existed = fs.exists(path)
+        write_atomic(fs, f"{path}/{name}", b"")
     try:
-        write_atomic(fs, file, b"")
-        fs.rm_file(file)
-        if not existed and fs.exists(path):  # object stores have no folders
-            fs.rmdir(path)
+        yield name
+    finally:
+        with _refused(f"{option}={url!r}"):
+            fs.rm_file(f"{path}/{name}")
+            if not existed and fs.exists(path):  # object stores have no folders
+                fs.rmdir(path)
+
+
+@contextmanager
+def _refused(setting: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # each store has errors of its own: no bucket, no credentials, no connection
         raise ConfigError(f"{setting} cannot be written: {type(error).__name__}: {error}") from error
 

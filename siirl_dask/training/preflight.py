@@ -40,9 +40,9 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     _check_layout(trainer, model, len(workers))
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost()
+        return RoleCost(reads=(model.path,))
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
-    return RoleCost(memory=held + _gathered(size, trainer))
+    return RoleCost(memory=held + _gathered(size, trainer), reads=(model.path,))
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
@@ -62,7 +62,7 @@ def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], confi
     """Size a role of ``build_reward_model``."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
-    return RoleCost(memory=None if size is None else _IN_DTYPE[model.dtype] * size.total)
+    return RoleCost(memory=None if size is None else _IN_DTYPE[model.dtype] * size.total, reads=(model.path,))
 
 
 def _check_learner(
@@ -76,7 +76,7 @@ def _check_learner(
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost(provides=provides)
+        return RoleCost(provides=provides, reads=(model.path,))
     each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
     whole = _parameters(size, trainer)
     held = each * whole if adapters is None else _SCORES * whole + each * adapters.total
@@ -85,7 +85,7 @@ def _check_learner(
         learned = whole if adapters is None else adapters.total
         copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
     memory = _share(held, trainer, len(workers)) + _gathered(size, trainer)
-    return RoleCost(memory=memory, checkpoint_copy=copied, provides=provides)
+    return RoleCost(memory=memory, checkpoint_copy=copied, provides=provides, reads=(model.path,))
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:

@@ -5,32 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from distributed import WorkerPlugin, get_worker
+from distributed import WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
-from siirl_dask.errors import CheckpointError, PeerError
+from siirl_dask.errors import CheckpointError, PeerError, RunError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Phase, Plan, Stream
+from siirl_dask.planner import Iteration, Plan, Stream
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
-from siirl_dask.worker.role_state import RoleStates, build_roles
+from siirl_dask.worker.release import Release
+from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
@@ -43,10 +45,13 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
+_RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
+_LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
+_PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 
 
 class DAGWorker(WorkerPlugin):
-    """Dask plugin, one per worker process; the driver calls it through the tasks at the end of this module."""
+    """Dask plugin, one per worker process; the driver calls it through the tasks in tasks.py."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.name = spec.plugin
@@ -59,6 +64,14 @@ class DAGWorker(WorkerPlugin):
         self.name, self.spec = state["name"], pickle.loads(zlib.decompress(state["spec"]))
 
     async def setup(self, worker: Worker) -> None:
+        try:
+            await self._set_up(worker)
+            return
+        except Exception as error:
+            failure = portable(error, str(worker.name))
+        raise failure
+
+    async def _set_up(self, worker: Worker) -> None:
         hide()
         self.stop = StopFlag()
         self.turns = Turns(self.stop)
@@ -66,6 +79,10 @@ class DAGWorker(WorkerPlugin):
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
         self._loaders: dict[str, Dataloader] = {}
+        self.release = Release(self._free)
+        releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
+        self._earlier = [*releases]
+        releases.append(self.release)
         self.worker_name = str(worker.name)
         self._worker = worker
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
@@ -83,12 +100,15 @@ class DAGWorker(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         self.abort("the run is over")
+        await asyncio.to_thread(self.release.end, _PATIENCE)
+        worker.extensions[_RELEASES].remove(self.release)
         if hasattr(self, "_plane"):
             await self._plane.close()
 
     def start(self) -> None:
         """Join the process groups and build this worker's roles; runs as a task, once."""
         self._plane.check()
+        self._await_earlier()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
@@ -116,6 +136,18 @@ class DAGWorker(WorkerPlugin):
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=broadcasts,
         )
+
+    def _await_earlier(self) -> None:
+        """Wait until earlier runs have left this process. RunError where a task of one does not return."""
+        deadline = time.monotonic() + _LEAVE_TIMEOUT
+        while any(release.under_way for release in self._earlier):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"worker {self.worker_name!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after "
+                    "that was stopped: restart the worker"
+                )
+            self.stop.wait(0.1)
+        self._earlier.clear()
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.
@@ -170,13 +202,11 @@ class DAGWorker(WorkerPlugin):
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
-    def finish(self) -> None:
-        """Free everything that ``start`` built; runs as a task after the last chain."""
+    def _free(self) -> None:
+        """Free everything that ``start`` built."""
         for loader in self._loaders.values():
             loader.close()
-        for resource in self._runtime.resources.values() if self._runtime else ():
-            if close := getattr(resource, "close", None):
-                close()
+        close_roles(self._runtime.resources if self._runtime else {})
         self._runtime = self._states = None
         groups.leave()
 
@@ -259,47 +289,3 @@ def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
     """
     if isinstance(running := worker.plugins.get(plugin), DAGWorker):
         running.abort(reason)
-
-
-@contextmanager
-def _turn(plugin: str, number: int) -> Iterator[DAGWorker]:
-    """Wait for the worker's earlier tasks; the driver numbers them."""
-    running = get_worker().plugins[plugin]
-    assert isinstance(running, DAGWorker)
-    with running.turns.take(number):
-        yield running
-
-
-def start_worker(plugin: str, turn: int) -> None:
-    """Build this worker's roles (Dask task)."""
-    with _turn(plugin, turn) as worker:
-        worker.start()
-
-
-def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
-    """Run the chain once (Dask task)."""
-    with _turn(plugin, turn) as worker:
-        worker.run_chain(_iteration(*iteration), completed)
-
-
-def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
-    """Write this worker's part of a checkpoint (Dask task)."""
-    with _turn(plugin, turn) as worker:
-        worker.save(_iteration(*iteration), url, completed)
-
-
-def finish_worker(plugin: str, turn: int) -> None:
-    """Free the roles (Dask task)."""
-    with _turn(plugin, turn) as worker:
-        worker.finish()
-
-
-def describe_position(plugin: str, dask_worker: Worker) -> str:
-    """Return a description of where the worker's task is. Runs on the worker's event loop."""
-    running = dask_worker.plugins.get(plugin)
-    return running.position() if isinstance(running, DAGWorker) else "a task of a run that has left it"
-
-
-def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
-    """Return the iteration that the driver sent as plain values, which no worker needs to unpickle."""
-    return Iteration(Phase(phase), step, sequence, drain)

@@ -1,12 +1,24 @@
-"""Adds the place to errors of users' functions, which cross to the driver's process without a traceback."""
+"""Names errors for the driver's process: where they happened, in a form that crosses processes whole.
+
+Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a long chain of
+causes, the driver would get an ``Exception`` that has lost its type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from traceback import format_exc
+from traceback import format_exception
+from typing import ParamSpec, TypeVar
 
-from siirl_dask.errors import SiirlError
+from siirl_dask import errors
+from siirl_dask.errors import RunError, SiirlError
+
+_LONGEST = 8000  # characters of a message or a note: Dask cuts what is longer than 10,000, and changes its type
+_CUT = "\n[... {} characters ...]\n"
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -19,5 +31,42 @@ def named_errors(where: str, failure: type[SiirlError]) -> Iterator[None]:
         raise
     except Exception as error:
         named = failure(f"{where}: {type(error).__name__}: {error}")
-        named.add_note(format_exc())  # a traceback does not cross processes
+        named.add_note(_traceback(error))
         raise named from error
+
+
+def deliver_errors(worker: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return ``work(...)``. An exception is raised again as ``portable`` makes it; ``worker`` is this worker's name."""
+    try:
+        return work(*args, **kwargs)
+    except Exception as error:
+        failure = portable(error, worker)
+    raise failure  # not above, where it would take the first one along as its context
+
+
+def portable(error: Exception, worker: str) -> SiirlError:
+    """Return an exception that any process can load: of this package, without causes, its texts of bounded length.
+
+    A note names the type, the worker and its host. An exception of any other package becomes a RunError.
+    """
+    where = f"{type(error).__name__} of worker {worker!r} on host {socket.gethostname()!r}"
+    kind = next((base for base in type(error).__mro__ if base.__module__ == errors.__name__), None)
+    if kind is None:
+        failure: SiirlError = RunError(_cut(f"a worker failed: {type(error).__name__}: {error}"))
+        failure.add_note(_traceback(error))
+    else:
+        failure = kind(_cut(str(error)))
+    for note in getattr(error, "__notes__", ()):
+        failure.add_note(_cut(str(note)))
+    failure.add_note(where)
+    return failure
+
+
+def _traceback(error: Exception) -> str:
+    return _cut("".join(format_exception(error)))
+
+
+def _cut(text: str) -> str:
+    """Return ``text``, without its middle where it is too long: it begins with what failed and ends with the cause."""
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else text[:half] + _CUT.format(len(text) - 2 * half) + text[-half:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,13 +145,29 @@ def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]
     wakes by itself when it is used.
 
     A SiirlError from a role's build names the role and the worker in a note; any other exception becomes a RunError.
+    What was built before it is closed.
     """
     build = {role.name: role.build for role in roles}
     resources: dict[str, Any] = {}
-    for name, rank in ranks.items():
-        with named_errors(f"role {name!r}, worker {device.worker!r}", RunError):
-            resources[name] = resource = build[name](device, rank)
-        last = len(resources) == len(ranks)
-        if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
-            sleep()
+    try:
+        for name, rank in ranks.items():
+            with named_errors(f"role {name!r}, worker {device.worker!r}", RunError):
+                resources[name] = resource = build[name](device, rank)
+            last = len(resources) == len(ranks)
+            if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
+                sleep()
+    except Exception:
+        close_roles(resources)
+        raise
     return resources
+
+
+def close_roles(resources: Mapping[str, Any]) -> None:
+    """Call ``close`` of each object that has it, even where another one's fails: an engine must not stay for that.
+
+    Raises the first failure when all have been called.
+    """
+    with ExitStack() as closing:
+        for resource in reversed([*resources.values()]):
+            if close := getattr(resource, "close", None):
+                closing.callback(close)

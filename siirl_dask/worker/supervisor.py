@@ -16,6 +16,9 @@ from tornado.ioloop import PeriodicCallback
 if TYPE_CHECKING:
     from distributed import Scheduler
 
+ABORT = "siirl-abort"
+"""Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
+
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_base_that_two_bases_share_counts_where_it_is_first(write):
 
 @pytest.mark.parametrize("bases", ["[]", "null", "''"])
 def test_an_empty_base_is_no_base(write, bases):
-    assert load(write(f"base: {bases}\n{NEEDED}")).data.url == "rows"
+    assert load(write(f"base: {bases}\n{NEEDED}")).data.url == str(Path.cwd() / "rows")
 
 
 def test_a_cycle_is_found_behind_a_list_and_a_folder(write):

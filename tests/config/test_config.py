@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.coerce import Coercer
-from siirl_dask.config import Config, DataConfig, Dtype, RolloutConfig, RunConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import (
+    Config,
+    DataConfig,
+    Dtype,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    parse_bytes,
+)
 from siirl_dask.config.file import dump, load, load_config_file, shipped
 from siirl_dask.config.file.layers import config_keys, shipped_files
 from siirl_dask.errors import ConfigError
@@ -286,7 +295,7 @@ words = st.one_of(
 def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
     config = Config()
     config.run = RunConfig(name=name, seed=seed)
-    config.data.url, config.model.path, config.model.dtype = path + "x", "y" + path, Dtype.bfloat16
+    config.data, config.model = DataConfig(url=path + "x"), ModelConfig(path="y" + path, dtype=Dtype.bfloat16)
     config.trainer = TrainerConfig(lr=lr, betas=(0.25, 0.5))
     config.observe.progress, config.cluster.address = progress, address
     config.cluster.placement = {"policy": [1, 0]}

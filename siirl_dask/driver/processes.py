@@ -1,0 +1,137 @@
+"""Asks the scheduler and the workers what they run on: orders the workers, and refuses what does not fit together."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed import Client
+from distributed.comm.addressing import get_address_host
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.worker.report import ALIKE, SIMILAR, Report, report
+
+logger = logging.getLogger("siirl_dask.driver")
+_NAMED = 4  # processes that a message names; it counts the others
+_MUST = ("python", "siirl_dask", *ALIKE)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of the cluster, and its report, or the reason why it has none."""
+
+    label: str
+    """How messages name it, such as ``worker 'a' on host 'node1'``."""
+    start: str
+    """The command that starts such a process."""
+    report: Report | Exception
+
+
+def members(client: Client, count: int) -> dict[str, str]:
+    """Return {name: address} of the first ``count`` workers in rank order, once they have been found to fit together.
+
+    ConfigError for a process that cannot import this package, and for one with another version of it, of Python or of
+    a package whose messages all must understand. Other differences are logged.
+    """
+    workers = {str(info["name"]): address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    reports = client.run(report, on_error="return")
+    ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})[:count]
+    chosen = {name: workers[name] for name in ordered}
+    _check([_scheduler(client), *(_worker(name, address, reports.get(address)) for name, address in chosen.items())])
+    return chosen
+
+
+def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
+    """Return the host of each worker of ``members``: that of its address, which its peers reach it by."""
+    return {name: get_address_host(address) for name, address in members.items()}
+
+
+def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> list[str]:
+    """Return the workers' names by host, then device, then name; ``workers`` has the address and report of each.
+
+    A host goes by its own name, which launchers and container platforms keep where addresses change. A name that is
+    the worker's address counts without its port, which is another one in each start. Numbers in names go by value.
+    """
+
+    def place(name: str) -> tuple[object, ...]:
+        address, answer = workers[name]
+        at = get_address_host(address)
+        host, devices = (answer["host"], answer["devices"]) if isinstance(answer, dict) else (at, "")
+        stable = "" if name == address else name
+        return (*map(_natural, (host, at, devices, stable, name)),)
+
+    return sorted(workers, key=place)
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key by which ``node2`` comes before ``node10``, and numbers before other texts."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.findall(r"\d+|\D+", text)]
+
+
+def _scheduler(client: Client) -> Process:
+    try:
+        answer: Report | Exception = client.run_on_scheduler(report)
+    except Exception as error:  # whatever an import there may raise
+        answer = error
+    return Process(f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer)
+
+
+def _worker(name: str, address: str, answer: Report | Exception | None) -> Process:
+    host = answer["host"] if isinstance(answer, dict) else get_address_host(address)
+    return Process(f"worker {name!r} on host {host!r}", "dask worker", answer or OSError("it did not answer"))
+
+
+def _check(processes: list[Process]) -> None:
+    here = report()
+    reports: dict[str, Report] = {}
+    for process in processes:
+        if isinstance(process.report, Exception):
+            error = process.report
+            raise ConfigError(
+                f"{process.label} cannot load siirl_dask: {type(error).__name__}: {error}; expected siirl_dask "
+                f"{here['versions']['siirl_dask']} and its dependencies in the Python that runs `{process.start}` there"
+            )
+        reports[process.label] = process.report
+    refused = [line for name in _MUST for line in _differences(name, here, reports)]
+    if not refused:
+        refused = _group("the code of siirl_dask", here["code"], {name: each["code"] for name, each in reports.items()})
+    if refused:
+        raise ConfigError(
+            "the processes of the cluster do not fit together: " + "; ".join(refused) + "; expected the same "
+            "environment on every host"
+        )
+    scheduler, *workers = reports.values()
+    for name in SIMILAR:
+        for line in _differences(name, here, {label: each for label, each in reports.items() if each is not scheduler}):
+            logger.warning("%s", line)
+    _warn_of_variables(dict(zip([*reports][1:], workers, strict=True)))
+
+
+def _differences(package: str, here: Report, reports: Mapping[str, Report]) -> list[str]:
+    found = {label: each["versions"].get(package) or "none" for label, each in reports.items()}
+    return _group(package, here["versions"].get(package) or "none", found)
+
+
+def _group(subject: str, here: str, found: Mapping[str, str], where: str = "here", at: str = "on") -> list[str]:
+    """Return a sentence for each value other than ``here``, which names the processes that have it."""
+    sentences = []
+    for value in sorted({*found.values()} - {here}):
+        labels = [label for label, each in found.items() if each == value]
+        more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        sentences.append(f"{subject} is {here} {where} and {value} {at} {', '.join(labels[:_NAMED])}{more}")
+    return sentences
+
+
+def _warn_of_variables(workers: Mapping[str, Report]) -> None:
+    """Log environment variables that workers have with different values."""
+    first = next(iter(workers))
+    for name in sorted({name for each in workers.values() for name in each["variables"]}):
+        values = {label: _shown(each["variables"].get(name)) for label, each in workers.items()}
+        for line in _group(f"environment variable {name}", values[first], values, f"for {first}", "for"):
+            logger.warning("%s", line)
+
+
+def _shown(value: str | None) -> str:
+    return "not set" if value is None else repr(value)

@@ -1,0 +1,60 @@
+"""Checks on the workers, before anything starts, that each can read and write what the run will."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distributed import Client
+from siirl_storage.files import absolute
+
+from siirl_dask.driver.phases import Phases
+from siirl_dask.errors import ConfigError
+from siirl_dask.planner import Load
+from siirl_dask.runs.folder import probe
+from siirl_dask.worker.reach import find_unreachable
+
+_NAMED = 4  # sentences in a message; it counts the others
+
+
+def check_reachable(
+    client: Client, members: Mapping[str, str], phases: Phases, reads: Mapping[str, Sequence[str]], run_url: str
+) -> None:
+    """Raise ConfigError, by worker, host and path, unless each worker reaches its files as this process does.
+
+    ``reads`` has the folders that the workers of each role read. Workers that load prompts read the datasets, and all
+    write below ``run_url``.
+    """
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for worker in members:
+        alike.setdefault(_read_by(worker, phases, reads), []).append(worker)
+    problems = []
+    with probe(run_url) as name:
+        for needed, workers in alike.items():
+            addresses = [members[worker] for worker in workers]
+            answers = client.run(find_unreachable, dict(needed), absolute(run_url), name, workers=addresses)
+            for worker in workers:
+                host, found = answers[members[worker]]
+                problems += [f"for worker {worker!r} on host {host!r} {problem}" for problem in found]
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise ConfigError(
+            "; ".join(problems[:_NAMED])
+            + more
+            + "; expected folders at the same place on every host: on a file system "
+            "that all share, or a URL such as s3://..."
+        )
+
+
+def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    """Return what a worker must be able to read: a name for messages, and the URL."""
+    plan, _ = next(iter(phases.values()))
+    needed = {
+        f"the model of role {role!r}": url
+        for role, urls in reads.items()
+        if worker in plan.placement.get(role, ())
+        for url in urls
+    }
+    for phase, (phase_plan, source) in phases.items():
+        if any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):
+            needed[f"the {phase} dataset"] = absolute(source.url)
+    return tuple(needed.items())

@@ -1,0 +1,61 @@
+"""Looks, from where a worker runs, at the files and folders that a run will use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import open_fs, write_atomic
+
+
+async def find_unreachable(reads: Mapping[str, str], run_url: str, probe: str) -> tuple[str, list[str]]:
+    """Return this host's name, and a sentence for each thing that a worker here cannot do.
+
+    ``reads`` has what it must be able to read: the URL of each by how a message names it. ``probe`` is a file that the
+    driver has written in the folder ``run_url``.
+    """
+    return socket.gethostname(), await asyncio.to_thread(_look, reads, run_url, probe)
+
+
+def _look(reads: Mapping[str, str], run_url: str, probe: str) -> list[str]:
+    problems = []
+    for name, url in reads.items():
+        if reason := _why_unreadable(url):
+            problems.append(f"{name} {url!r} {reason}")
+    if reason := _why_not_the_drivers(run_url, probe):
+        problems.append(f"run.url {run_url!r} {reason}")
+    return problems
+
+
+def _why_unreadable(url: str) -> str | None:
+    try:
+        fs, path = open_fs(url)
+        if not fs.exists(path):
+            return "is not there"
+        if isinstance(fs, LocalFileSystem) and not _may_read(Path(path)):
+            return f"may not be read by user {os.getuid()}"
+    except Exception as error:  # each store has errors of its own: no package, no credentials, no connection
+        return f"cannot be opened: {type(error).__name__}: {error}"
+    return None
+
+
+def _may_read(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
+
+
+def _why_not_the_drivers(url: str, probe: str) -> str | None:
+    try:
+        fs, path = open_fs(url)
+        if not fs.exists(f"{path}/{probe}"):
+            return "is another folder there: a file that the driver has just written is not in it"
+        own = f"{path}/.writable-{uuid4().hex}"
+        write_atomic(fs, own, b"")
+        fs.rm_file(own)
+    except Exception as error:  # each store has errors of its own
+        return f"cannot be written: {type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,55 @@
+"""Frees what a run has built on a worker, once the run is over and none of its tasks is inside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Release:
+    """Calls ``free`` once, after ``end``, from whichever thread leaves last.
+
+    A task may be in a call that never returns: then its models stay as long as it does, and nobody waits for them.
+    """
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        self._free = free
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._over = self._taken = self._freed = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the run is over and something of it is still here."""
+        return self._over and not self._freed
+
+    @contextmanager
+    def task(self) -> Iterator[None]:
+        """Keep everything that the run has built while inside."""
+        with self._changed:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+            self._free_if_last()
+
+    def end(self, patience: float) -> None:
+        """Free everything. Waits up to ``patience`` seconds for tasks to leave; a later one frees it as it leaves."""
+        with self._changed:
+            self._over = True
+            self._changed.wait_for(lambda: not self._inside, patience)
+        self._free_if_last()
+
+    def _free_if_last(self) -> None:
+        with self._changed:
+            if self._inside or not self._over or self._taken:
+                return
+            self._taken = True
+        try:
+            self._free()
+        finally:
+            self._freed = True

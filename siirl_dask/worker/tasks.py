@@ -1,0 +1,61 @@
+"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for its turn and calls one method of it.
+
+Arguments are plain values, which no worker needs to unpickle. The scheduler imports this module to hand the tasks out:
+it must not import torch, which would keep a scheduler from answering for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from distributed import get_worker
+
+from siirl_dask.planner import Iteration, Phase
+from siirl_dask.worker.named_errors import deliver_errors
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from siirl_dask.worker.dag_worker import DAGWorker
+
+
+def start_worker(plugin: str, turn: int) -> None:
+    """Build this worker's roles."""
+    _call(plugin, turn, lambda running: running.start())
+
+
+def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
+    """Run the chain once."""
+    _call(plugin, turn, lambda running: running.run_chain(_iteration(*iteration), completed))
+
+
+def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
+    """Write this worker's part of a checkpoint."""
+    _call(plugin, turn, lambda running: running.save(_iteration(*iteration), url, completed))
+
+
+def finish_worker(plugin: str, turn: int) -> None:
+    """Free the roles, now or as this task ends."""
+    _call(plugin, turn, lambda running: running.release.end(0.0))
+
+
+def describe_position(plugin: str, dask_worker: Worker) -> str:
+    """Return a description of where the worker's task is. Runs on the worker's event loop."""
+    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    return "a task of a run that has left it" if running is None else running.position()
+
+
+def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
+    running: DAGWorker = get_worker().plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    deliver_errors(running.worker_name, _in_turn, running, turn, work)
+
+
+def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
+    """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
+    with running.turns.take(turn), running.release.task():
+        work(running)
+
+
+def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
+    return Iteration(Phase(phase), step, sequence, drain)
