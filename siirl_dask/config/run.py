@@ -55,8 +55,8 @@ class ClusterConfig:
     stall_timeout: float = 600.0
     """Seconds without progress after which a wait for a peer fails and names it."""
     peer_timeout: float | None = None
-    """Seconds without a sign of life after which a peer counts as dead, and the scheduler after 15 at least; a link that
-    is down for less costs nothing but the time. None: 5 where all workers are on one host, 15 where they are not.
+    """Seconds without a sign of life after which a peer counts as dead, and the scheduler after 15 at least. A link
+    that is down for less costs nothing but the time. None: 5 where all workers are on one host, 15 where they are not.
     """
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any
@@ -98,7 +98,6 @@ class Driver:
         self._cut_off = False
         self._patience = max(spec.data.peer_timeout, _SCHEDULER_TIMEOUT)
         self._watch = SchedulerWatch(client, self._patience, self._report_no_scheduler)
-        self._undo = ExitStack()
 
     @contextmanager
     def at_work(self, cluster: ClusterConfig, announce: Callable[[SiirlError], None]) -> Iterator[None]:
@@ -106,8 +105,9 @@ class Driver:
 
         ``announce`` is called with a failure at once: to stop workers that do not answer takes seconds.
         """
+        stays = bool(cluster.address or cluster.scheduler_file)
         try:
-            self.start(cluster.start_timeout)
+            self.start(cluster.start_timeout, stays)
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
@@ -117,21 +117,26 @@ class Driver:
             raise
         finally:
             self._watch.stop()
-            if (cluster.address or cluster.scheduler_file) and not self._cut_off:
+            if stays and not self._cut_off:
                 warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
 
-    def start(self, timeout: float) -> None:
-        """Register the run on the cluster and build every worker's roles. Raises what a role's build raised."""
+    def start(self, timeout: float, stays: bool = False) -> None:
+        """Register the run on the cluster and build every worker's roles. Raises what a role's build raised.
+
+        ``stays``: the cluster stays when this process ends, however that happens.
+        """
         client, plugin = self._client, self._spec.plugin
         self._watch.start()
-        client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
-        self._undo.callback(client.unsubscribe_topic, self._spec.topic)
-        client.register_plugin(Supervisor(plugin, self._spec.topic, self._spec.members, client.id))
-        self._undo.callback(client.unregister_scheduler_plugin, plugin)
-        self._started = True
-        client.register_plugin(DAGWorker(self._spec))
-        self._undo.callback(self._take_off_workers)
+        try:
+            client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
+            client.register_plugin(
+                Supervisor(plugin, self._spec.topic, self._spec.members, client.id if stays else None)
+            )
+            self._started = True
+            client.register_plugin(DAGWorker(self._spec))
+        except OSError as error:
+            raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
         self._last = self._submit("start", start_worker)
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
@@ -190,22 +195,19 @@ class Driver:
         self._await_all(self._last, time.monotonic() + timeout, "to finish")
 
     def close(self) -> None:
-        """Remove the run's plugins from the cluster. Where this process is cut off from it, the supervisor does so."""
-        self._undo.close()
+        """Take the run off the cluster. Where this process is cut off from it, the supervisor does so by itself."""
+        if not self._started:
+            return
+        try:
+            self._client.unsubscribe_topic(self._spec.topic)
+            self._call("leave", _TAKE_OFF_TIMEOUT)
+        except OSError as error:
+            logger.warning("what this run built may stay on a worker until that is restarted: %s", error)
 
     def _busy_workers(self) -> list[str]:
         """Return the workers that are still in the first iteration under way, or still building their roles."""
         futures = self._pending[0].futures if self._pending else self._last
         return [worker for worker, future in futures.items() if future.status == "pending"]
-
-    def _take_off_workers(self) -> None:
-        async def take_off() -> None:
-            await self._client.unregister_worker_plugin(self._spec.plugin)
-
-        try:
-            self._client.sync(take_off, callback_timeout=_TAKE_OFF_TIMEOUT)
-        except TimeoutError:
-            logger.warning("a worker does not answer: what this run built on it stays there until it is restarted")
 
     def _hand_out(self, iteration: Iteration) -> None:
         """Submit an iteration to all workers."""
@@ -336,10 +338,10 @@ class Driver:
         """Return where the run is: the first iteration under way, or the start."""
         return str(self._pending[0].iteration) if self._pending else "the start"
 
-    def _call(self, operation: str, **arguments: Any) -> Any:
+    def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""
 
         async def call() -> Any:
             return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(**arguments)
 
-        return self._client.sync(call, callback_timeout=_CALL_TIMEOUT)
+        return self._client.sync(call, callback_timeout=timeout)

@@ -16,9 +16,6 @@ from tornado.ioloop import PeriodicCallback
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-ABORT = "siirl-abort"
-"""Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
-
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
@@ -30,8 +27,8 @@ _CONNECTIONS = 100  # looked at in that time; more make the interval longer: 1,0
 class Supervisor(SchedulerPlugin):
     """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on."""
 
-    def __init__(self, plugin: str, topic: str, members: Mapping[str, str], client: str) -> None:
-        """``client`` is the id of the driver's Dask client."""
+    def __init__(self, plugin: str, topic: str, members: Mapping[str, str], client: str | None) -> None:
+        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver."""
         self.name = plugin
         self._client = client
         self._topic = topic
@@ -40,12 +37,13 @@ class Supervisor(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._traffic = TrafficMeter(scheduler)
-        scheduler.handlers[f"{self.name}-abort"] = self.abort
-        scheduler.handlers[f"{self.name}-traffic"] = self.traffic
+        self._handlers = {f"{self.name}-{call.__name__}": call for call in (self.abort, self.traffic, self.leave)}
+        scheduler.handlers.update(self._handlers)
 
     async def close(self) -> None:
-        for name in ("abort", "traffic"):
-            self._scheduler.handlers.pop(f"{self.name}-{name}", None)
+        self._traffic.stop()
+        for name in self._handlers:
+            self._scheduler.handlers.pop(name, None)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         lost = [name for name, address in self._members.items() if address == worker]
@@ -57,13 +55,15 @@ class Supervisor(SchedulerPlugin):
         """Stop the run when its driver is gone or cut off, and take it off the cluster, so that another may start."""
         if client == self._client:
             self.abort("the driver left the cluster")
-            self._left = asyncio.create_task(self._take_off())
+            self._leaving = asyncio.create_task(self.leave())
 
-    async def _take_off(self) -> None:
+    async def leave(self) -> None:
+        """Take the run off the cluster, with all that it has built on the workers. The driver calls this, too."""
+        await self.close()
+        self._scheduler.remove_plugin(self.name)
         try:
             await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
-            await self._scheduler.unregister_scheduler_plugin(name=self.name)
-        except (OSError, ValueError) as error:  # a worker is gone, or the driver was faster
+        except (OSError, ValueError) as error:  # a worker is gone, or the run never came as far as the workers
             logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +92,10 @@ class TrafficMeter:
         self._timer = PeriodicCallback(self._look, _EVERY_MS)
         self._look(count=False)
         self._timer.start()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._timer.stop()
 
     def total(self) -> int | None:
         """Return the bytes so far; None where they cannot be counted."""
