@@ -1,0 +1,44 @@
+"""A program: sums of gradients over gloo, as a trainer has them. Arguments: rank, ranks, address of rank 0, bytes, rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from siirl_dask.training.optimizer import FlatGradients
+
+from .cores import since, threads, total
+
+_PAUSE = 0.2  # seconds: a mini-batch's passes lie between two sums
+
+
+def main() -> None:
+    rank, ranks, size, rounds = (int(sys.argv[at]) for at in (1, 2, 4, 5))
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    store = dist.TCPStore(sys.argv[3], 7912, ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    gradients = FlatGradients([torch.nn.Parameter(torch.zeros(size // 4))])
+    seconds, used, waited = [], 0.0, 0.0
+    for number in range(rounds + 1):
+        dist.barrier()
+        time.sleep(_PAUSE)
+        before, began = threads(), time.perf_counter()
+        gradients.reduce(dist.group.WORLD)
+        if number:  # the first warms up
+            seconds.append(time.perf_counter() - began)
+            cores = total(since(before, threads()))
+            used, waited = used + cores.used, waited + cores.waited
+    dist.barrier()
+    if rank == 0:
+        result = {"seconds": sum(seconds) / rounds, "used": used / rounds, "waited": waited / rounds}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Predicts a training step: rows with lengths, a layout of workers, and a machine whose parts say what they ask for.
+
+The same function is used of two cores in a lab, with parts that ``parts.py`` measured, and of a thousand devices, with
+parts from data sheets (``devices.py``). Which worker learns from which row is decided by the code that decides it in a
+run, ``siirl_dask.coordinator.layout``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
+from siirl_dask.planner import Edge, Rows
+from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS, make_schema
+
+from .demand import Demand, Step
+
+Ints = NDArray[np.int64]
+_SCHEMA = make_schema({name: pa.int64() for name in (ROW_ID, GROUP_ID, TOKENS)})
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Workers by what they do: ``together`` they all do both, otherwise engines and learners are different workers."""
+
+    name: str
+    engines: int
+    learners: int
+    together: bool
+    minibatches: int = 1
+
+    @property
+    def workers(self) -> int:
+        return self.learners if self.together else self.engines + self.learners
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, in their order: engine i generates the i-th of equal blocks."""
+
+    prompts: Ints
+    """[rows] tokens of the prompt."""
+    responses: Ints
+    """[rows] tokens of the response."""
+    group_size: int
+    """Rows of one prompt, which follow each other."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def tokens(self) -> Ints:
+        return self.prompts + self.responses
+
+
+class Machine(Protocol):
+    """The parts of a step on one kind of machine."""
+
+    def generate(self, prompts: Ints, responses: Ints) -> Demand:
+        """What generating takes of the slowest engine. [engines, rows of one] -> Demand."""
+        ...
+
+    def logprobs(self, rows: Ints, owners: Ints, learners: int) -> Demand:
+        """What a forward pass takes of the slowest learner; ``rows`` are lengths, learner ``owners[i]`` has row i."""
+        ...
+
+    def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
+        """What one mini-batch takes of the slowest learner, sums of gradients and the optimizer's step included."""
+        ...
+
+    def hand_over(self, layout: Layout) -> Demand:
+        """What it takes to bring new weights from learners to engines."""
+        ...
+
+    def fixed(self, layout: Layout, rows: int) -> Demand:
+        """What a step takes whatever its rows are: messages of edges, exchanges of statistics, tasks."""
+        ...
+
+
+def predict(layout: Layout, rows: StepRows, machine: Machine) -> Step:
+    """Return the parts of a GRPO step (``siirl_dask/recipes/grpo.py``) in their order."""
+    blocks = (layout.engines, -1)
+    tokens = rows.tokens
+    owners = balanced(layout, rows)
+    minibatch = minibatches(layout, rows)
+    update = Demand()
+    owners_of_update = balanced(layout, rows, minibatch)
+    for number in range(layout.minibatches):
+        chosen = minibatch == number
+        update += machine.update(tokens[chosen], owners_of_update[chosen], layout.learners)
+    return {
+        "generate": machine.generate(rows.prompts.reshape(blocks), rows.responses.reshape(blocks)),
+        "logprobs": machine.logprobs(tokens, owners, layout.learners),
+        "update": update,
+        "weights": machine.hand_over(layout),
+        "fixed": machine.fixed(layout, len(rows)),
+    }
+
+
+def minibatches(layout: Layout, rows: StepRows) -> Ints:
+    """Return each row's mini-batch: equal blocks of whole groups."""
+    groups = len(rows) // rows.group_size
+    return np.repeat(np.arange(groups) * layout.minibatches // groups, rows.group_size).astype(np.int64)
+
+
+def balanced(layout: Layout, rows: StepRows, minibatch: Ints | None = None) -> Ints:
+    """Return the learner of each row, as a run would choose it."""
+    learners = tuple(f"{number}" for number in range(layout.learners))
+    engines = learners[: layout.engines] if layout.together else tuple(f"e{n}" for n in range(layout.engines))
+    edge = Edge("rollout", "update", engines, learners, Rows.BALANCED, minibatch is not None, _SCHEMA, "rollout")
+    index = np.arange(len(rows))
+    zero = np.zeros_like(index)
+    statistics = EdgeStatistics(
+        row_ids=index,
+        groups=index // rows.group_size,
+        tokens=rows.tokens,
+        minibatches=zero if minibatch is None else minibatch,
+        sources=index * layout.engines // len(rows),
+        positions=index,
+    )
+    return assign_owners(edge, statistics)
+
+
+def most(values: NDArray[np.float64] | Ints, owners: Ints, learners: int) -> float:
+    """Return the largest sum of ``values`` that one learner has."""
+    return float(np.bincount(owners, values, learners).max()) if len(values) else 0.0
