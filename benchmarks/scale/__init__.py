@@ -1,1 +1,1 @@
-"""A model of a training step from parts that were measured one by one: what it says of small runs, and of large ones."""
+"""A model of a training step, from parts that were measured one by one: held against small runs, asked about large."""

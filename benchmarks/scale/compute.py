@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +28,7 @@ _PROMPT = 16
 
 
 def measure_engine(model: Path) -> EngineCost:
+    torch.set_num_threads(1)
     engine = build_engine(
         Device("0"), Rank(), model=ModelConfig(path=str(model)), rollout=RolloutConfig(engine="transformers")
     )
@@ -34,12 +36,13 @@ def measure_engine(model: Path) -> EngineCost:
     for rows, length, prompt in _ENGINE_CASES:
         prompts = [[1 + (row + at) % 200 for at in range(prompt)] for row in range(rows)]
         sampling = Sampling(max_tokens=length)
-        seconds.append(_core_seconds(lambda: engine.generate(prompts, list(range(rows)), sampling)))
+        seconds.append(_core_seconds(partial(engine.generate, prompts, list(range(rows)), sampling)))
         columns.append([1.0, float(rows * prompt), float(length), float(rows * length)])
     return EngineCost(*line_fit(list(zip(*columns, strict=True)), seconds))
 
 
 def measure_trainer(model: Path) -> TrainerCost:
+    torch.set_num_threads(1)
     config = ModelConfig(path=str(model))
     trainer = build_trainer(Device("0"), Rank(), model=config, trainer=TrainerConfig(lr=1e-6), rollout=RolloutConfig())
     passes, updates, columns = [], [], []
@@ -48,8 +51,8 @@ def measure_trainer(model: Path) -> TrainerCost:
         scores = trainer.logprobs(packed).logprobs
         advantages = 1.0 - 2.0 * (torch.arange(len(scores)) % 2)
         batch = TrainBatch(rows=packed, old_logprobs=scores, rollout_logprobs=scores, advantages=advantages)
-        passes.append(_core_seconds(lambda: trainer.logprobs(packed)))
-        updates.append(_core_seconds(lambda: trainer.update([batch], _loss)))
+        passes.append(_core_seconds(partial(trainer.logprobs, packed)))
+        updates.append(_core_seconds(partial(trainer.update, [batch], _loss)))
         columns.append([1.0, float(rows * length)])
     both = list(zip(*columns, strict=True))
     return TrainerCost(*line_fit(both, passes), *line_fit(both, updates))

@@ -1,4 +1,7 @@
-"""A program: sums of gradients over gloo, as a trainer has them. Arguments: rank, ranks, address of rank 0, bytes, rounds."""
+"""A program: sums of gradients over gloo, as a trainer has them.
+
+Arguments: rank, ranks, address of rank 0, bytes, rounds. Rank 0 prints the fastest, which other work disturbed least.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def main() -> None:
     store = dist.TCPStore(sys.argv[3], 7912, ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     gradients = FlatGradients([torch.nn.Parameter(torch.zeros(size // 4))])
-    seconds, used, waited = [], 0.0, 0.0
+    seconds, used = [], 0.0
     for number in range(rounds + 1):
         dist.barrier()
         time.sleep(_PAUSE)
@@ -32,12 +35,10 @@ def main() -> None:
         gradients.reduce(dist.group.WORLD)
         if number:  # the first warms up
             seconds.append(time.perf_counter() - began)
-            cores = total(since(before, threads()))
-            used, waited = used + cores.used, waited + cores.waited
+            used += total(since(before, threads())).used
     dist.barrier()
     if rank == 0:
-        result = {"seconds": sum(seconds) / rounds, "used": used / rounds, "waited": waited / rounds}
-        print(json.dumps(result), flush=True)
+        print(json.dumps({"seconds": min(seconds), "used": used / rounds}), flush=True)
 
 
 if __name__ == "__main__":

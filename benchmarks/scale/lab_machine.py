@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .demand import Demand
-from .model import Ints, Layout, most
+from .model import Ints, Layout, StepRows, most
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,13 @@ class LabMachine:
         wire = max(sent, float(self.weights))
         return load + Demand(cost.byte * self.weights, wire, cost.trips)
 
-    def fixed(self, layout: Layout, rows: int) -> Demand:
+    def fixed(self, layout: Layout, rows: StepRows) -> Demand:
         cost = self.steps[layout.name]
         return Demand(compute=cost.compute, trips=cost.trips)
+
+    @property
+    def quadratic_from(self) -> int:
+        return 0
 
 
 def from_plain(values: dict[str, Any]) -> LabMachine:

@@ -77,8 +77,13 @@ class Machine(Protocol):
         """What it takes to bring new weights from learners to engines."""
         ...
 
-    def fixed(self, layout: Layout, rows: int) -> Demand:
-        """What a step takes whatever its rows are: messages of edges, exchanges of statistics, tasks."""
+    def fixed(self, layout: Layout, rows: StepRows) -> Demand:
+        """What the edges, the exchange of statistics and the tasks of a step take."""
+        ...
+
+    @property
+    def quadratic_from(self) -> int:
+        """Tokens at which attention costs as much as all the rest, by which rows are balanced; 0: by tokens alone."""
         ...
 
 
@@ -86,10 +91,10 @@ def predict(layout: Layout, rows: StepRows, machine: Machine) -> Step:
     """Return the parts of a GRPO step (``siirl_dask/recipes/grpo.py``) in their order."""
     blocks = (layout.engines, -1)
     tokens = rows.tokens
-    owners = balanced(layout, rows)
     minibatch = minibatches(layout, rows)
+    owners = balanced(layout, rows, machine.quadratic_from)
+    owners_of_update = balanced(layout, rows, machine.quadratic_from, minibatch)
     update = Demand()
-    owners_of_update = balanced(layout, rows, minibatch)
     for number in range(layout.minibatches):
         chosen = minibatch == number
         update += machine.update(tokens[chosen], owners_of_update[chosen], layout.learners)
@@ -98,7 +103,7 @@ def predict(layout: Layout, rows: StepRows, machine: Machine) -> Step:
         "logprobs": machine.logprobs(tokens, owners, layout.learners),
         "update": update,
         "weights": machine.hand_over(layout),
-        "fixed": machine.fixed(layout, len(rows)),
+        "fixed": machine.fixed(layout, rows),
     }
 
 
@@ -108,7 +113,7 @@ def minibatches(layout: Layout, rows: StepRows) -> Ints:
     return np.repeat(np.arange(groups) * layout.minibatches // groups, rows.group_size).astype(np.int64)
 
 
-def balanced(layout: Layout, rows: StepRows, minibatch: Ints | None = None) -> Ints:
+def balanced(layout: Layout, rows: StepRows, quadratic_from: int = 0, minibatch: Ints | None = None) -> Ints:
     """Return the learner of each row, as a run would choose it."""
     learners = tuple(f"{number}" for number in range(layout.learners))
     engines = learners[: layout.engines] if layout.together else tuple(f"e{n}" for n in range(layout.engines))
@@ -123,7 +128,7 @@ def balanced(layout: Layout, rows: StepRows, minibatch: Ints | None = None) -> I
         sources=index * layout.engines // len(rows),
         positions=index,
     )
-    return assign_owners(edge, statistics)
+    return assign_owners(edge, statistics, quadratic_from)
 
 
 def most(values: NDArray[np.float64] | Ints, owners: Ints, learners: int) -> float:

@@ -42,11 +42,10 @@ _STEPS, _SUMS = 12, 8
 
 @dataclass(frozen=True, slots=True)
 class GlooSum:
-    """A sum of gradients of two workers: seconds, and core seconds used and waited for by one of them."""
+    """A sum of gradients of two workers: seconds of the fastest, and core seconds of one of them."""
 
     seconds: float
     used: float
-    waited: float
 
 
 def prepare(folder: Path) -> int:
@@ -136,7 +135,7 @@ def fit(measured: Mapping[str, Any]) -> LabMachine:
     links = {name: Link(**link) for name, link in measured["links"].items()}
     weights, compute = measured["weights"], measured["compute"]
     sums = {name: GlooSum(**found) for name, found in measured["sums"].items()}
-    alone = _difference(runs[FAST], _ALONE) / weights
+    alone = _difference(runs[FAST], _ALONE) / weights  # made and loaded in one process
     machine = LabMachine(
         weights=weights,
         engine=EngineCost(**compute[WORK.name]["engine"]),
@@ -160,16 +159,16 @@ def fit(measured: Mapping[str, Any]) -> LabMachine:
 
 
 def _difference(runs: Mapping[str, Measured], layout: Layout) -> float:
-    """Return the core seconds that the weights of the larger model add to a hand-over."""
+    """Return the core seconds that the weights of the larger model add to a hand-over, at both ends."""
     empty, work = (runs[f"hand_over {size.name} {layout.name}"] for size in (EMPTY, WORK))
-    return max(0.0, work.undisturbed - empty.undisturbed)
+    return max(0.0, work.used - empty.used)
 
 
 def _fit_sums(sums: Mapping[str, GlooSum], links: Mapping[str, Link], weights: int) -> TransferCost:
     """Fit core seconds a byte where the link is no limit, and the round trips of a sum where it is far."""
     used = min(found.used for found in sums.values())
     far, link = sums[FAR], links[FAR]
-    trips = (far.seconds - far.used - far.waited / 2 - weights / link.rate) / link.round_trip
+    trips = (far.seconds - far.used - weights / link.rate) / link.round_trip
     return TransferCost(byte=used / weights, trips=max(0.0, trips))
 
 

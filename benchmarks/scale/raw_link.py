@@ -1,4 +1,7 @@
-"""A program: one raw TCP stream and round trips between two hosts. ``receive ADDRESS`` on one, ``send ADDRESS`` on the other."""
+"""A program: one raw TCP stream and round trips between two hosts.
+
+``receive ADDRESS`` on one host, ``send ADDRESS`` on the other, which prints rate and round trip as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""Draws the figures of DistFlow (arXiv:2507.13833) with the model: devices, context, and a central driver beside.
+
+Lengths of responses are log-normal with a median of a quarter of the longest, as long-tailed as reasoning is
+(sigma 0.8); each figure is a range over seeds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .demand import seconds
+from .devices import MODELS, NETWORK, OURS, Baseline, Devices
+from .model import Layout, StepRows, predict
+
+SEEDS = range(5)
+GROUP, SIGMA, SHORT, PROMPT = 8, 0.8, 4096, 1024
+MINIBATCHES = 4
+NUMPY_RATE, DEFAULT_RATE = 0.5e9, 0.1e9
+"""Bytes a second of verl's DataProto through one process, as docs/benchmarks/dataplane.md has it: numpy, default."""
+SCHEDULER = 2.6e-3
+"""Core seconds of Dask's scheduler for a worker and step; a step is no shorter, and nothing else waits for it."""
+Exchange = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A figure over seeds."""
+
+    low: float
+    middle: float
+    high: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Range:
+        found = np.array(list(values))
+        return Range(float(found.min()), float(np.median(found)), float(found.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step on a number of devices."""
+
+    model: str
+    devices: int
+    rows: int
+    """In a step, over all devices."""
+    context: int = SHORT + PROMPT
+    baseline: Baseline = OURS
+
+
+def tokens_a_second(case: Case, seed: int, exchange: Exchange) -> float:
+    """Return the throughput of all devices."""
+    parts, tokens = _parts(case, seed, exchange)
+    return tokens / max(sum(parts.values()), SCHEDULER * case.devices)
+
+
+def _parts(case: Case, seed: int, exchange: Exchange) -> tuple[dict[str, float], int]:
+    shape = MODELS[case.model]
+    engines = case.devices // shape.engine
+    layout = Layout(case.model, engines, case.devices, together=True, minibatches=MINIBATCHES)
+    rows = draw_rows(case, seed)
+    machine = Devices(shape, case.context, PROMPT, case.baseline, exchange)
+    step = predict(layout, rows, machine)
+    return {name: seconds({name: part}, NETWORK) for name, part in step.items()}, int(rows.tokens.sum())
+
+
+def parts(case: Case, exchange: Exchange) -> Mapping[str, float]:
+    """Return the seconds of each part, the mean over seeds."""
+    found = [_parts(case, seed, exchange)[0] for seed in SEEDS]
+    return {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+
+
+def draw_rows(case: Case, seed: int) -> StepRows:
+    """Draw lengths; a system and the one beside it get the same."""
+    top = case.context - PROMPT
+    drawn = np.random.default_rng(seed).lognormal(np.log(top / 4), SIGMA, case.rows)
+    responses = np.clip(drawn, 1, top).astype(np.int64)
+    return StepRows(np.full(case.rows, PROMPT), responses, GROUP)
+
+
+def efficiency(model: str, devices: Sequence[int], rows: Callable[[int], int], exchange: Exchange) -> list[Range]:
+    """Return throughput a device over that of the fewest devices."""
+    found = []
+    for count in devices:
+        cases = Case(model, count, rows(count)), Case(model, devices[0], rows(devices[0]))
+        found.append(Range.of(_each_device(*cases, seed, exchange) for seed in SEEDS))
+    return found
+
+
+def _each_device(many: Case, few: Case, seed: int, exchange: Exchange) -> float:
+    rates = [tokens_a_second(case, seed, exchange) / case.devices for case in (many, few)]
+    return rates[0] / rates[1]
+
+
+def ratio(case: Case, baseline: Baseline, exchange: Exchange) -> Range:
+    """Return our throughput over that of a baseline."""
+    other = replace(case, baseline=baseline)
+    return Range.of(tokens_a_second(case, seed, exchange) / tokens_a_second(other, seed, exchange) for seed in SEEDS)
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "driver, 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE),
+    "driver, 0.1 GB/s": Baseline(driver_rate=DEFAULT_RATE),
+    "rows in order": Baseline(in_order=True),
+    "padded": Baseline(padded=True),
+    "padded, driver 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, padded=True),
+    "in order, driver 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, in_order=True),
+}

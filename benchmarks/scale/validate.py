@@ -1,0 +1,83 @@
+"""Holds the model against whole runs of 1, 2 and 4 workers in the lab, over links that no part was fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .demand import Demand, Link, Step, seconds
+from .lab_machine import LabMachine
+from .lab_run import LAYOUTS, LabCluster, Measured
+from .model import Layout, predict
+from .parts import FITTED, HELD_OUT
+from .workload import WORK, draw_rows
+
+WITHIN = 0.15
+_STEPS, _DRAWS = 12, 32
+_PARTS = {"generate": ("rollout",), "logprobs": ("old_logprobs",), "update": ("update",)}
+"""Nodes of a run that are a part of the model's; the others wait for peers as well, so that they tell less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A run and what was predicted of it."""
+
+    link: str
+    layout: str
+    measured: float
+    predicted: float
+    undisturbed: float
+    """Predicted for workers with a core each."""
+    on_links: float
+    """Share of the predicted seconds that links take."""
+    slowdown: float
+    load: float
+    parts: dict[str, tuple[float, float]]
+    """Measured and predicted seconds of a part."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def measure(folder: Path, links: Iterable[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Run all layouts over each of the links, as plain values by ``link/layout``. ``folder`` is that of the parts."""
+    found = {}
+    for name in links:
+        with LabCluster(4, (FITTED | HELD_OUT)[name], folder) as cluster:
+            for layout in LAYOUTS:
+                run = cluster.run("training", WORK, layout, _STEPS)
+                found[f"{name}/{layout.name}"] = asdict(run)
+                say(f"{name}: {layout.name}: {run.mean:.2f} s a step, slowdown {run.slowdown:.2f}, load {run.load:.0f}")
+    return found
+
+
+def compare(machine: LabMachine, links: Mapping[str, Link], runs: Mapping[str, Any]) -> list[Compared]:
+    """Return each run beside its prediction."""
+    return [_compare(machine, links, *name.split("/"), Measured(**run)) for name, run in runs.items()]
+
+
+def _compare(machine: LabMachine, links: Mapping[str, Link], link: str, layout: str, run: Measured) -> Compared:
+    (known,) = (each for each in LAYOUTS if each.name == layout)
+    step, raw = mean_step(machine, known), links[link]
+    whole, undisturbed = seconds(step, raw, run.slowdown), seconds(step, raw)
+    computing = sum(part.compute for part in step.values()) * run.slowdown
+    parts = {
+        part: (sum(run.nodes.get(node, 0.0) for node in nodes), step[part].seconds(raw, run.slowdown))
+        for part, nodes in _PARTS.items()
+    }
+    shares = {"on_links": 1 - computing / whole, "slowdown": run.slowdown, "load": run.load}
+    return Compared(link, layout, run.mean, whole, undisturbed, **shares, parts=parts)
+
+
+def mean_step(machine: LabMachine, layout: Layout) -> Step:
+    """Return the mean over draws of rows: which prompts a step has is left to chance."""
+    rng, total = np.random.default_rng(0), dict[str, Demand]()
+    for _ in range(_DRAWS):
+        for name, part in predict(layout, draw_rows(WORK, rng), machine).items():
+            total[name] = total.get(name, Demand()) + part
+    return {name: part * (1 / _DRAWS) for name, part in total.items()}
