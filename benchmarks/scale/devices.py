@@ -91,7 +91,7 @@ class Devices:
         return self._pass(rows, owners, learners, PASS, gathers=1)
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        # the forward pass is computed once more for the backward one; gradients are scattered, parameters gathered twice
+        # the backward pass computes the forward one again; parameters are gathered twice, gradients scattered once
         return self._pass(rows, owners, learners, 2 * PASS + BACKWARD, gathers=3)
 
     def hand_over(self, layout: Layout) -> Demand:

@@ -1,7 +1,11 @@
-"""A program: the driver of a run in the lab. ``python -m benchmarks.scale.lab_driver training KEY=VALUE ...``"""
+"""A program: the driver of the lab's runs, one after the other, so that Python's imports are paid once.
+
+Each line of standard input is a run, ``["training", "KEY=VALUE", ...]`` as JSON; a line ``done`` follows each.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 
 from siirl_dask.config.file import load, shipped
@@ -11,8 +15,11 @@ from .workload import hand_over, training
 
 
 def main() -> None:
-    config = load(shipped("quickstart.yaml"), sys.argv[2:])
-    run(config, {"training": training, "hand_over": hand_over}[sys.argv[1]](config))
+    for line in sys.stdin:
+        kind, *overrides = json.loads(line)
+        config = load(shipped("quickstart.yaml"), overrides)
+        run(config, {"training": training, "hand_over": hand_over}[kind](config))
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from tempfile import mkdtemp
 
 from siirl_dask.testing.hosts import DaskCluster, Lab, Links
 
-from .cores import Threads, since, threads, total
+from .cores import Cores, since, threads, total
 from .model import Layout
 from .workload import MINIBATCHES, Size, overrides
 
@@ -31,27 +33,41 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run's steps after the first ones."""
+    """A run's steps after the first ones, and what the machine did meanwhile."""
 
-    seconds: list[float]
-    slowdown: float
-    """Of the threads that compute, over these steps."""
+    steps: list[float]
+    """Seconds of each."""
+    slowdowns: list[float]
+    """Of the threads that compute, in each step."""
     used: float
     """Core seconds a step of all workers, all threads."""
-    nodes: dict[str, float]
-    """Median seconds a step of each node and edge, of the worker that took longest."""
+    nodes: list[dict[str, float]]
+    """Seconds of each node, of the worker that took longest, in each step."""
     load: float
     """The machine's load average at the end."""
 
     @property
+    def quiet(self) -> list[int]:
+        """Return the half of the steps in which cores were least contended; by what is known before any prediction."""
+        order = sorted(range(len(self.steps)), key=lambda step: self.slowdowns[step])
+        return order[: max(1, len(order) // 2)]
+
+    @property
     def mean(self) -> float:
-        """Return the mean, not the median: the slowdown is a mean over all steps as well."""
-        return mean(self.seconds)
+        """Return the mean seconds of the quiet steps."""
+        return mean(self.steps[step] for step in self.quiet)
+
+    @property
+    def slowdown(self) -> float:
+        return mean(self.slowdowns[step] for step in self.quiet)
 
     @property
     def undisturbed(self) -> float:
         """Return the seconds of a step on cores of its own, if it does nothing but compute."""
-        return self.mean / self.slowdown
+        return mean(self.steps[step] / self.slowdowns[step] for step in self.quiet)
+
+    def node(self, name: str) -> float:
+        return mean(self.nodes[step].get(name, 0.0) for step in self.quiet)
 
 
 def placement(layout: Layout) -> str:
@@ -74,6 +90,7 @@ class LabCluster:
         environment = {"PYTHONPATH": paths, "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
         hosts, control = self.lab.hosts[:-1], self.lab.hosts[-1]
         self._cluster = DaskCluster(control, hosts, folder, environment=environment)
+        self._driver = self._cluster.run(control, "-m", "benchmarks.scale.lab_driver", stdin=subprocess.PIPE)
 
     def __enter__(self) -> LabCluster:
         return self
@@ -85,34 +102,43 @@ class LabCluster:
         """Run ``training`` or ``hand_over`` of ``steps`` steps. RuntimeError with its output if it fails."""
         url = Path(mkdtemp(dir=self._folder), "run")
         values = overrides(self._folder, url, size, steps + _WARM, layout.workers, _placement(kind, layout))
-        address = f"cluster.address={self._cluster.address}"
-        module = ("-m", "benchmarks.scale.lab_driver")
-        driver = self._cluster.run(self.lab.hosts[-1], *module, kind, *values, address)
-        metrics = url / "metrics.jsonl"
-        began, marks = time.monotonic(), []
-        for lines in (_WARM, _WARM + steps):
-            while driver.poll() is None and _lines(metrics) < lines:
+        stdin, stdout = self._driver.stdin, self._driver.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps([kind, *values, f"cluster.address={self._cluster.address}"]) + "\n")
+        stdin.flush()
+        metrics, marks = url / "metrics.jsonl", []
+        late = time.monotonic() + _LIMIT
+        for lines in range(_WARM, _WARM + steps + 1):
+            while self._driver.poll() is None and _lines(metrics) < lines:
                 time.sleep(_POLL)
-                if time.monotonic() - began > _LIMIT:
-                    driver.kill()
-            marks.append(self._threads())
-        output, _ = driver.communicate(timeout=60)
-        if driver.returncode:
-            raise RuntimeError(f"a run in the lab failed:\n{output[-3000:]}")
+                if time.monotonic() > late:
+                    self._driver.kill()
+            marks.append([threads(worker.pid) for worker in self._cluster.workers[: layout.workers]])
+        printed = ""
+        while (line := stdout.readline()) != "done\n":
+            printed += line
+            if not line:
+                raise RuntimeError(f"a run in the lab failed:\n{printed[-3000:]}")
         records = [json.loads(line) for line in metrics.read_text().splitlines()][_WARM:]
-        workers = [since(*pair) for pair in zip(*marks, strict=True)][: layout.workers]
-        busiest = total(used[0] for used in workers if used)
-        everything = total(cores for used in workers for cores in used)
-        named = {name for record in records for name in record["metrics"] if name.startswith("seconds/")}
-        nodes = {
-            name.removeprefix("seconds/"): median(record["metrics"].get(name) or 0.0 for record in records)
-            for name in sorted(named)
-        }
-        seconds = [record["seconds"] for record in records]
-        return Measured(seconds, busiest.slowdown, everything.used / steps, nodes, os.getloadavg()[0])
+        passed = [_passed(*pair) for pair in pairwise(marks)]
+        nodes = [
+            {name.removeprefix("seconds/"): value for name, value in record["metrics"].items() if "seconds/" in name}
+            for record in records
+        ]
+        return Measured(
+            steps=[record["seconds"] for record in records],
+            slowdowns=[busiest.slowdown for busiest, _ in passed],
+            used=mean(used for _, used in passed),
+            nodes=nodes,
+            load=os.getloadavg()[0],
+        )
 
-    def _threads(self) -> list[Threads]:
-        return [threads(worker.pid) for worker in self._cluster.workers]
+
+def _passed(before: list[dict[str, Cores]], after: list[dict[str, Cores]]) -> tuple[Cores, float]:
+    """Return what the busiest thread of each worker used and waited for, and the core seconds of all threads."""
+    workers = [since(*pair) for pair in zip(before, after, strict=True)]
+    return total(each[0] for each in workers if each), total(cores for each in workers for cores in each).used
 
 
 def _placement(kind: str, layout: Layout) -> str:

@@ -7,7 +7,9 @@ Lengths of responses are log-normal with a median of a quarter of the longest, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +53,7 @@ class Case:
     baseline: Baseline = OURS
 
 
+@cache
 def tokens_a_second(case: Case, seed: int, exchange: Exchange) -> float:
     """Return the throughput of all devices."""
     parts, tokens = _parts(case, seed, exchange)
@@ -106,6 +109,37 @@ BASELINES: Mapping[str, Baseline] = {
     "driver, 0.1 GB/s": Baseline(driver_rate=DEFAULT_RATE),
     "rows in order": Baseline(in_order=True),
     "padded": Baseline(padded=True),
-    "padded, driver 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, padded=True),
-    "in order, driver 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, in_order=True),
+    "rows in order; driver, 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, in_order=True),
+    "padded; driver, 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, padded=True),
+    "padded; driver, 0.1 GB/s": Baseline(driver_rate=DEFAULT_RATE, padded=True),
 }
+DEVICES: Mapping[str, tuple[int, ...]] = {"7B": (32, 64, 128, 256, 512, 1024), "32B": (64, 128, 256, 512)}
+CONTEXTS = (8192, 16_384, 32_768, 65_536)
+_MANY, _FEW, _OF_CONTEXT = 64, 16, 64  # rows of a device; devices of the figure over context
+
+
+def figures(exchange: Exchange) -> dict[str, Any]:
+    """Return all figures as plain values; each range is its least, middle and most over seeds."""
+    found: dict[str, Any] = {"efficiency": {}, "devices": {}, "context": {}, "parts": {}}
+    for model, devices in DEVICES.items():
+        fixed = _FEW * devices[-1]
+        growths: dict[str, Callable[[int], int]] = {
+            f"{_MANY} rows a device": lambda count: _MANY * count,
+            f"{_FEW} rows a device": lambda count: _FEW * count,
+            f"{fixed:,} rows in all": lambda count, rows=fixed: rows,  # type: ignore[misc]
+        }
+        for name, rows in growths.items():
+            ranges = efficiency(model, devices, rows, exchange)
+            found["efficiency"][f"{model}, {name}"] = [astuple(each) for each in ranges]
+        for name, baseline in BASELINES.items():
+            cases = [Case(model, count, _MANY * count) for count in devices]
+            found["devices"][f"{model}, {name}"] = [astuple(ratio(case, baseline, exchange)) for case in cases]
+        found["parts"][model] = {
+            count: parts(Case(model, count, _MANY * count), exchange) for count in (devices[0], devices[-1])
+        }
+    for per in (_MANY, _FEW):
+        for name, baseline in BASELINES.items():
+            cases = [Case("7B", _OF_CONTEXT, per * _OF_CONTEXT, context) for context in CONTEXTS]
+            key = f"{per} rows a device, {name}"
+            found["context"][key] = [astuple(ratio(case, baseline, exchange)) for case in cases]
+    return found

@@ -1,4 +1,4 @@
-"""Measures the parts of a step one by one, over links without a limit, of 10 Gbit/s, and with 3 ms of delay.
+"""Measures the parts of a step one by one, over links without a limit and with 30 ms of delay.
 
 Core seconds are those that the kernel counts, so that other work on the machine does not add to them. Round trips are
 what a link with delay adds beyond core seconds and bytes.
@@ -24,10 +24,10 @@ from .demand import Link
 from .lab_machine import EngineCost, LabMachine, StepCost, TrainerCost, TransferCost
 from .lab_run import LAYOUTS, ROOT, LabCluster, Measured
 from .model import Layout, predict
-from .workload import EMPTY, WORK, draw_rows, make_data, make_model
+from .workload import EMPTY, WORK, Size, draw_rows, make_data, make_model
 
-FAST, NARROW, FAR = "no limit", "10 Gbit/s", "3 ms"
-FITTED: Mapping[str, Links] = {FAST: Links(), NARROW: Links(bits_per_second=10e9), FAR: Links(delay=3e-3)}
+FAST, FAR = "no limit", "30 ms"
+FITTED: Mapping[str, Links] = {FAST: Links(), FAR: Links(delay=30e-3)}
 """Links on which the parts are measured."""
 HELD_OUT: Mapping[str, Links] = {
     "1 Gbit/s": Links(bits_per_second=1e9),
@@ -120,13 +120,14 @@ def measure(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     return {"weights": weights, "compute": compute, "links": links, "sums": sums, "runs": runs}
 
 
-def _runs_on(link: str) -> list[tuple[str, Any, Layout]]:
+def _runs_on(link: str) -> list[tuple[str, Size, Layout]]:
     """Return the small runs on a link: steps without work in all layouts, and hand-overs of weights."""
-    moves = [("hand_over", size, _APART) for size in (EMPTY, WORK)]
-    if link == NARROW:
-        return moves
-    empty = [("training", EMPTY, layout) for layout in LAYOUTS]
-    return [*empty, *moves, *(("hand_over", size, _ALONE) for size in (EMPTY, WORK) if link == FAST)]
+    layouts = LAYOUTS if link == FAST else [layout for layout in LAYOUTS if layout.workers > 1]
+    moved = (_APART, _ALONE) if link == FAST else (_APART,)
+    return [
+        *(("training", EMPTY, layout) for layout in layouts),
+        *(("hand_over", size, layout) for layout in moved for size in (EMPTY, WORK)),
+    ]
 
 
 def fit(measured: Mapping[str, Any]) -> LabMachine:
