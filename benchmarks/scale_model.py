@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the lab's processes import the package by the same name
 
 from benchmarks.scale import parts, validate  # noqa: E402
-from benchmarks.scale.demand import Link  # noqa: E402
 from benchmarks.scale.page import BY_HAND, draw, page  # noqa: E402
 from benchmarks.scale.paper import figures  # noqa: E402
 
@@ -63,10 +62,10 @@ def main() -> None:
     if "paper" in given.stages:
         keep("paper", figures(exchange_seconds))
     machine = parts.fit(results["parts"])
-    links = {link: Link(**raw) for link, raw in results["parts"]["links"].items()}
+    links = parts.model_links(results["parts"])
     compared = validate.compare(machine, links, results["runs"]["found"])
     by_hand = given.out.read_text().partition(BY_HAND)[1:] if given.out.exists() else ()
-    text = "\n\n".join(filter(None, (page(results, machine, links, compared), "".join(by_hand)))).rstrip() + "\n"
+    text = "\n\n".join(filter(None, (page(results, machine, compared), "".join(by_hand)))).rstrip() + "\n"
     given.out.write_text(text)
     draw(results["paper"], given.out.with_suffix(".png"))
     print(text)

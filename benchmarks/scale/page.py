@@ -10,7 +10,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from .demand import Link
 from .lab_machine import LabMachine, TransferCost
 from .paper import CONTEXTS, DEVICES, SEEDS
 from .parts import FITTED, HELD_OUT
@@ -22,9 +21,7 @@ _WAYS = ("driver, 0.5 GB/s", "padded", "padded; driver, 0.5 GB/s")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 
-def page(
-    results: Mapping[str, Any], machine: LabMachine, links: Mapping[str, Link], compared: Sequence[Compared]
-) -> str:
+def page(results: Mapping[str, Any], machine: LabMachine, compared: Sequence[Compared]) -> str:
     """Return the page down to what is written by hand."""
     parts, runs, paper = (results[stage] for stage in ("parts", "runs", "paper"))
     measured = ", ".join(f"{name} on {stage['date']}" for name, stage in (("Parts", parts), ("runs", runs)))
@@ -34,7 +31,7 @@ def page(
             _INTRODUCTION,
             f"{measured}; {os.cpu_count()} cores ({platform.machine()}), shared with other work: load "
             f"{parts['load']:.0f} at the end of the parts. To repeat it:\n\n    python benchmarks/scale_model.py",
-            f"## Parts\n\n{_PARTS}\n\n{_parts(machine)}\n\n{_links(links)}",
+            f"## Parts\n\n{_PARTS}\n\n{_parts(machine)}\n\n{_links(parts['links'])}",
             f"## Against whole runs\n\n{_RUNS}\n\n{_verdict(compared)}\n\n{_runs(compared)}\n\n{_PHASES}\n\n"
             f"{_phases(compared)}",
             f"## The paper's figures\n\n{_PAPER}\n\n![Throughput by devices, and beside baselines](scale_model.png)",
@@ -56,7 +53,8 @@ Each is measured by itself in the lab of hosts (`siirl_dask.testing.hosts`), wit
 float32. Engine and trainer: core seconds of one process, over several numbers of rows and tokens. Sums of gradients:
 gloo between two hosts. Hand-over: runs that do nothing else, with this model and a tiny one; the difference is what
 bytes take. A step without work: runs with the tiny model and responses of one token, less what engine and trainer take
-for these. Core seconds are the kernel's count; round trips are what a link of 30 ms adds."""
+for these. Core seconds are the kernel's count; round trips are what a link of 30 ms adds, windows of TCP that are full
+included: what is on its way over a far link is bounded, so that many bytes take many round trips."""
 _RUNS = """\
 Runs of 1, 2 and 4 workers, a host each, scheduler and driver on one more; rows of 16 tokens and log-normal responses.
 No part was measured on these links, only one raw TCP stream and the round trip, as anybody would measure a network
@@ -110,9 +108,9 @@ def _transfer(cost: TransferCost) -> str:
     return f"{cost.byte * 1e9:.2f} core s/GB, {cost.trips:.1f} round trips"
 
 
-def _links(links: Mapping[str, Link]) -> str:
+def _links(links: Mapping[str, Mapping[str, float]]) -> str:
     lines = [
-        (name, f"{links[name].rate / 1e6:,.0f} MB/s", f"{links[name].round_trip * 1e3:.2f} ms", use)
+        (name, f"{links[name]['rate'] / 1e6:,.0f} MB/s", f"{links[name]['round_trip'] * 1e3:.2f} ms", use)
         for use, named in (("parts", FITTED), ("runs", HELD_OUT))
         for name in named
     ]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,23 @@ def _runs_on(link: str) -> list[tuple[str, Size, Layout]]:
     ]
 
 
+def model_links(measured: Mapping[str, Any]) -> dict[str, Link]:
+    """Return the links for the model: the rate of one that is limited, and else none.
+
+    How many bytes are on their way over a far link, a window limits: twice as far is half as fast. So what they take
+    there is counted in round trips, by the part that sends them, and what they take of a core in core seconds.
+    """
+    limited = {name for name, links in (FITTED | HELD_OUT).items() if links.bits_per_second is not None}
+    return {
+        name: Link(link["rate"] if name in limited else inf, link["round_trip"])
+        for name, link in measured["links"].items()
+    }
+
+
 def fit(measured: Mapping[str, Any]) -> LabMachine:
     """Return the machine that the measured parts make."""
     runs = {link: {name: Measured(**run) for name, run in found.items()} for link, found in measured["runs"].items()}
-    links = {name: Link(**link) for name, link in measured["links"].items()}
+    links = model_links(measured)
     weights, compute = measured["weights"], measured["compute"]
     sums = {name: GlooSum(**found) for name, found in measured["sums"].items()}
     alone = _difference(runs[FAST], _ALONE) / weights  # made and loaded in one process
@@ -169,7 +183,7 @@ def _fit_sums(sums: Mapping[str, GlooSum], links: Mapping[str, Link], weights: i
     """Fit core seconds a byte where the link is no limit, and the round trips of a sum where it is far."""
     used = min(found.used for found in sums.values())
     far, link = sums[FAR], links[FAR]
-    trips = (far.seconds - far.used - weights / link.rate) / link.round_trip
+    trips = (far.seconds - far.used) / link.round_trip
     return TransferCost(byte=used / weights, trips=max(0.0, trips))
 
 
@@ -180,7 +194,7 @@ def _fit_stream(
     empty, work = (runs[FAR][f"hand_over {size.name} {_APART.name}"] for size in (EMPTY, WORK))
     link = links[FAR]
     computing = (byte + alone) * weights * work.slowdown
-    trips = (work.mean - empty.mean - computing - weights / link.rate) / link.round_trip
+    trips = (work.mean - empty.mean - computing) / link.round_trip
     return TransferCost(byte=byte, trips=max(0.0, trips))
 
 
@@ -189,7 +203,10 @@ def _fit_step(
 ) -> StepCost:
     """Fit a step without work: what is left beyond engine and trainer, and the round trips where the link is far."""
     known = sum(part.compute for part in predict(layout, draw_rows(EMPTY, np.random.default_rng(0)), small).values())
-    near, far = (runs[link][f"training {EMPTY.name} {layout.name}"] for link in (FAST, FAR))
+    near = runs[FAST][f"training {EMPTY.name} {layout.name}"]
     compute = max(0.0, near.undisturbed - known)
-    trips = (far.mean - (compute + known) * far.slowdown) / links[FAR].round_trip if layout.workers > 1 else 0.0
+    if layout.workers == 1:
+        return StepCost(compute, trips=0.0)
+    far = runs[FAR][f"training {EMPTY.name} {layout.name}"]
+    trips = (far.mean - (compute + known) * far.slowdown) / links[FAR].round_trip
     return StepCost(compute, max(0.0, trips))

@@ -56,13 +56,13 @@ def measurements():
             found[f"training {EMPTY.name} {layout.name}"] = run_of(sum(p.compute for p in step.values()), waiting)
         for layout in (LAYOUTS[0], LAYOUTS[2]):
             byte = MACHINE.copy_byte + (MACHINE.stream.byte if layout.workers > 1 else 0.0)
-            moved = WEIGHTS / raw.rate + MACHINE.stream.trips * raw.round_trip if link == FAR else 0.0
+            moved = MACHINE.stream.trips * raw.round_trip if link == FAR else 0.0
             found[f"hand_over {EMPTY.name} {layout.name}"] = run_of(0.02, 0.0, used=0.03)
             found[f"hand_over {WORK.name} {layout.name}"] = run_of(
                 0.02 + byte * WEIGHTS, moved, used=0.03 + byte * WEIGHTS
             )
     used = MACHINE.sums.byte * WEIGHTS
-    far = used + WEIGHTS / LINKS[FAR].rate + MACHINE.sums.trips * LINKS[FAR].round_trip
+    far = used + MACHINE.sums.trips * LINKS[FAR].round_trip
     return {
         "weights": WEIGHTS,
         "compute": {
