@@ -42,8 +42,7 @@ class TransferCost:
     byte: float
     """Seconds of a core for each byte, at both ends, as far as one waits for the other."""
     trips: float
-    fixed: float = 0.0
-    """Seconds of a core, whatever the bytes."""
+    """Of all bytes of the model, between two workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +85,19 @@ class LabMachine:
         if learners == 1:
             return own
         wire = 2 * (learners - 1) / learners * self.weights  # of a ring: each byte leaves a worker once and comes once
-        sums = Demand(self.sums.fixed + self.sums.byte * wire, wire, self.sums.trips * (learners - 1))
+        sums = Demand(self.sums.byte * wire, wire, self.sums.trips * (learners - 1))
         return own + sums
 
     def hand_over(self, layout: Layout) -> Demand:
         cost = self.stream
-        load = Demand(compute=self.copy_byte * self.weights)
-        if layout.together:  # an engine gets from the other learners what it has not itself
+        loaded = Demand(compute=self.copy_byte * self.weights)
+        # an engine gets an equal part from every learner, at once: a window for each, so that round trips are shared
+        trips = cost.trips / layout.learners
+        if layout.together:  # and has one of the parts itself
             wire = self.weights * (layout.learners - 1) / layout.learners
-            remote = Demand(cost.byte * wire, wire, cost.trips if layout.learners > 1 else 0.0)
-            return load + remote
-        sent = self.weights * layout.engines / layout.learners  # each learner sends its part to every engine
-        wire = max(sent, float(self.weights))
-        return load + Demand(cost.byte * self.weights, wire, cost.trips)
+            return loaded + (Demand(cost.byte * wire, wire, trips) if wire else Demand())
+        wire = self.weights * max(1.0, layout.engines / layout.learners)  # a learner sends its part to every engine
+        return loaded + Demand(cost.byte * self.weights, wire, trips)
 
     def fixed(self, layout: Layout, rows: StepRows) -> Demand:
         cost = self.steps[layout.name]
