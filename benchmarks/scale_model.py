@@ -36,7 +36,8 @@ _ROWS, _LATENCY, _BANDWIDTH, _TRIES = 64, 1e-3, 1e9, 5  # an exchange: rows of a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--links", nargs="+", default=[*parts.HELD_OUT], help="links of the runs; others keep theirs")
+    parser.add_argument("--links", nargs="+", choices=[*parts.HELD_OUT], default=[*parts.HELD_OUT], help="of the runs")
+    parser.add_argument("--more", action="store_true", help="keep the runs that are there, and add to them")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "scale.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "scale_model.md")
     given = parser.parse_args()
@@ -57,8 +58,9 @@ def main() -> None:
         if "runs" in given.stages:
             parts.prepare(folder)
             for link in given.links:
-                found = validate.measure(folder, [link], say)
-                keep("runs", {"found": results.get("runs", {}).get("found", {}) | found})
+                earlier = results.get("runs", {}).get("found", []) if given.more else []
+                keep("runs", {"found": [*earlier, *validate.measure(folder, [link], say)]})
+                given.more = True  # the first link's runs are there
     if "paper" in given.stages:
         keep("paper", figures(exchange_seconds))
     machine = parts.fit(results["parts"])

@@ -63,7 +63,8 @@ long a second of computing took, by the kernel's count of how long the threads t
 measured in the run and given to the model; *undisturbed* is the prediction for a core to each worker. Shown is the half
 of each run's steps in which cores were contended least. *Links* is the predicted share of links."""
 _PHASES = """\
-The parts that a run's metrics tell by themselves, measured and predicted seconds; sums of gradients are in *update*."""
+The same error for the parts that a run's metrics tell by themselves, over the runs of each layout; sums of gradients
+are in *update*. Where they cancel, the whole is nearer than its parts."""
 _PAPER = """\
 DistFlow (arXiv:2507.13833) drawn with the same model. Constants are of an H100's data sheet and of habit
 (`benchmarks/scale/devices.py`): none is fitted to the paper, and none was measured on such a device. Engines have as
@@ -140,11 +141,16 @@ def _runs(compared: Sequence[Compared]) -> str:
 
 def _phases(compared: Sequence[Compared]) -> str:
     names = tuple(compared[0].parts)
-    lines = [
-        (each.layout, each.link, *(f"{real:.2f}, {thought:.2f}" for real, thought in each.parts.values()))
-        for each in compared
-    ]
-    return _table(("workers", "link", *names), lines)
+    lines = []
+    for layout in dict.fromkeys(each.layout for each in compared):
+        runs = [each.parts for each in compared if each.layout == layout]
+        lines.append((layout, *(_errors([run[name] for run in runs]) for name in names)))
+    return _table(("workers", *names), lines)
+
+
+def _errors(pairs: Sequence[tuple[float, float]]) -> str:
+    errors = [predicted / measured - 1 for measured, predicted in pairs]
+    return f"{min(errors):+.0%} to {max(errors):+.0%}" if len(errors) > 1 else f"{errors[0]:+.0%}"
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -44,26 +44,23 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def measure(folder: Path, links: Iterable[str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Run all layouts over each of the links, as plain values by ``link/layout``. ``folder`` is that of the parts."""
-    found = {}
+def measure(folder: Path, links: Iterable[str], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Run all layouts over each of the links, as plain values. ``folder`` is that of the parts."""
+    found = []
     for name in links:
         with LabCluster(4, (FITTED | HELD_OUT)[name], folder) as cluster:
             for layout in LAYOUTS if name == next(iter(HELD_OUT)) else LAYOUTS[1:]:  # one worker alone has no link
                 run = cluster.run("training", WORK, layout, _STEPS)
-                found[f"{name}/{layout.name}"] = asdict(run)
+                found.append({"link": name, "layout": layout.name, "run": asdict(run)})
                 say(f"{name}: {layout.name}: {run.mean:.2f} s a step, slowdown {run.slowdown:.2f}, load {run.load:.0f}")
     return found
 
 
-def compare(machine: LabMachine, links: Mapping[str, Link], runs: Mapping[str, Any]) -> list[Compared]:
-    """Return each run beside its prediction."""
-    return [_compare(machine, links, *_split(name), Measured(**run)) for name, run in runs.items()]
-
-
-def _split(name: str) -> tuple[str, str]:
-    link, _, layout = name.rpartition("/")  # a link's name has one as well: 1 Gbit/s
-    return link, layout
+def compare(machine: LabMachine, links: Mapping[str, Link], runs: Iterable[Mapping[str, Any]]) -> list[Compared]:
+    """Return each run beside its prediction, those over one link after the other."""
+    order = [*HELD_OUT]
+    ordered = sorted(runs, key=lambda each: (order.index(each["link"]), each["layout"]))
+    return [_compare(machine, links, each["link"], each["layout"], Measured(**each["run"])) for each in ordered]
 
 
 def _compare(machine: LabMachine, links: Mapping[str, Link], link: str, layout: str, run: Measured) -> Compared:

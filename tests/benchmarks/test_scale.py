@@ -1,5 +1,6 @@
 """The model of a step: its parts add up, its fit finds what its measurements were made of, and it knows its layout."""
 
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -10,12 +11,12 @@ from benchmarks.scale.devices import MODELS, NETWORK, Baseline, Devices
 from benchmarks.scale.lab_machine import EngineCost, LabMachine, StepCost, TrainerCost, TransferCost, line_fit
 from benchmarks.scale.lab_run import LAYOUTS, Measured
 from benchmarks.scale.model import Layout, StepRows, balanced, predict
-from benchmarks.scale.parts import EMPTY, FAR, FAST, WORK, fit
+from benchmarks.scale.parts import EMPTY, FAR, FAST, HELD_OUT, WORK, fit
 from benchmarks.scale.validate import compare, mean_step
 from benchmarks.scale.workload import draw_rows
 
-WEIGHTS = 50_000_000
-LINKS = {FAST: Link(1e9, 2e-5), FAR: Link(4e7, 0.06), "held out": Link(1e8, 0.01)}
+WEIGHTS, HELD = 50_000_000, next(iter(HELD_OUT))
+LINKS = {FAST: Link(math.inf, 2e-5), FAR: Link(math.inf, 0.06), HELD: Link(1e8, 0.01)}
 MACHINE = LabMachine(
     weights=WEIGHTS,
     engine=EngineCost(0.001, 0.0003, 0.007, 0.0002),
@@ -88,11 +89,12 @@ def test_the_fit_finds_the_machine_that_the_measurements_were_made_of():
 
 
 def test_a_run_that_went_as_predicted_has_no_error_however_busy_the_machine_was():
-    runs = {}
+    runs = []
     for layout in LAYOUTS:
         step = mean_step(MACHINE, layout)
         computing = sum(part.compute for part in step.values())
-        runs[f"held out/{layout.name}"] = run_of(computing, seconds(step, LINKS["held out"]) - computing)
+        run = run_of(computing, seconds(step, LINKS[HELD]) - computing)
+        runs.append({"link": HELD, "layout": layout.name, "run": run})
     for each in compare(MACHINE, LINKS, runs):
         assert each.error == pytest.approx(0, abs=1e-9)
         assert each.slowdown == 1.75
