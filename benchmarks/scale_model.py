@@ -49,7 +49,8 @@ def main() -> None:
 
     def keep(stage: str, found: dict[str, Any]) -> None:
         results[stage] = found | {"load": os.getloadavg()[0], "date": f"{date.today():%d %B %Y}"}
-        given.results.write_text(json.dumps(results, indent=1) + "\n")
+        rounded = json.loads(json.dumps(results), parse_float=lambda number: float(f"{float(number):.4g}"))
+        given.results.write_text(json.dumps(rounded, indent=1) + "\n")
 
     with TemporaryDirectory() as name:
         folder = Path(name)

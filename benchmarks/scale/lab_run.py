@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _WARM = 2  # steps that are not counted
 _LIMIT = 300.0  # seconds of a run
 _POLL = 0.02
+NODES = ("rollout", "old_logprobs", "update")
+"""Nodes that only compute, or compute and sum gradients: the seconds of others are of waiting for peers as well."""
 
 LAYOUTS = (
     Layout("1, together", 1, 1, together=True, minibatches=MINIBATCHES),
@@ -42,7 +44,7 @@ class Measured:
     used: float
     """Core seconds a step of all workers, all threads."""
     nodes: list[dict[str, float]]
-    """Seconds of each node, of the worker that took longest, in each step."""
+    """Seconds of each of ``NODES``, of the worker that took longest, in each step."""
     load: float
     """The machine's load average at the end."""
 
@@ -122,10 +124,8 @@ class LabCluster:
                 raise RuntimeError(f"a run in the lab failed:\n{printed[-3000:]}")
         records = [json.loads(line) for line in metrics.read_text().splitlines()][_WARM:]
         passed = [_passed(*pair) for pair in pairwise(marks)]
-        nodes = [
-            {name.removeprefix("seconds/"): value for name, value in record["metrics"].items() if "seconds/" in name}
-            for record in records
-        ]
+        metrics_of = [record["metrics"] for record in records]
+        nodes = [{name: each.get(f"seconds/{name}") or 0.0 for name in NODES} for each in metrics_of]
         return Measured(
             steps=[record["seconds"] for record in records],
             slowdowns=[busiest.slowdown for busiest, _ in passed],

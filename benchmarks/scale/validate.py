@@ -18,8 +18,8 @@ from .workload import WORK, draw_rows
 
 WITHIN = 0.15
 _STEPS, _DRAWS = 12, 32
-_PARTS = {"generate": ("rollout",), "logprobs": ("old_logprobs",), "update": ("update",)}
-"""Nodes of a run that are a part of the model's; the others wait for peers as well, so that they tell less."""
+_PARTS = {"generate": "rollout", "logprobs": "old_logprobs", "update": "update"}
+"""Parts of the model by the nodes of a run that they are."""
 
 
 @dataclass(frozen=True, slots=True)
