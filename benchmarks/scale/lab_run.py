@@ -72,12 +72,14 @@ class Measured:
         return mean(self.nodes[step].get(name, 0.0) for step in self.quiet)
 
 
-def placement(layout: Layout) -> str:
+def placement(layout: Layout, kind: str) -> str:
+    """Return the roles' workers for a run of this kind."""
     if layout.together:
         return "{}"
     engines = list(range(layout.engines))
     learners = list(range(layout.engines, layout.workers))
-    return f"{{rollout: {engines}, reward: {engines}, policy: {learners}}}"
+    reward = f"reward: {engines}, " if kind == "training" else ""
+    return f"{{rollout: {engines}, {reward}policy: {learners}}}"
 
 
 class LabCluster:
@@ -103,7 +105,7 @@ class LabCluster:
     def run(self, kind: str, size: Size, layout: Layout, steps: int) -> Measured:
         """Run ``training`` or ``hand_over`` of ``steps`` steps. RuntimeError with its output if it fails."""
         url = Path(mkdtemp(dir=self._folder), "run")
-        values = overrides(self._folder, url, size, steps + _WARM, layout.workers, _placement(kind, layout))
+        values = overrides(self._folder, url, size, steps + _WARM, layout.workers, placement(layout, kind))
         stdin, stdout = self._driver.stdin, self._driver.stdout
         assert stdin is not None
         assert stdout is not None
@@ -139,12 +141,6 @@ def _passed(before: list[dict[str, Cores]], after: list[dict[str, Cores]]) -> tu
     """Return what the busiest thread of each worker used and waited for, and the core seconds of all threads."""
     workers = [since(*pair) for pair in zip(before, after, strict=True)]
     return total(each[0] for each in workers if each), total(cores for each in workers for cores in each).used
-
-
-def _placement(kind: str, layout: Layout) -> str:
-    if kind == "hand_over" and not layout.together:
-        return placement(layout).replace(f"reward: {list(range(layout.engines))}, ", "")
-    return placement(layout)
 
 
 def _lines(file: Path) -> int:

@@ -6,9 +6,10 @@ Lengths of responses are log-normal with a median of a quarter of the longest, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -122,12 +123,12 @@ def figures(exchange: Exchange) -> dict[str, Any]:
     """Return all figures as plain values; each range is its least, middle and most over seeds."""
     found: dict[str, Any] = {"efficiency": {}, "devices": {}, "context": {}, "parts": {}}
     for model, devices in DEVICES.items():
-        fixed = _FEW * devices[-1]
         growths: dict[str, Callable[[int], int]] = {
-            f"{_MANY} rows a device": lambda count: _MANY * count,
-            f"{_FEW} rows a device": lambda count: _FEW * count,
-            f"{fixed:,} rows in all": lambda count, rows=fixed: rows,  # type: ignore[misc]
+            f"{each} rows a device": partial(operator.mul, each) for each in (_MANY, _FEW)
         }
+        for each in (_MANY, _FEW):
+            whole = each * devices[-1]
+            growths[f"{whole:,} rows in all"] = partial(max, whole)
         for name, rows in growths.items():
             ranges = efficiency(model, devices, rows, exchange)
             found["efficiency"][f"{model}, {name}"] = [astuple(each) for each in ranges]

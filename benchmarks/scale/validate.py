@@ -68,7 +68,7 @@ def _compare(machine: LabMachine, links: Mapping[str, Link], link: str, layout: 
     step, raw = mean_step(machine, known), links[link]
     whole, undisturbed = seconds(step, raw, run.slowdown), seconds(step, raw)
     computing = sum(part.compute for part in step.values()) * run.slowdown
-    parts = {part: (sum(map(run.node, nodes)), step[part].seconds(raw, run.slowdown)) for part, nodes in _PARTS.items()}
+    parts = {part: (run.node(node), step[part].seconds(raw, run.slowdown)) for part, node in _PARTS.items()}
     shares = {"on_links": 1 - computing / whole, "slowdown": run.slowdown, "load": run.load}
     return Compared(link, layout, run.mean, whole, undisturbed, **shares, parts=parts)
 

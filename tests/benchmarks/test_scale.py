@@ -94,10 +94,12 @@ def test_a_run_that_went_as_predicted_has_no_error_however_busy_the_machine_was(
         step = mean_step(MACHINE, layout)
         computing = sum(part.compute for part in step.values())
         run = run_of(computing, seconds(step, LINKS[HELD]) - computing)
+        run["nodes"] = [{"update": step["update"].seconds(LINKS[HELD], slowdown)} for slowdown in run["slowdowns"]]
         runs.append({"link": HELD, "layout": layout.name, "run": run})
     for each in compare(MACHINE, LINKS, runs):
         assert each.error == pytest.approx(0, abs=1e-9)
         assert each.slowdown == 1.75
+        assert each.parts["update"][0] == pytest.approx(each.parts["update"][1])
         assert each.undisturbed < each.measured
 
 
