@@ -35,7 +35,7 @@ _ROWS, _LATENCY, _BANDWIDTH, _TRIES = 64, 1e-3, 1e9, 5  # an exchange: rows of a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help="none: the page alone")
     parser.add_argument("--links", nargs="+", choices=[*parts.HELD_OUT], default=[*parts.HELD_OUT], help="of the runs")
     parser.add_argument("--more", action="store_true", help="keep the runs that are there, and add to them")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "scale.json")
