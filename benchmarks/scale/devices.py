@@ -12,17 +12,38 @@ import numpy as np
 from .demand import Demand, Link
 from .model import Ints, Layout, StepRows, most
 
-FLOPS, HBM_RATE, MEMORY = 990e12, 3.35e12, 80e9  # of an H100 SXM: dense bf16, bytes a second, bytes
-TRAINING, PREFILL, DECODING = 0.38, 0.4, 0.6  # share of FLOPS in training and prefill, of HBM_RATE in decoding
-LAUNCH = 3e-3  # seconds of a decoding step whatever its rows are
-NETWORK = Link(rate=25e9, round_trip=20e-6)  # between hosts, for each device; a hop of a ring
+NETWORK = Link(rate=25e9, round_trip=20e-6)
 HOST = 8  # devices
-OVERLAP = 0.8  # share of FSDP's collectives that computing hides
-JITTER = 0.02  # standard deviation of a device's pace: a collective waits for the slowest
 MICRO_BATCH = 16_384  # tokens
 RELOAD = 0.5  # seconds to put weights into an engine, besides moving them
 PASS, BACKWARD = 1.0, 2.0  # forward passes' worth of FLOPs
 EDGES, BYTES_PER_TOKEN = 4, 40  # rows change hands four times in GRPO; ids, log-probs, advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A device and its network: an H100 SXM by its data sheet, and shares of it that are usual."""
+
+    flops: float = 990e12
+    """Dense bf16."""
+    memory: float = 80e9
+    memory_rate: float = 3.35e12
+    training: float = 0.38
+    """Share of ``flops`` in training."""
+    prefill: float = 0.4
+    decoding: float = 0.6
+    """Share of ``memory_rate`` in decoding."""
+    launch: float = 3e-3
+    """Seconds of a decoding step whatever its rows are."""
+    network: Link = NETWORK
+    """Between hosts, for each device; a hop of a ring takes ``round_trip``."""
+    overlap: float = 0.8
+    """Share of FSDP's collectives that computing hides."""
+    jitter: float = 0.02
+    """Standard deviation of a device's pace: a collective waits for the slowest."""
+
+
+H100 = Accelerator()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,7 @@ class Devices:
     """Tokens of prompt and response together, at most: the width of a padded row."""
     prompt: int
     baseline: Baseline = OURS
+    device: Accelerator = H100
     exchange: Callable[[int], float] = field(default=no_exchange)
     """Seconds of an exchange of row statistics, by workers."""
 
@@ -113,30 +135,30 @@ class Devices:
             owners = np.arange(len(rows)) * learners // len(rows)
         if self.baseline.padded:
             rows = np.full_like(rows, self.longest)
-        shape = self.shape
+        shape, device = self.shape, self.device
         linear, attention = 2 * shape.parameters * rows, 2.0 * shape.layers * shape.hidden * rows.astype(float) ** 2
         flops = most(linear + attention, owners, learners)
-        pace = 1 + JITTER * (2 * log(learners)) ** 0.5
+        pace = 1 + device.jitter * (2 * log(learners)) ** 0.5
         micro_batches = max(1, ceil(most(rows, owners, learners) / MICRO_BATCH))
-        exposed = (1 - OVERLAP) * micro_batches * gathers
+        exposed = (1 - device.overlap) * micro_batches * gathers
         hops = shape.layers * ceil(learners / HOST)
         return Demand(
-            compute=flops * passes / (FLOPS * TRAINING) * pace,
+            compute=flops * passes / (device.flops * device.training) * pace,
             wire=exposed * 2 * shape.parameters,
             trips=exposed * hops,
         )
 
     def _engine_seconds(self, prompts: list[int], responses: list[int]) -> float:
         """Return the seconds in which an engine ends its rows: as many at once as its cache has room for."""
-        shape = self.shape
+        shape, device = self.shape, self.device
         devices, weights = shape.engine, 2 * shape.parameters
-        room = (devices * MEMORY * 0.9 - weights) / shape.cache_bytes
+        room = (devices * device.memory * 0.9 - weights) / shape.cache_bytes
         expected = sum(prompts) / len(prompts) + sum(responses) / len(responses)
         slots = max(1, int(room / expected))
         waiting = list(zip(prompts, responses, strict=True))[::-1]
         running: list[tuple[int, int]] = []  # step at which a row ends, tokens of it at that step
         cached, step = 0, 0  # tokens in the cache at this step
-        seconds = weights * sum(prompts) / (devices * FLOPS * PREFILL)
+        seconds = weights * sum(prompts) / (devices * device.flops * device.prefill)
         while waiting or running:
             while waiting and len(running) < slots:
                 prompt, response = waiting.pop()
@@ -144,9 +166,9 @@ class Devices:
                 cached += prompt
             steps = running[0][0] - step
             mean_cache = cached + len(running) * steps / 2
-            memory = (weights + mean_cache * shape.cache_bytes) / (devices * HBM_RATE * DECODING)
-            compute = weights * len(running) / (devices * FLOPS * PREFILL)
-            seconds += steps * (LAUNCH + max(memory, compute))
+            memory = (weights + mean_cache * shape.cache_bytes) / (devices * device.memory_rate * device.decoding)
+            compute = weights * len(running) / (devices * device.flops * device.prefill)
+            seconds += steps * (device.launch + max(memory, compute))
             step += steps
             cached += len(running) * steps
             while running and running[0][0] == step:

@@ -29,13 +29,14 @@ def page(results: Mapping[str, Any], machine: LabMachine, compared: Sequence[Com
         [
             "# A step by a model: fitted on parts, held against runs, asked about 1,024 devices",
             _INTRODUCTION,
-            f"{measured}; {os.cpu_count()} cores ({platform.machine()}), shared with other work: load "
-            f"{parts['load']:.0f} at the end of the parts. To repeat it:\n\n    python benchmarks/scale_model.py",
+            f"{measured}; {os.cpu_count()} cores ({platform.machine()}), shared with other work. To repeat it:",
+            "    python benchmarks/scale_model.py",
             f"## Parts\n\n{_PARTS}\n\n{_parts(machine)}\n\n{_links(parts['links'])}",
             f"## Against whole runs\n\n{_RUNS}\n\n{_verdict(compared)}\n\n{_runs(compared)}\n\n{_PHASES}\n\n"
             f"{_phases(compared)}",
             f"## The paper's figures\n\n{_PAPER}\n\n![Throughput by devices, and beside baselines](scale_model.png)",
             f"### Throughput of a device, of that on the fewest\n\n{_EFFICIENCY}\n\n{_efficiency(paper['efficiency'])}",
+            f"### The same with other constants\n\n{_otherwise(paper['otherwise'])}",
             f"### Seconds of a step\n\n{_seconds(paper['parts'])}",
             f"### Our throughput over that of a baseline, by devices\n\n{_BASELINES}\n\n{_devices(paper['devices'])}",
             f"### The same by context, 7B on 64 devices\n\n{_context(paper['context'])}",
@@ -69,8 +70,9 @@ _PAPER = """\
 DistFlow (arXiv:2507.13833) drawn with the same model. Constants are of an H100's data sheet and of habit
 (`benchmarks/scale/devices.py`): none is fitted to the paper, and none was measured on such a device. Engines have as
 many rows at once as their cache has room for; learners are FSDP over all devices. Engine, trainer and network are
-therefore assumptions; the layout of rows and the exchange of statistics are the code's own. Ranges are over """
-_PAPER += f"{len(SEEDS)} seeds of lengths (log-normal, sigma 0.8, median a quarter of the longest)."
+therefore assumptions; the layout of rows and the exchange of statistics are the code's own. Ranges are over
+"""
+_PAPER += f"{len(SEEDS)} seeds of lengths: log-normal, sigma 0.8, median a quarter of the longest."
 _EFFICIENCY = "Tokens a second and device; prompts of 1,024 tokens, responses of at most 4,096."
 _BASELINES = """\
 Each line changes one thing, or two: all rows padded and through one process, three times a step, at the rates that
@@ -122,7 +124,7 @@ def _verdict(compared: Sequence[Compared]) -> str:
     outside = [each for each in compared if abs(each.error) > WITHIN]
     text = f"{len(compared) - len(outside)} of {len(compared)} runs are within {WITHIN:.0%}"
     if outside:
-        named = (f"{each.layout} over {each.link} ({each.error:+.0%})" for each in outside)
+        named = (f"{each.layout} over {each.link} ({each.error:+.1%})" for each in outside)
         text += f"; not {', '.join(named)}"
     return text + "."
 
@@ -167,6 +169,11 @@ def _efficiency(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
             _table(header, ((name, *(_range(each, ".1%") for each in ranges[1:])) for name, ranges in own.items()))
         )
     return "\n\n".join(tables)
+
+
+def _otherwise(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    header = ("64 rows a device", *(f"{model}, {devices[-1]:,} of {devices[0]}" for model, devices in DEVICES.items()))
+    return _table(header, ((name, *(_range(each, ".1%") for each in ranges)) for name, ranges in found.items()))
 
 
 def _seconds(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:

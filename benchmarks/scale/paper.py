@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .demand import seconds
-from .devices import MODELS, NETWORK, OURS, Baseline, Devices
+from .demand import Link, seconds
+from .devices import H100, MODELS, OURS, Accelerator, Baseline, Devices
 from .model import Layout, StepRows, predict
 
 SEEDS = range(5)
@@ -52,6 +52,7 @@ class Case:
     """In a step, over all devices."""
     context: int = SHORT + PROMPT
     baseline: Baseline = OURS
+    device: Accelerator = H100
 
 
 @cache
@@ -66,9 +67,9 @@ def _parts(case: Case, seed: int, exchange: Exchange) -> tuple[dict[str, float],
     engines = case.devices // shape.engine
     layout = Layout(case.model, engines, case.devices, together=True, minibatches=MINIBATCHES)
     rows = draw_rows(case, seed)
-    machine = Devices(shape, case.context, PROMPT, case.baseline, exchange)
+    machine = Devices(shape, case.context, PROMPT, case.baseline, case.device, exchange)
     step = predict(layout, rows, machine)
-    return {name: seconds({name: part}, NETWORK) for name, part in step.items()}, int(rows.tokens.sum())
+    return {name: seconds({name: part}, case.device.network) for name, part in step.items()}, int(rows.tokens.sum())
 
 
 def parts(case: Case, exchange: Exchange) -> Mapping[str, float]:
@@ -85,12 +86,14 @@ def draw_rows(case: Case, seed: int) -> StepRows:
     return StepRows(np.full(case.rows, PROMPT), responses, GROUP)
 
 
-def efficiency(model: str, devices: Sequence[int], rows: Callable[[int], int], exchange: Exchange) -> list[Range]:
+def efficiency(
+    model: str, devices: Sequence[int], rows: Callable[[int], int], exchange: Exchange, device: Accelerator = H100
+) -> list[Range]:
     """Return throughput a device over that of the fewest devices."""
     found = []
     for count in devices:
-        cases = Case(model, count, rows(count)), Case(model, devices[0], rows(devices[0]))
-        found.append(Range.of(_each_device(*cases, seed, exchange) for seed in SEEDS))
+        cases = [Case(model, each, rows(each), device=device) for each in (count, devices[0])]
+        found.append(Range.of(_each_device(cases[0], cases[1], seed, exchange) for seed in SEEDS))
     return found
 
 
@@ -114,6 +117,17 @@ BASELINES: Mapping[str, Baseline] = {
     "padded; driver, 0.5 GB/s": Baseline(driver_rate=NUMPY_RATE, padded=True),
     "padded; driver, 0.1 GB/s": Baseline(driver_rate=DEFAULT_RATE, padded=True),
 }
+SLOW = Link(H100.network.rate / 4, H100.network.round_trip * 4)
+OTHERWISE: Mapping[str, Accelerator] = {
+    "as above": H100,
+    "a quarter of the network": replace(H100, network=SLOW),
+    "collectives not hidden": replace(H100, overlap=0.0),
+    "both": replace(H100, overlap=0.0, network=SLOW),
+    "half the pace in training": replace(H100, training=0.19),
+    "half the pace in decoding": replace(H100, decoding=0.3),
+    "pace that varies by 10 %": replace(H100, jitter=0.1),
+}
+"""Other constants, to see how much a figure depends on them."""
 DEVICES: Mapping[str, tuple[int, ...]] = {"7B": (32, 64, 128, 256, 512, 1024), "32B": (64, 128, 256, 512)}
 CONTEXTS = (8192, 16_384, 32_768, 65_536)
 _MANY, _FEW, _OF_CONTEXT = 64, 16, 64  # rows of a device; devices of the figure over context
@@ -121,7 +135,7 @@ _MANY, _FEW, _OF_CONTEXT = 64, 16, 64  # rows of a device; devices of the figure
 
 def figures(exchange: Exchange) -> dict[str, Any]:
     """Return all figures as plain values; each range is its least, middle and most over seeds."""
-    found: dict[str, Any] = {"efficiency": {}, "devices": {}, "context": {}, "parts": {}}
+    found: dict[str, Any] = {"efficiency": {}, "devices": {}, "context": {}, "parts": {}, "otherwise": {}}
     for model, devices in DEVICES.items():
         growths: dict[str, Callable[[int], int]] = {
             f"{each} rows a device": partial(operator.mul, each) for each in (_MANY, _FEW)
@@ -138,9 +152,21 @@ def figures(exchange: Exchange) -> dict[str, Any]:
         found["parts"][model] = {
             count: parts(Case(model, count, _MANY * count), exchange) for count in (devices[0], devices[-1])
         }
+    found["otherwise"] = otherwise(exchange)
     for per in (_MANY, _FEW):
         for name, baseline in BASELINES.items():
             cases = [Case("7B", _OF_CONTEXT, per * _OF_CONTEXT, context) for context in CONTEXTS]
             key = f"{per} rows a device, {name}"
             found["context"][key] = [astuple(ratio(case, baseline, exchange)) for case in cases]
+    return found
+
+
+def otherwise(exchange: Exchange) -> dict[str, Any]:
+    """Return the efficiency of each model on the most devices, with other constants."""
+    found = {}
+    for name, device in OTHERWISE.items():
+        ends = [(devices[0], devices[-1]) for devices in DEVICES.values()]
+        pairs = zip(DEVICES, ends, strict=True)
+        rows = partial(operator.mul, _MANY)
+        found[name] = [astuple(efficiency(model, pair, rows, exchange, device)[1]) for model, pair in pairs]
     return found

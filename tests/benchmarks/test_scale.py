@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scale.demand import Demand, Link, seconds
-from benchmarks.scale.devices import MODELS, NETWORK, Baseline, Devices
+from benchmarks.scale.devices import H100, MODELS, Baseline, Devices
 from benchmarks.scale.lab_machine import EngineCost, LabMachine, StepCost, TrainerCost, TransferCost, line_fit
 from benchmarks.scale.lab_run import LAYOUTS, Measured
 from benchmarks.scale.model import Layout, StepRows, balanced, predict
@@ -127,9 +127,8 @@ def test_an_engine_takes_longer_when_its_cache_has_no_room_for_all_rows():
     shape = MODELS["7B"]
     narrow = replace(shape, cache_bytes=shape.cache_bytes * 100)
     layout = Layout("", 1, 1, together=True)
-    wide, tight = (
-        predict(layout, LONG_TAIL, Devices(each, 4100, 100))["generate"].seconds(NETWORK) for each in (shape, narrow)
-    )
+    machines = [Devices(each, 4100, 100) for each in (shape, narrow)]
+    wide, tight = (predict(layout, LONG_TAIL, each)["generate"].seconds(H100.network) for each in machines)
     assert tight > 2 * wide
 
 
@@ -146,5 +145,5 @@ def test_each_thing_that_a_baseline_does_otherwise_costs_time_in_its_own_part(ba
     ours, other = (
         predict(layout, LONG_TAIL, Devices(MODELS["7B"], 4100, 100, each)) for each in (Baseline(), baseline)
     )
-    assert other[part].seconds(NETWORK) > ours[part].seconds(NETWORK)
+    assert other[part].seconds(H100.network) > ours[part].seconds(H100.network)
     assert other["generate"] == ours["generate"]
