@@ -4,7 +4,7 @@
     python benchmarks/scale_model.py --stages paper         # the paper's figures anew; what was measured stays
 
 Parts and runs are measured in a lab of hosts (``siirl_dask.testing.hosts``), which needs Linux and namespaces. Numbers
-go to ``benchmarks/results/scale.json``, and each stage replaces its own.
+go to ``benchmarks/results/scale_model.json``, and each stage replaces its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help="none: the page alone")
     parser.add_argument("--links", nargs="+", choices=[*parts.HELD_OUT], default=[*parts.HELD_OUT], help="of the runs")
     parser.add_argument("--more", action="store_true", help="keep the runs that are there, and add to them")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "scale.json")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "scale_model.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "scale_model.md")
     given = parser.parse_args()
     results: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}

@@ -42,7 +42,7 @@ class TransferCost:
     byte: float
     """Seconds of a core for each byte, at both ends, as far as one waits for the other."""
     trips: float
-    """Of all bytes of the model, between two workers."""
+    """Round trips of all bytes of the model, between two workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class LabMachine:
     engine: EngineCost
     trainer: TrainerCost
     sums: TransferCost
-    """Of a sum of gradients between two workers."""
+    """Sum of gradients between two workers."""
     stream: TransferCost
-    """Of new weights from a learner to an engine, beyond ``copy_byte``."""
+    """Transfer of new weights from a learner to an engine, beyond ``copy_byte``."""
     copy_byte: float
     """Core seconds for each byte of new weights, to make them and to load them."""
     steps: dict[str, StepCost]
-    """By layout."""
+    """Costs by the layout's name."""
 
     def generate(self, prompts: Ints, responses: Ints) -> Demand:
         cost = self.engine

@@ -40,7 +40,7 @@ class Measured:
     steps: list[float]
     """Seconds of each."""
     slowdowns: list[float]
-    """Of the threads that compute, in each step."""
+    """Slowdown of the threads that compute, in each step."""
     used: float
     """Core seconds a step of all workers, all threads."""
     nodes: list[dict[str, float]]

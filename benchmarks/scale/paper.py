@@ -23,8 +23,8 @@ GROUP, SIGMA, SHORT, PROMPT = 8, 0.8, 4096, 1024
 MINIBATCHES = 4
 NUMPY_RATE, DEFAULT_RATE = 0.5e9, 0.1e9
 """Bytes a second of verl's DataProto through one process, as docs/benchmarks/dataplane.md has it: numpy, default."""
-SCHEDULER = 2.6e-3
-"""Core seconds of Dask's scheduler for a worker and step; a step is no shorter, and nothing else waits for it."""
+SCHEDULER = 0.7e-3
+"""Core seconds of Dask's scheduler for a worker and step (docs/benchmarks/scale.md); a step is no shorter than it."""
 Exchange = Callable[[int], float]
 
 
@@ -49,7 +49,7 @@ class Case:
     model: str
     devices: int
     rows: int
-    """In a step, over all devices."""
+    """Rows of a step, over all devices."""
     context: int = SHORT + PROMPT
     baseline: Baseline = OURS
     device: Accelerator = H100

@@ -34,10 +34,10 @@ class Size:
     hidden: int
     layers: int
     median: int
-    """Of the log-normal distribution of response lengths."""
+    """Median of the log-normal distribution of response lengths."""
     longest: int
     prompts: int = 4
-    """In a step."""
+    """Prompts of a step."""
 
     @property
     def shape(self) -> dict[str, int]:
