@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip
-from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Engine, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.training import PackedRows, TrainBatch, build_trainer
@@ -30,7 +30,7 @@ _PROMPT = 16
 def measure_engine(model: Path) -> EngineCost:
     torch.set_num_threads(1)
     engine = build_engine(
-        Device("0"), Rank(), model=ModelConfig(path=str(model)), rollout=RolloutConfig(engine="transformers")
+        Device("0"), Rank(), model=ModelConfig(path=str(model)), rollout=RolloutConfig(engine=Engine.transformers)
     )
     seconds, columns = [], []
     for rows, length, prompt in _ENGINE_CASES:
@@ -54,7 +54,7 @@ def measure_trainer(model: Path) -> TrainerCost:
         passes.append(_core_seconds(partial(trainer.logprobs, packed)))
         updates.append(_core_seconds(partial(trainer.update, [batch], _loss)))
         columns.append([1.0, float(rows * length)])
-    both = list(zip(*columns, strict=True))
+    both: list[tuple[float, ...]] = list(zip(*columns, strict=True))
     return TrainerCost(*line_fit(both, passes), *line_fit(both, updates))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,7 @@ def from_plain(values: dict[str, Any]) -> LabMachine:
     )
 
 
-def line_fit(columns: list[list[float]], seconds: list[float]) -> list[float]:
+def line_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return non-negative coefficients of ``columns`` whose sum is nearest to ``seconds``, in relative terms.
 
     A coefficient that would be negative is 0 and the others are fitted anew.

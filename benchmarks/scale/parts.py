@@ -28,9 +28,9 @@ from .model import Layout, predict
 from .workload import EMPTY, WORK, Size, draw_rows, make_data, make_model
 
 FAST, FAR = "no limit", "30 ms"
-FITTED: Mapping[str, Links] = {FAST: Links(), FAR: Links(delay=30e-3)}
+FITTED = {FAST: Links(), FAR: Links(delay=30e-3)}
 """Links on which the parts are measured."""
-HELD_OUT: Mapping[str, Links] = {
+HELD_OUT = {
     "1 Gbit/s": Links(bits_per_second=1e9),
     "200 Mbit/s": Links(bits_per_second=200e6),
     "1 ms": Links(delay=1e-3),
@@ -64,6 +64,7 @@ def raw_link(links: Links) -> Link:
         first, second = lab.hosts
         program = str(Path(__file__).with_name("raw_link.py"))
         receiver = second.start(sys.executable, program, "receive", second.address, stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
         receiver.stdout.readline()
         return Link(**json.loads(first.run(sys.executable, program, "send", second.address, timeout=120)))
 
