@@ -6,7 +6,6 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from distributed import Client
 
 MAIN = "; from distributed.cli.dask_{} import main; main()"
 QUIET = ["--no-dashboard", "--host", "127.0.0.1"]
@@ -35,6 +34,8 @@ def processes():
 @pytest.fixture
 def cluster(processes, tmp_path):
     """Starts a scheduler, and a worker for each name, and returns a client of them."""
+    from distributed import Client  # not at the top: Dask would take pytest's log handlers for its own
+
     with ExitStack() as closed:
 
         def start(scheduler="pass", **workers):
