@@ -37,12 +37,11 @@ def check_reachable(
                 problems += [f"for worker {worker!r} on host {host!r} {problem}" for problem in found]
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise ConfigError(
-            "; ".join(problems[:_NAMED])
-            + more
-            + "; expected folders at the same place on every host: on a file system "
-            "that all share, or a URL such as s3://..."
+        expected = (
+            "; expected what the configuration names (model.path, data.url, run.url, ...) at the same place on every "
+            "host: on a file system that all share, or a URL such as s3://..."
         )
+        raise ConfigError("; ".join(problems[:_NAMED]) + more + expected)
 
 
 def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:

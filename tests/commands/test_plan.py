@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -58,12 +59,14 @@ def test_workers_replace_those_of_the_config(capsys, digits):
 def test_data_that_is_not_there_yet_is_assumed_and_noted(capsys, digits, tmp_path):
     absent = ["data.url=none/train", "validation.url=none/validation", "validation.test_url=null"]
     (note, *_) = json.loads(planned(capsys, "--format=json", *digits, *absent, "data.prepare=null"))["notes"]
+    here = Path.cwd()
     assert note == (
-        "no dataset is at none/train, none/validation yet; assumed the columns that the config names "
+        f"no dataset is at {here}/none/train, {here}/none/validation yet; assumed the columns that the config names "
         "(prompt: string, answer: string), and 8 rows to validate on; a run needs that data"
     )
     made = planned(capsys, *digits, "data.url=none", "data.prepare=m:make", "rollout.expected_length_column=n")
-    assert "no dataset is at none yet; assumed the columns that the config names (prompt: string, answer" in made
+    expected = f"no dataset is at {here}/none yet; assumed the columns that the config names (prompt: string, answer"
+    assert expected in made
     assert "n: int64); a run calls data.prepare=m:make first" in made
     assert "no dataset" not in planned(capsys, *digits)
 
