@@ -1,4 +1,6 @@
-"""A Dask cluster of processes on this machine, whose scheduler counts the bytes that pass through it."""
+"""A Dask cluster of processes on this machine, or one that is there already. Its scheduler counts the bytes that pass
+through it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future, LocalCluster, Scheduler, SchedulerPlugin, wait
 
 from method import PATIENCE
 from siirl_dask.worker.supervisor import TrafficMeter, carried
+
+_MODULES = ("work.py", "method.py", "dask_cluster.py", "ours.py")
 
 
 class Traffic(SchedulerPlugin):
@@ -25,26 +30,25 @@ class Traffic(SchedulerPlugin):
 
 
 class DaskCluster:
-    """One worker process of one thread each. The first ``count`` workers are named 0, 1, ..."""
+    """The first ``count`` workers of a cluster, in the order of their names: 0, 1, ... in one that is started here.
 
-    def __init__(self, count: int) -> None:
-        with _environment_kept():
-            self._cluster = LocalCluster(
-                n_workers=count,
-                threads_per_worker=1,
-                processes=True,
-                host="127.0.0.1",
-                dashboard_address="127.0.0.1:0",
-                scheduler_kwargs={"dashboard": False},
-                memory_limit=0,
-                silence_logs=logging.CRITICAL,
-            )
-        self.client = Client(self._cluster)
+    With an ``address`` it is the cluster of that scheduler, which needs this project but none of these scripts: what
+    its workers run of them is sent there.
+    """
+
+    def __init__(self, count: int, address: str = "") -> None:
+        self._cluster = None if address else _start_cluster(count)
+        self.client = Client(self._cluster or address)
         self.client.wait_for_workers(count, timeout=PATIENCE)
+        if address:
+            for module in _MODULES:
+                self.client.upload_file(str(Path(__file__).with_name(module)), load=False)
         self.client.register_plugin(Traffic())
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        self.members = {str(workers[address]["name"]): address for address in workers}
-        self.addresses = [self.members[str(index)] for index in range(count)]
+        names = {str(worker["name"]): address for address, worker in workers.items()}
+        chosen = sorted(names, key=lambda name: (not name.isdecimal(), name.zfill(20)))[:count]
+        self.members = {name: names[name] for name in chosen}
+        self.addresses = list(self.members.values())
 
     def traffic(self) -> int:
         """Bytes through the scheduler and the client so far, heartbeats and calls to workers included."""
@@ -59,7 +63,23 @@ class DaskCluster:
 
     def close(self) -> None:
         self.client.close()
-        self._cluster.close()
+        if self._cluster is not None:
+            self._cluster.close()
+
+
+def _start_cluster(count: int) -> LocalCluster:
+    """Start one worker process of one thread each."""
+    with _environment_kept():
+        return LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            scheduler_kwargs={"dashboard": False},
+            memory_limit=0,
+            silence_logs=logging.CRITICAL,
+        )
 
 
 @contextmanager

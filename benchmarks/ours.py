@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
+from distributed.comm.addressing import get_address_host
 
 from dask_cluster import DaskCluster, wait_for
-from method import PATIENCE, Method
+from method import PATIENCE
 from siirl_dask.config import TransportMode
 from siirl_dask.planner import Edge, Iteration, Rows
 from siirl_dask.schema import GROUP_ID, ROW_ID, TOKENS
@@ -36,13 +39,12 @@ _DONE = b"."
 _T = TypeVar("_T")
 
 
-def _edge(work: Work) -> Edge:
-    workers = tuple(str(index) for index in range(work.workers))
+def _edge(work: Work, workers: Sequence[str]) -> Edge:
     return Edge(
         source="rollout",
         target="update",
-        sources=workers[: work.sources],
-        targets=workers[: work.destinations],
+        sources=tuple(workers[: work.sources]),
+        targets=tuple(workers[work.targets]),
         rows=Rows.GROUPED,
         by_minibatch=False,
         schema=_SCHEMA,
@@ -58,6 +60,25 @@ def _make_table(work: Work, source: int) -> pa.Table:
     return pa.table([*map(pa.array, columns), *lists], schema=_SCHEMA)
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a worker has used since it started."""
+
+    cpu: float = 0.0
+    """Seconds of CPU of its process, user and system."""
+    received: int = 0
+    """Bytes of rows from other workers."""
+    between_hosts: int = 0
+    """Bytes of rows from workers of other hosts."""
+
+    def __add__(self, other: Usage) -> Usage:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Usage(*(one + another for one, another in pairs))
+
+    def __sub__(self, other: Usage) -> Usage:
+        return self + Usage(-other.cpu, -other.received, -other.between_hosts)
+
+
 class Plane(WorkerPlugin):
     """On every worker: its data plane, its rows when it is a source, and what it received."""
 
@@ -69,7 +90,7 @@ class Plane(WorkerPlugin):
         self._transport = transport
 
     async def setup(self, worker: Worker) -> None:
-        self._edge = _edge(self._work)
+        self._edge = _edge(self._work, list(self._members))
         self._worker_name = str(worker.name)
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         self._received: pa.Table | None = None
@@ -79,15 +100,19 @@ class Plane(WorkerPlugin):
             {f"{_PHASE}/{self._edge.name}": self._edge},
             DataSettings(transport=TransportMode(self._transport)),
         )
-        self._plane = DataPlane(worker, self._run, self._members, edges, settings)
+        hosts = {name: get_address_host(address) for name, address in self._members.items()}
+        if self._worker_name not in hosts:
+            return
+        self._plane = DataPlane(worker, self._run, self._members, edges, settings, hosts)
         await self._plane.start()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1")
-        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._serve, hosts[self._worker_name])
+        self.listens_at: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
 
     async def teardown(self, worker: Worker) -> None:
         self._received = None
-        self._server.close()
-        await self._plane.close()
+        if self._worker_name in self._members:
+            self._server.close()
+            await self._plane.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while word := await reader.read(_SEQUENCE.size):
@@ -103,6 +128,10 @@ class Plane(WorkerPlugin):
         if self._worker_name in edge.targets:
             self._received = await databuffer.pull(edge, edge, iteration)
             touch(chunk.flatten().to_numpy() for name in COLUMNS for chunk in self._received[name].chunks)
+
+    def usage(self) -> Usage:
+        traffic = self._plane.databuffer.traffic
+        return Usage(time.process_time(), traffic.total, traffic.between_hosts)
 
     def check(self) -> Held:
         assert self._received is not None
@@ -127,8 +156,12 @@ def _plane(name: str) -> Plane:
     return plugin
 
 
-def _port(plugin: str) -> int:
-    return _plane(plugin).port
+def _listens_at(plugin: str) -> tuple[str, int]:
+    return _plane(plugin).listens_at
+
+
+def _usage(plugin: str) -> Usage:
+    return _plane(plugin).usage()
 
 
 def _check(plugin: str) -> Held:
@@ -139,21 +172,20 @@ def _drop(plugin: str, before: int) -> None:
     _plane(plugin).drop(before)
 
 
-class _Transitions:
+class Transitions:
+    """The transition over one way of transport."""
+
     def __init__(self, name: str, plugin: str, work: Work, cluster: DaskCluster) -> None:
         self.name = name
         self._plugin = plugin
         self._cluster = cluster
-        self._destinations = cluster.addresses[: work.destinations]
+        self._destinations = cluster.addresses[work.targets]
         self._sequence = 0
-        self._links = [socket.create_connection(("127.0.0.1", port), PATIENCE) for port in self._ports()]
+        self._links = [socket.create_connection(place, PATIENCE) for place in self._ask(_listens_at)]
 
-    def _ports(self) -> list[int]:
-        client, addresses = self._cluster.client, self._cluster.addresses
-        ports: list[int] = client.gather(
-            [client.submit(_port, self._plugin, workers=[address], pure=False) for address in addresses]
-        )
-        return ports
+    def usage(self) -> Usage:
+        """Return what all workers together have used since they started."""
+        return sum(self._ask(_usage), Usage())
 
     def before(self) -> None:
         self._sequence += 1
@@ -167,43 +199,45 @@ class _Transitions:
                 raise RuntimeError("a worker failed: see its log")
 
     def check(self) -> list[Held]:
-        client = self._cluster.client
-        futures = [client.submit(_check, self._plugin, workers=[a], pure=False) for a in self._destinations]
-        held: list[Held] = client.gather(futures)
-        return held
+        return self._ask(_check, self._destinations)
 
     def driver_bytes(self) -> int:
         words = (_SEQUENCE.size + len(_DONE)) * len(self._links)
         return self._cluster.traffic() - self._bytes_before + words
 
     def after(self) -> None:
-        self._everywhere(_drop, self._sequence + 1)
+        client, addresses, before = self._cluster.client, self._cluster.addresses, self._sequence + 1
+        wait_for([client.submit(_drop, self._plugin, before, workers=[a], pure=False) for a in addresses])
 
     def close(self) -> None:
         for link in self._links:
             link.close()
 
-    def _everywhere(self, task: Callable[..., None], argument: object) -> None:
-        client, addresses = self._cluster.client, self._cluster.addresses
-        wait_for([client.submit(task, self._plugin, argument, workers=[a], pure=False) for a in addresses])
+    def _ask(self, question: Callable[[str], _T], addresses: Sequence[str] | None = None) -> list[_T]:
+        """Return the answers of all workers, or of some."""
+        client, asked = self._cluster.client, self._cluster.addresses if addresses is None else addresses
+        futures = [client.submit(question, self._plugin, workers=[address], pure=False) for address in asked]
+        answers: list[_T] = client.gather(futures)
+        return answers
 
 
-def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> _Transitions:
+def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> Transitions:
     plane = Plane(uuid4().hex[:8], work, cluster.members, transport)
     cluster.client.register_plugin(plane)
-    return _Transitions(f"siirl_dask_{transport}", plane.name, work, cluster)
+    return Transitions(f"siirl_dask_{transport}", plane.name, work, cluster)
 
 
 class Ours:
-    """One cluster, and on it a data plane for each way of transport."""
+    """One cluster, and on it a data plane for each way of transport. ``address`` is that of a cluster that is there."""
 
-    def __init__(self, transports: Sequence[str]) -> None:
+    def __init__(self, transports: Sequence[str], address: str = "") -> None:
         self._transports = transports
+        self._address = address
         self._cluster: DaskCluster | None = None
-        self._methods: list[_Transitions] = []
+        self._methods: list[Transitions] = []
 
-    def start(self, work: Work) -> Sequence[Method]:
-        self._cluster = DaskCluster(work.workers)
+    def start(self, work: Work) -> Sequence[Transitions]:
+        self._cluster = DaskCluster(work.workers, self._address)
         self._methods = [_start_plane(self._cluster, work, transport) for transport in self._transports]
         return self._methods
 

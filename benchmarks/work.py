@@ -3,7 +3,8 @@
 Sources hold consecutive blocks of rows with four ragged columns (16 bytes a token). After the transition destination
 ``d`` holds the rows with ``uid % destinations == d``, readable in its own address space. It reads one value of every
 4 KB page of them before it says that it is done, so that memory which is mapped but not there yet is paid for. The
-first workers are sources and the first are destinations: of 2 and 4, two are both. The rows are never changed.
+first workers are sources and the first are destinations: of 2 and 4, two are both; where they lie apart, none is. The
+rows are never changed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Work:
     destinations: int = 4
     ragged: bool = False
     """Lengths are drawn uniformly from a tenth of ``tokens`` to ``tokens``."""
+    apart: bool = False
+    """Destinations are the workers behind the sources, so that every row goes to another worker."""
 
     def __post_init__(self) -> None:
         for name in ("sources", "destinations"):
@@ -49,8 +52,14 @@ class Work:
                 raise ValueError(f"{self.rows} rows over {getattr(self, name)} {name}: expected equal shares")
 
     @property
+    def targets(self) -> slice:
+        """Return which workers are the destinations, in their order."""
+        first = self.sources if self.apart else 0
+        return slice(first, first + self.destinations)
+
+    @property
     def workers(self) -> int:
-        return max(self.sources, self.destinations)
+        return max(self.sources, self.targets.stop)
 
     @property
     def lengths(self) -> Ints:
@@ -195,6 +204,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", type=int, default=2, dest="sources", metavar="N", help="workers that hold the rows")
     parser.add_argument("--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them")
     parser.add_argument("--ragged", action="store_true", help="row lengths uniform in 0.1 to 1 times --tokens")
+    parser.add_argument("--apart", action="store_true", help="rows go from the first N to the next M workers")
     parser.add_argument("--n", type=int, default=7, help="timed rounds, after one that warms up")
     parser.add_argument("--tag", default="", help="goes into the JSON as it is")
     parser.add_argument("--json", action="store_true", help="one JSON line per method instead of a table")
@@ -204,6 +214,6 @@ def parse_arguments(parser: argparse.ArgumentParser) -> tuple[Work, argparse.Nam
     """The work, and all arguments."""
     given = parser.parse_args()
     try:
-        return Work(given.rows, given.tokens, given.sources, given.destinations, given.ragged), given
+        return Work(given.rows, given.tokens, given.sources, given.destinations, given.ragged, given.apart), given
     except ValueError as error:
         parser.error(str(error))

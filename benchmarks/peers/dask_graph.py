@@ -41,14 +41,14 @@ class DaskGraph:
         self._bytes_before = self._cluster.traffic()
 
     def run(self) -> None:
-        work, addresses = self._work, self._cluster.addresses
+        work = self._work
         self._joined = [
             self._submit(
-                addresses[destination],
+                target,
                 _join,
                 *(self._submit(address, _split, rows, destination, work) for address, rows in self._sources()),
             )
-            for destination in range(work.destinations)
+            for destination, target in enumerate(self._cluster.addresses[work.targets])
         ]
         wait_for(self._joined)
 

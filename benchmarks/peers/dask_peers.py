@@ -12,11 +12,18 @@ from work import Work
 
 
 class DaskPeers:
-    def __init__(self) -> None:
+    """``address`` is that of a cluster that is there, whose workers must find these scripts. P2P is not on offer
+    there: it chooses by itself on which workers the rows end.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self._address = address
         self._cluster: DaskCluster | None = None
 
     def start(self, work: Work) -> Sequence[Method]:
-        self._cluster = DaskCluster(work.workers)
+        self._cluster = DaskCluster(work.workers, self._address)
+        if self._address:
+            return [DaskGraph(work, self._cluster)]
         return [DaskGraph(work, self._cluster), DaskP2P(work, self._cluster)]
 
     def close(self) -> None:

@@ -94,10 +94,13 @@ class _ThroughDriver(HolderMethod):
 
 
 class RayRefs:
-    """One actor per worker serves all three."""
+    """One actor per worker serves all three. ``address`` is that of a Ray that is there."""
+
+    def __init__(self, address: str = "") -> None:
+        self._address = address
 
     def start(self, work: Work) -> Sequence[Method]:
-        holders = start_holders(_Holder, work)
+        holders = start_holders(_Holder, work, self._address)
         get([holder.make_table.remote() for holder in holders])
         return [
             _References("ray_refs", work, holders, "split", "join"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from method import PATIENCE
 from work import Held, Work, make_rows
@@ -51,7 +52,7 @@ class HolderMethod:
         self.work = work
         self.holders = holders
         self.sources = holders[: work.sources]
-        self.destinations = holders[: work.destinations]
+        self.destinations = holders[work.targets]
 
     def before(self) -> None: ...
 
@@ -65,12 +66,15 @@ class HolderMethod:
         get([holder.drop.remote() for holder in self.holders])
 
 
-def start_ray(work: Work) -> None:
-    """Start Ray on this machine unless another system here has done so."""
+def start_ray(work: Work, address: str = "") -> None:
+    """Start Ray on this machine unless another system here has done so, or join the one at ``address``."""
     if ray.is_initialized():
         return
     torch.set_num_threads(1)
     os.environ.update(_SETTINGS)
+    if address:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": _ENVIRONMENT})
+        return
     ray.init(
         num_cpus=max(16, 2 * (work.sources + work.destinations)),
         include_dashboard=False,
@@ -86,11 +90,18 @@ def stop_ray() -> None:
     ray.shutdown()
 
 
-def start_holders(kind: type[RowHolder], work: Work) -> list[Any]:
-    """One actor of ``kind`` per worker; rows are made when this returns."""
-    start_ray(work)
+def start_holders(kind: type[RowHolder], work: Work, address: str = "") -> list[Any]:
+    """One actor of ``kind`` per worker; rows are made when this returns. On a Ray that was there each is on a node of
+    its own, in the order of the nodes' addresses.
+    """
+    start_ray(work, address)
     actor: Any = ray.remote(num_cpus=0)(kind)
-    holders = [actor.remote(work, rank) for rank in range(work.workers)]
+    nodes = sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])) if address else []
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes] or [
+        "DEFAULT"
+    ] * work.workers
+    pairs = zip(range(work.workers), places, strict=False)
+    holders = [actor.options(scheduling_strategy=place).remote(work, rank) for rank, place in pairs]
     get([holder.ready.remote() for holder in holders])
     return holders
 
