@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dask_cluster import DaskCluster
 from method import Method
 from peers.dask_graph import DaskGraph
-from peers.dask_p2p import DaskP2P
 from work import Work
 
 
@@ -24,6 +23,8 @@ class DaskPeers:
         self._cluster = DaskCluster(work.workers, self._address)
         if self._address:
             return [DaskGraph(work, self._cluster)]
+        from peers.dask_p2p import DaskP2P  # needs pandas, and the other does not
+
         return [DaskGraph(work, self._cluster), DaskP2P(work, self._cluster)]
 
     def close(self) -> None:
