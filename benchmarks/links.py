@@ -29,7 +29,7 @@ from work import Work
 _HERE = Path(__file__).resolve().parent
 _RAY = Path("/tmp/ray")  # its sockets and logs: each host has its own
 _RAY_PORT, _RAW_PORT = 6379, 7777
-_STREAMS = (1, 2, 4, 8)
+STREAMS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,27 @@ class Party:
     pids: Sequence[int]
     """All processes that came with it."""
 
-    def take_turn(self, line: str = "") -> Turn:
-        assert self.program.stdin is not None
+    def take_turn(self, share: int) -> Iterator[tuple[str, Turn]]:
+        """Do the work once, the raw streams with each number of them. RuntimeError when a row is not right."""
+        if self.name == "raw":
+            for streams in STREAMS:
+                yield f"raw {streams}", self._run(f"{streams} {share}")
+            return
+        self._ask("before")
+        yield self.name, self._run("run")
+        if not self._ask("check")["verified"]:
+            raise RuntimeError(f"{self.name}: rows came that are not right")
+
+    def _run(self, line: str) -> Turn:
         clock = CpuClock(self.pids)
+        seconds = self._ask(line)["seconds"]
+        return Turn(seconds, clock.seconds())
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self.program.stdin is not None
         self.program.stdin.write(f"{line}\n")
         self.program.stdin.flush()
-        answer = _answer(self.name, self.program)
-        if not answer["verified"]:
-            raise RuntimeError(f"{self.name}: rows came that are not right")
-        return Turn(answer["seconds"], clock.seconds())
+        return _answer(self.name, self.program)
 
 
 def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) -> list[Party]:
@@ -131,10 +143,9 @@ def measure(parties: Sequence[Party], work: Work, n: int) -> dict[str, list[Turn
     found: dict[str, list[Turn]] = {}
     for number in range(n + 1):
         for party in parties:
-            for streams in _STREAMS if party.name == "raw" else (0,):
-                turn = party.take_turn(f"{streams} {share}")
+            for name, turn in party.take_turn(share):
                 if number:
-                    found.setdefault(f"{party.name} {streams}" if streams else party.name, []).append(turn)
+                    found.setdefault(name, []).append(turn)
     return found
 
 

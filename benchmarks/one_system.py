@@ -1,7 +1,7 @@
-"""A program: one system of several hosts, which takes its turn at each line of standard input; ``links.py`` starts it.
+"""A program: one system of several hosts, which does what lines of standard input say; ``links.py`` starts it.
 
 Arguments: ``ours``, ``dask`` or ``ray``, the address of its cluster, and those of the work. It prints one line of JSON
-when it is ready, and then one for each turn: the seconds, and whether every byte was right.
+when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is every byte right).
 """
 
 from __future__ import annotations
@@ -49,15 +49,22 @@ def main() -> None:
     oracle = Oracle(work)
     system, method = SYSTEMS[given.system](given.address, work)
     print(json.dumps({"ready": True}), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        print(json.dumps(_obey(line.strip(), method, oracle)), flush=True)
+    system.close()
+
+
+def _obey(line: str, method: Method, oracle: Oracle) -> dict[str, float | bool]:
+    if line == "before":
         method.before()
+        return {}
+    if line == "run":
         start = time.perf_counter()
         method.run()
-        seconds = time.perf_counter() - start
-        verified = oracle.judge(method.check()).complete
-        method.after()
-        print(json.dumps({"seconds": seconds, "verified": verified}), flush=True)
-    system.close()
+        return {"seconds": time.perf_counter() - start}
+    complete = oracle.judge(method.check()).complete
+    method.after()
+    return {"verified": complete}
 
 
 if __name__ == "__main__":
