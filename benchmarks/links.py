@@ -99,7 +99,9 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
             start_ray(lab.hosts, folder, environment)
         address = f"{source.address}:{_RAY_PORT}" if name == "ray" else cluster.address
         join(
-            name, start(name, source, _HERE / "one_system.py", name, address, *sizes), workers if name == "dask" else ()
+            name,
+            start(name, source, _HERE / "one_system.py", name, address, *sizes),
+            workers if name in ("comms", "dask") else (),
         )
         workers = parties[-1].pids if name == "ours" else workers
     return parties

@@ -1,6 +1,6 @@
 """A program: one system of several hosts, which does what lines of standard input say; ``links.py`` starts it.
 
-Arguments: ``ours``, ``dask`` or ``ray``, the address of its cluster, and those of the work. It prints one line of JSON
+Arguments: a system (``comms`` is ours over Dask's comms alone), the address of its cluster, and those of the work. It prints one line of JSON
 when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is every byte right).
 """
 
@@ -11,15 +11,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from method import Method, System
 from work import Oracle, Work, add_arguments, parse_arguments
 
 
-def _ours(address: str, work: Work) -> tuple[System, Method]:
+def _ours(address: str, work: Work, transport: str = "auto") -> tuple[System, Method]:
     from ours import Ours
 
-    system = Ours(("auto",), address)
+    system = Ours((transport,), address)
     return system, system.start(work)[0]
 
 
@@ -37,7 +38,12 @@ def _ray(address: str, work: Work) -> tuple[System, Method]:
     return system, system.start(work)[0]
 
 
-SYSTEMS: Mapping[str, Callable[[str, Work], tuple[System, Method]]] = {"ours": _ours, "dask": _dask, "ray": _ray}
+SYSTEMS: Mapping[str, Callable[[str, Work], tuple[System, Method]]] = {
+    "ours": _ours,
+    "comms": partial(_ours, transport="dask"),
+    "dask": _dask,
+    "ray": _ray,
+}
 
 
 def main() -> None:

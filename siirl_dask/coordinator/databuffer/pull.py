@@ -1,8 +1,8 @@
 """Pulls a worker's share of an edge: fetches its rows from their sources into one table, in its final order.
 
 The puller first learns how long its rows are, allocates its result in memory that it keeps for reuse, and then has each
-row put into its place: a source on the same host writes it there, any other sends it in messages, two in flight per
-source. What a source of this host shares is read where it lies. The other side of these requests is ``serve``.
+row put into its place: a source on the same host writes it there, any other sends it in messages, several of them in
+flight. What a source of this host shares is read where it lies. The other side of these requests is ``serve``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
+from siirl_dask.coordinator.transport.streams import STREAMS
 from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Hosts
@@ -43,6 +44,7 @@ from siirl_dask.planner.hosts import host_of
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
+_LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones so that there is one for each stream
 _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
 
 
@@ -119,7 +121,8 @@ class Puller:
         fetched = await gather_or_cancel(*(self._source_rows(edge, origin) for origin, rows in read if rows is None))
         buffer = ReceiveBuffer(edge.schema, identity, fetched, self._arena, shared)
         try:
-            await gather_or_cancel(*(self._fetch(buffer, rows) for rows in fetched))
+            in_flight = max(_IN_FLIGHT, STREAMS // max(1, sum(rows.source != self._worker for rows in fetched)))
+            await gather_or_cancel(*(self._fetch(buffer, rows, in_flight) for rows in fetched))
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
                 self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
@@ -175,7 +178,7 @@ class Puller:
             raise PeerError(f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was asked for")
         return groups
 
-    async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
+    async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
         """Have a source's rows put into their places, by the best way there is."""
         if rows.source == self._worker:
             size = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
@@ -183,7 +186,7 @@ class Puller:
         elif buffer.ragged_bytes(rows) and self._shares_memory(rows):
             await self._fetch_by_write(buffer, rows)
         else:
-            await self._fetch_by_messages(buffer, rows)
+            await self._fetch_by_messages(buffer, rows, in_flight)
 
     async def _ack(self, origins: Sequence[Origin], fetched: Sequence[SourceRows]) -> None:
         """Let sources free the rows that are here now. Rows of shared tables are acked by their holds instead, but for
@@ -216,7 +219,7 @@ class Puller:
                     raise PeerError(f"data.transport=shm, but worker {rows.source!r} cannot write here: {reason}")
                 logger.warning("rows of worker %r come as messages: %s", rows.source, reason)
                 self._no_shared_memory.add(rows.source)
-                await self._fetch_by_messages(buffer, rows)  # all of them: to write some twice does no harm
+                await self._fetch_by_messages(buffer, rows, _IN_FLIGHT)  # all of them: to write some twice does no harm
                 return
             done, frames = self._take_others(buffer, rows, message, reply)
             expected, written = buffer.ragged_bytes(rows, remaining[:done]), reply.header.get("written")
@@ -227,16 +230,18 @@ class Puller:
             remaining = remaining[done:]
         self.traffic.add_shared(rows.source, buffer.ragged_bytes(rows))
 
-    async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
-        """Receive a source's rows in messages, each within this worker's budget."""
-        messages = buffer.split_messages(rows, self._limits.message)
+    async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
+        """Receive a source's rows in messages, so many in flight at once, each within this worker's budget."""
+        total = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
+        share = max(_LEAST_MESSAGE, -(-total // in_flight))  # a source of few rows gives each stream some of them
+        messages = buffer.split_messages(rows, min(self._limits.message, share))
 
         async def one_after_the_other() -> None:
             for message in messages:  # an iterator: whoever is done takes the next
                 async with self._receiving.reserve(message.nbytes):
                     await self._fetch_message(buffer, rows, message)
 
-        await gather_or_cancel(*(one_after_the_other() for _ in range(_IN_FLIGHT)))
+        await gather_or_cancel(*(one_after_the_other() for _ in range(in_flight)))
 
     async def _fetch_message(self, buffer: ReceiveBuffer, rows: SourceRows, message: Message) -> None:
         """Receive the rows of one message. The source may send the first of them only; then the rest is asked for."""
