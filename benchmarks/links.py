@@ -30,13 +30,14 @@ _HERE = Path(__file__).resolve().parent
 _RAY = Path("/tmp/ray")  # its sockets and logs: each host has its own
 _RAY_PORT, _RAW_PORT = 6379, 7777
 STREAMS = (1, 2, 4, 8)
+_IDLE = 3.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     seconds: float
     cpu: float
-    """Seconds of CPU of all processes of the party."""
+    """Seconds of CPU of all processes of the party, beyond what they take when nobody asks them for anything."""
 
 
 @dataclass(slots=True)
@@ -47,6 +48,13 @@ class Party:
     program: subprocess.Popen[str]
     pids: Sequence[int]
     """All processes that came with it."""
+    idle: float = 0.0
+    """Cores that they keep busy with nothing: heartbeats, profilers."""
+
+    def watch_idle(self) -> None:
+        clock = CpuClock(self.pids)
+        time.sleep(_IDLE)
+        self.idle = clock.seconds() / _IDLE
 
     def take_turn(self, share: int) -> Iterator[tuple[str, Turn]]:
         """Do the work once, the raw streams with each number of them. RuntimeError when a row is not right."""
@@ -62,7 +70,7 @@ class Party:
     def _run(self, line: str) -> Turn:
         clock = CpuClock(self.pids)
         seconds = self._ask(line)["seconds"]
-        return Turn(seconds, clock.seconds())
+        return Turn(seconds, clock.seconds() - self.idle * seconds)
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self.program.stdin is not None
@@ -143,6 +151,9 @@ def measure(parties: Sequence[Party], work: Work, n: int) -> dict[str, list[Turn
     """Let everyone take turns ``n`` times, after one round that warms up."""
     share = work.payload_bytes // work.destinations
     found: dict[str, list[Turn]] = {}
+    for party in parties:
+        party.watch_idle()
+        print(party.name, party.idle, file=sys.stderr)
     for number in range(n + 1):
         for party in parties:
             for name, turn in party.take_turn(share):

@@ -1,7 +1,8 @@
 """A program: one system of several hosts, which does what lines of standard input say; ``links.py`` starts it.
 
-Arguments: a system (``comms`` is ours over Dask's comms alone), the address of its cluster, and those of the work. It prints one line of JSON
-when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is every byte right).
+Arguments: a system (``comms`` is ours over Dask's comms alone), the address of its cluster, and those of the work. It
+prints one line of JSON when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is
+every byte right).
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ from siirl_dask.planner.hosts import host_of
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
-_LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones so that there is one for each stream
+_TURNS = 4  # messages per stream: those that come last, all at about the same time, are copied when the link is idle
+_LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
 _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
 
 
@@ -233,7 +234,7 @@ class Puller:
     async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
         """Receive a source's rows in messages, so many in flight at once, each within this worker's budget."""
         total = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
-        share = max(_LEAST_MESSAGE, -(-total // in_flight))  # a source of few rows gives each stream some of them
+        share = max(_LEAST_MESSAGE, total // (_TURNS * in_flight))
         messages = buffer.split_messages(rows, min(self._limits.message, share))
 
         async def one_after_the_other() -> None:
