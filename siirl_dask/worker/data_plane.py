@@ -18,7 +18,8 @@ from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve, stop_serving
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
-from siirl_dask.coordinator.transport.streams import RowStreams, StreamServer
+from siirl_dask.coordinator.transport.stream_server import StreamServer
+from siirl_dask.coordinator.transport.streams import RowStreams
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts

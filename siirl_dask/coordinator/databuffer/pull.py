@@ -36,7 +36,7 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
-from siirl_dask.coordinator.transport.streams import STREAMS
+from siirl_dask.coordinator.transport.streams import FETCHES, STREAMS
 from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Hosts
@@ -44,7 +44,7 @@ from siirl_dask.planner.hosts import host_of
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
-_TURNS = 4  # messages per stream: those that come last, all at about the same time, are copied when the link is idle
+_TURNS = 2  # times that so many messages are in flight: the last come at the same time, and are copied afterwards
 _LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
 _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
 
@@ -122,7 +122,8 @@ class Puller:
         fetched = await gather_or_cancel(*(self._source_rows(edge, origin) for origin, rows in read if rows is None))
         buffer = ReceiveBuffer(edge.schema, identity, fetched, self._arena, shared)
         try:
-            in_flight = max(_IN_FLIGHT, STREAMS // max(1, sum(rows.source != self._worker for rows in fetched)))
+            sources = sum(rows.source != self._worker for rows in fetched)
+            in_flight = max(_IN_FLIGHT, FETCHES * STREAMS // max(1, sources))
             await gather_or_cancel(*(self._fetch(buffer, rows, in_flight) for rows in fetched))
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
