@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from links_page import SYSTEMS, write_page
 from method import PATIENCE
 from siirl_dask.testing.hosts import DaskCluster, Host, Lab, Links, why_no_lab
 from usage import CpuClock, own_processes
@@ -153,7 +154,6 @@ def measure(parties: Sequence[Party], work: Work, n: int) -> dict[str, list[Turn
     found: dict[str, list[Turn]] = {}
     for party in parties:
         party.watch_idle()
-        print(party.name, party.idle, file=sys.stderr)
     for number in range(n + 1):
         for party in parties:
             for name, turn in party.take_turn(share):
@@ -198,19 +198,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["none", "1e9", "1e10"], help="bits per second, or none")
     parser.add_argument("--delays", nargs="+", type=float, default=[0.0, 0.001, 0.01], help="seconds, one way")
-    parser.add_argument("--systems", nargs="*", default=["ours", "dask", "ray"], help="of these; raw streams always")
+    parser.add_argument("--systems", nargs="*", default=[*SYSTEMS], choices=SYSTEMS, help="besides raw streams")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=65_536, help="per row, of 16 bytes each")
     parser.add_argument("--n", type=int, default=5, help="timed rounds, after one that warms up")
-    parser.add_argument("--json", action="store_true", help="one JSON line per link instead of a table")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="page for the tables; a line of JSON for each link is printed anyway")
     given = parser.parse_args()
     if (reason := why_no_lab()) is not None:
         parser.error(reason)
     work = Work(given.rows, given.tokens, 2, 2, apart=True)
     rates = [None if rate == "none" else float(rate) for rate in given.rates]
+    records = []
     for record in measure_links(rates, given.delays, work, given.systems, given.n):
         print(json.dumps(record), flush=True)
+        records.append(record)
+    if given.out is not None:
+        command = f"python benchmarks/links.py --n {given.n} --out docs/benchmarks/links.md"
+        write_page(given.out, records, work.payload_bytes, given.n, command)
 
 
 if __name__ == "__main__":

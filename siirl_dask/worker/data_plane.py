@@ -114,8 +114,7 @@ class DataPlane:
         await self._comms.start()
         if self._listens:
             await self._links.start()
-        if self._streams is not None:
-            await self._streams.start()
+        await self._start_streams()
         await self.transport.start()
         serve(self._worker, self._run, self._answer)
 
@@ -144,6 +143,14 @@ class DataPlane:
         if self._streams is not None:
             await self._streams.close()
         await self.transport.close()
+
+    async def _start_streams(self) -> None:
+        if self._streams is not None:
+            try:
+                await self._streams.start()
+            except OSError as error:  # such as an address that only others reach it at
+                logger.warning("rows go to other hosts over Dask's connections: %s", error)
+                self._streams = None
 
     def _stream_server(self, settings: DataSettings, hosts: Hosts | None) -> StreamServer | None:
         """Return what takes streams of rows: between hosts, unless Dask's connections are asked for or encrypted."""
