@@ -89,7 +89,7 @@ def connect(place: Place, timeout: float) -> socket.socket:
 
 def send(connected: socket.socket, buffers: Sequence[Frame]) -> None:
     """Send buffers one after the other."""
-    left = [view for view in map(memoryview, buffers) if view.nbytes]
+    left: list[memoryview] = [memoryview(buffer) for buffer in buffers if memoryview(buffer).nbytes]
     while left:
         sent = connected.sendmsg(left[:_VECTORS])
         while left and sent >= left[0].nbytes:
