@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters import local_cluster
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -24,6 +26,16 @@ def test_ours_gives_every_destination_its_rows_without_the_driver(transport):
     assert record["verified"]
     assert record["driver_bytes"] < 20_000
     assert record["n"] == 3
+
+
+def test_ours_runs_on_a_cluster_that_knows_nothing_of_the_scripts():
+    arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 2, "--apart", "--n", 2, "--json"]
+    with local_cluster(4) as cluster:
+        (line,) = run("dataplane.py", *arguments, "--cluster", cluster.scheduler_address).splitlines()
+    record = json.loads(line)
+    assert record["verified"]
+    assert record["received_bytes"] == record["payload_bytes"]
+    assert record["between_hosts_bytes"] == 0
 
 
 def test_the_exchange_is_tabled_for_any_number_of_workers(tmp_path):
