@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,22 @@ def start_holders(kind: type[RowHolder], work: Work, address: str = "") -> list[
     """
     start_ray(work, address)
     actor: Any = ray.remote(num_cpus=0)(kind)
-    nodes = sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])) if address else []
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes] or [
-        "DEFAULT"
-    ] * work.workers
-    pairs = zip(range(work.workers), places, strict=False)
-    holders = [actor.options(scheduling_strategy=place).remote(work, rank) for rank, place in pairs]
+    nodes = _nodes(work.workers) if address else []
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes] or ["DEFAULT"] * work.workers
+    holders = [actor.options(scheduling_strategy=place).remote(work, rank) for rank, place in enumerate(places)]
     get([holder.ready.remote() for holder in holders])
     return holders
+
+
+def _nodes(count: int) -> list[str]:
+    """Return the ids of ``count`` nodes, in the order of their addresses, as soon as there are so many."""
+    deadline = time.monotonic() + PATIENCE
+    while len(nodes := [node for node in ray.nodes() if node["Alive"]]) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(nodes)} nodes of Ray: expected {count}")
+        time.sleep(0.2)
+    nodes.sort(key=lambda node: str(node["NodeManagerAddress"]))
+    return [str(node["NodeID"]) for node in nodes[:count]]
 
 
 def get(references: Sequence[Any]) -> list[Any]:
