@@ -110,7 +110,7 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
         join(
             name,
             start(name, source, _HERE / "one_system.py", name, address, *sizes),
-            workers if name in ("comms", "dask") else (),
+            workers if name == "dask" else (),
         )
         workers = parties[-1].pids if name == "ours" else workers
     return parties

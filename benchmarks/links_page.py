@@ -12,14 +12,14 @@ from typing import Any
 import distributed
 
 Record = Mapping[str, Any]
-SYSTEMS = {"ours": "ours", "comms": "ours over Dask's comms", "dask": "Dask's graph", "ray": "Ray's refs"}
+SYSTEMS = {"ours": "ours", "dask": "Dask's graph", "ray": "Ray's refs"}
 _KEPT = "## What limits where"
 _INTRODUCTION = """# Rows over links
 
 {megabytes:.0f} MB of rows go from hosts 0 and 1 to hosts 2 and 3 of the lab (`siirl_dask.testing.hosts`), beside
 plain TCP streams from host 0 to host 2 with as many bytes as each target gets. All take turns in the same minute; the
 median of {n} rounds (lowest to highest), in MB/s into each target. Every byte of every round was compared. *Of one
-stream* is ours over one raw stream. *Ours over Dask's comms* is `data.transport=dask`.
+stream* is ours over one raw stream.
 """
 _CPU = """## CPU
 

@@ -1,6 +1,6 @@
 """A program: one system of several hosts, which does what lines of standard input say; ``links.py`` starts it.
 
-Arguments: a system (``comms`` is ours over Dask's comms alone), the address of its cluster, and those of the work. It
+Arguments: ``ours``, ``dask`` or ``ray``, the address of its cluster, and those of the work. It
 prints one line of JSON when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is
 every byte right).
 """
@@ -12,16 +12,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from method import Method, System
 from work import Oracle, Work, add_arguments, parse_arguments
 
 
-def _ours(address: str, work: Work, transport: str = "auto") -> tuple[System, Method]:
+def _ours(address: str, work: Work) -> tuple[System, Method]:
     from ours import Ours
 
-    system = Ours((transport,), address)
+    system = Ours(("auto",), address)
     return system, system.start(work)[0]
 
 
@@ -41,7 +40,6 @@ def _ray(address: str, work: Work) -> tuple[System, Method]:
 
 SYSTEMS: Mapping[str, Callable[[str, Work], tuple[System, Method]]] = {
     "ours": _ours,
-    "comms": partial(_ours, transport="dask"),
     "dask": _dask,
     "ray": _ray,
 }

@@ -18,8 +18,6 @@ from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve, stop_serving
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
-from siirl_dask.coordinator.transport.stream_server import StreamServer
-from siirl_dask.coordinator.transport.streams import RowStreams
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
@@ -87,12 +85,9 @@ class DataPlane:
         self._run = run
         self._limits = settings.limits
         self._comms = DaskComms(worker, run, members, settings.peer_timeout)
-        self._streams = self._stream_server(settings, hosts)
-        places = {name: get_address_host(address) for name, address in members.items()}
-        streams = RowStreams(run, places, self._comms, settings.peer_timeout) if self._streams else None
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
-        carriers = (self._links, streams or self._comms) if self._listens else (self._comms,)
+        carriers = (self._links, self._comms) if self._listens else (self._comms,)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(
             run,
@@ -114,16 +109,12 @@ class DataPlane:
         await self._comms.start()
         if self._listens:
             await self._links.start()
-        await self._start_streams()
         await self.transport.start()
         serve(self._worker, self._run, self._answer)
 
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:
             return Reply()
-        if request.op == Op.STREAMS:
-            place = self._streams.place if self._streams is not None else None
-            return Reply({"port": place.port, "token": place.token} if place is not None else {})
         try:
             return await self._handler(request)
         except PeerError as error:
@@ -140,25 +131,7 @@ class DataPlane:
         """Stop answering peers and free all rows."""
         stop_serving(self._worker, self._run)
         self.databuffer.close()
-        if self._streams is not None:
-            await self._streams.close()
         await self.transport.close()
-
-    async def _start_streams(self) -> None:
-        if self._streams is not None:
-            try:
-                await self._streams.start()
-            except OSError as error:  # such as an address that only others reach it at
-                logger.warning("rows go to other hosts over Dask's connections: %s", error)
-                self._streams = None
-
-    def _stream_server(self, settings: DataSettings, hosts: Hosts | None) -> StreamServer | None:
-        """Return what takes streams of rows: between hosts, unless Dask's connections are asked for or encrypted."""
-        address = self._worker.address
-        apart = len(set((hosts or {}).values())) > 1
-        if settings.transport is TransportMode.dask or not apart or not address.startswith("tcp://"):
-            return None
-        return StreamServer(self._run, get_address_host(address), self._answer, settings.peer_timeout)
 
 
 def _keep_freed_memory(nbytes: int) -> None:

@@ -47,8 +47,6 @@ class Op(StrEnum):
     """Items of a node's work that the peer has not begun; the asker computes them."""
     RETURN = "return"
     """Results of stolen items, for the worker that they were stolen from."""
-    STREAMS = "streams"
-    """Port and token with which the peer takes streams of rows, where it does."""
     STORE = "store"
     """Port of the process groups' store."""
     PING = "ping"

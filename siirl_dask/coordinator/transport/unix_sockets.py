@@ -4,8 +4,9 @@ Shared memory moves rows in a few milliseconds; the messages about them must not
 abstract names (Linux): a process that is killed leaves nothing in any folder, and only processes of the same user are
 answered.
 
-Requests and replies carry a number (``heads``), so many can be under way on one connection, and a late answer to a
-request that was given up finds nobody who waits for it.
+A message is the length of its head (4 bytes, little-endian), the head (msgpack) and its frames. Requests and replies
+carry a number, so many can be under way on one connection, and a late answer to a request that was given up finds
+nobody who waits for it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from hashlib import sha256
 from itertools import accumulate, count, pairwise
 from typing import Any
 
-from siirl_dask.coordinator.host import shared_memory_domain
+import msgpack
+
+from siirl_dask.coordinator.host import physical_memory, shared_memory_domain
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.heads import LENGTH, pack_message, read_head, read_length
 from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, read_request
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
+_MAX_HEAD_BYTES = 64 * 2**20
+_LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
 
 
@@ -160,7 +164,7 @@ class _Channel(asyncio.Protocol):
         self._on_message = on_message
         self._on_close = on_close
         self._received = bytearray()
-        self._needed = LENGTH.size
+        self._needed = _LENGTH.size
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -186,8 +190,10 @@ class _Channel(asyncio.Protocol):
         self._on_close(self)
 
     def send(self, number: int, head: object, frames: Sequence[Frame]) -> None:
+        views = [memoryview(frame).cast("B") for frame in frames]
+        packed = msgpack.packb([number, head, [view.nbytes for view in views]])
         if self.lost is None and not self._transport.is_closing():
-            self._transport.writelines(pack_message(number, head, frames))
+            self._transport.writelines([_LENGTH.pack(len(packed)), packed, *views])
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task until it is done, and cancel it when the connection is lost."""
@@ -206,11 +212,14 @@ class _Channel(asyncio.Protocol):
 
     def _next(self) -> _Message | None:
         """Return the next message once all of it is there; until then, note how many bytes are needed to go on."""
-        start = LENGTH.size + read_length(self._received)
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > _MAX_HEAD_BYTES:
+            raise PeerError(f"received the head of a message of {length} bytes: expected at most {_MAX_HEAD_BYTES}")
+        start = _LENGTH.size + length
         if len(self._received) < start:
             self._needed = start
             return None
-        number, head, sizes = read_head(bytes(self._received[LENGTH.size : start]))
+        number, head, sizes = _read_head(bytes(self._received[_LENGTH.size : start]))
         end = start + sum(sizes)
         if len(self._received) < end:
             self._needed = end
@@ -219,8 +228,20 @@ class _Channel(asyncio.Protocol):
         with memoryview(self._received) as received:  # released below: a bytearray with a view cannot shrink
             frames = [bytes(received[first:last]) for first, last in pairwise(bounds)]
         del self._received[:end]
-        self._needed = LENGTH.size
+        self._needed = _LENGTH.size
         return _Message(number, head, frames)
+
+
+def _read_head(packed: bytes) -> tuple[int, object, list[int]]:
+    """Return the number, the head and the sizes of the frames. PeerError when ``packed`` is no head of a message."""
+    try:
+        number, head, sizes = msgpack.unpackb(packed, strict_map_key=False)
+        valid = isinstance(number, int) and all(isinstance(size, int) and size >= 0 for size in sizes)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise PeerError(f"received bytes that are no message: {error!r}") from error
+    if not valid or sum(sizes) > physical_memory():
+        raise PeerError(f"received frames of {str(sizes)[:80]} bytes: more than this machine's memory")
+    return number, head, sizes
 
 
 async def _connect(name: str) -> _Connection | None:
