@@ -66,6 +66,10 @@ class PeerError(RunError):
     """A peer is dead, stands still, or sent a message that is refused."""
 
 
+class SilentPeer(PeerError):
+    """A peer gave no sign of life for as long as ``cluster.peer_timeout``."""
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or its content cannot be used."""
 

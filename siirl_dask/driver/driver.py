@@ -19,7 +19,7 @@ from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
 from siirl_dask.driver.busy_workers import warn_of_busy_workers
 from siirl_dask.driver.scheduler_watch import SchedulerWatch
-from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, WorkerLost
+from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, SilentPeer, WorkerLost
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker
@@ -284,8 +284,7 @@ class Driver:
             case "written":
                 self._writing[event["sequence"]].written.add(event["member"])
             case "error" | "lost" | "silent" | "unsaved":
-                grace = _GRACE_AFTER_SILENCE if event["kind"] == "silent" else _GRACE
-                raise self._cause([event, *self._events_within(grace)])
+                raise self._cause([event, *self._events_after(event)])
             case "no scheduler":
                 self._cut_off = True
                 raise RunError(
@@ -299,17 +298,18 @@ class Driver:
     def _report_no_scheduler(self, address: str) -> None:
         self._events.put({"kind": "no scheduler", "address": address})
 
-    def _events_within(self, seconds: float) -> Iterator[dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
+    def _events_after(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the failures that follow a first one until the cause must be among them."""
+        deadline = time.monotonic() + _GRACE
+        while event["kind"] != "lost":
+            if event["kind"] == "silent" or isinstance(event.get("error"), SilentPeer):
+                deadline = min(deadline, time.monotonic() + _GRACE_AFTER_SILENCE)
             try:
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return
             if event["kind"] in ("error", "lost", "silent", "unsaved"):
                 yield event
-            if event["kind"] == "lost":
-                return
 
     def _cause(self, events: list[dict[str, Any]]) -> Exception:
         """Return the failure that caused the others: a worker's death, else a worker's own error, else a peer's."""

@@ -47,7 +47,7 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
-from siirl_dask.errors import Aborted, PeerError
+from siirl_dask.errors import Aborted, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
 
 
@@ -163,7 +163,8 @@ class Databuffer:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
         except PeerError as error:
-            raise PeerError(f"{iteration}: {error}") from error
+            kind = SilentPeer if isinstance(error, SilentPeer) else PeerError
+            raise kind(f"{iteration}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
         """Answer a peer, as soon as this worker has published what is asked for.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from siirl_dask.coordinator.transport.liveness import answers
 from siirl_dask.coordinator.transport.messages import NOT_REPEATABLE, Op, Reply, Request, TransitionKey
-from siirl_dask.errors import PeerError
+from siirl_dask.errors import PeerError, SilentPeer
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _PING_EVERY = 0.05  # of the peer timeout: pause between rounds of pings
@@ -66,8 +66,10 @@ class PeerTransport:
                 carrier = self._chosen.get(worker) or await self._choose(worker)
                 return await self._ask(carrier, worker, request)
         except TimeoutError as error:
+            if timeout in self._silent:
+                raise SilentPeer(self._place(worker, request) + self._silence()) from error
             slow = f"no answer within {self._stall_timeout:g} s (cluster.stall_timeout)"
-            raise self._failed(worker, request, self._silence() if timeout in self._silent else slow) from error
+            raise self._failed(worker, request, slow) from error
         except OSError as error:
             raise self._failed(worker, request, f"the peer is gone ({error})") from error
         except PeerError as error:
@@ -115,8 +117,10 @@ class PeerTransport:
         )
 
     def _failed(self, worker: str, request: Request, reason: str) -> PeerError:
-        where = f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}"
-        return PeerError(f"{where}: {reason}")
+        return PeerError(self._place(worker, request) + reason)
+
+    def _place(self, worker: str, request: Request) -> str:
+        return f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}: "
 
     async def _ping_in_rounds(self) -> None:
         """Every so often ping each peer that owes an answer or is watched."""
