@@ -81,6 +81,8 @@ def _close(cluster: LocalCluster, patience: float) -> None:
     """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so none is left over."""
     nannies, loop = list(cluster.workers.values()), cluster.loop
     assert loop is not None  # only a client without a loop of its own has none
+    # it tells of connections to killed workers, with tracebacks, and may do so after the cluster's silence has ended
+    logging.getLogger("distributed.batched").setLevel(logging.WARNING)
     late = threading.Timer(patience, loop.add_callback, [_kill, nannies])
     late.start()
     try:
