@@ -3,12 +3,14 @@
 import os
 import pickle
 from concurrent.futures import Future
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from siirl_storage import open_fs
+from torch.distributed.checkpoint import metadata
 
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
@@ -126,6 +128,38 @@ def test_metadata_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="mkdir"):
         DistributedCheckpoint().load(str(url), state(0.0), None)
     assert not mark.exists()
+
+
+class ByName(pickle.Pickler):
+    """Writes members of an Enum as Python before 3.11.4 does: an attribute of their class, by name."""
+
+    def reducer_override(self, given):
+        return (getattr, (type(given), given.name)) if isinstance(given, Enum) else NotImplemented
+
+
+def test_a_checkpoint_written_by_an_older_python_loads(tmp_path):
+    url = tmp_path / "policy"
+    DistributedCheckpoint().save(str(url), state(1.0), None).result()
+    described = pickle.loads((url / ".metadata").read_bytes())
+    with (url / ".metadata").open("wb") as file:
+        ByName(file).dump(described)
+    assert b"getattr" in (url / ".metadata").read_bytes()
+    assert read_model(str(url))["norm"].tolist() == [1.0, 1.0]
+
+
+class AttributeOf:
+    """Asks for an attribute of a class that metadata may name, when it is unpickled."""
+
+    def __reduce__(self):
+        return getattr, (metadata.StorageMeta, "__init__")
+
+
+def test_metadata_that_asks_for_any_other_attribute_is_refused(tmp_path):
+    url = tmp_path / "policy"
+    DistributedCheckpoint().save(str(url), state(1.0), None).result()
+    (url / ".metadata").write_bytes(pickle.dumps(AttributeOf()))
+    with pytest.raises(CheckpointError, match=r"attribute '__init__' of .*StorageMeta.*describes no checkpoint"):
+        read_model(str(url))
 
 
 def test_a_value_that_would_run_code_is_refused(tmp_path):

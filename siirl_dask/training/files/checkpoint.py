@@ -11,6 +11,7 @@ import pickle
 import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -139,9 +140,17 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
+        if (module, name) == ("builtins", "getattr"):  # Python before 3.11.4 writes members of an Enum that way
+            return _enum_member
         if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             return kind
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no checkpoint")
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {kind!r}, which describes no checkpoint")
+    return kind[name]
 
 
 class _Planner(DefaultLoadPlanner):
