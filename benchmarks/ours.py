@@ -62,7 +62,7 @@ def _make_table(work: Work, source: int) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a worker has used since it started."""
+    """CPU and bytes of a worker since it started."""
 
     cpu: float = 0.0
     """Seconds of CPU of its process, user and system."""

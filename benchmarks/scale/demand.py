@@ -1,4 +1,4 @@
-"""What a part of a step asks for, and what a link and a machine make of it in seconds."""
+"""Demands of the parts of a step, and the seconds that a link and a machine make of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a part of a step asks of the worker that is last to finish it."""
+    """Work of a part of a step for the worker that is last to finish it."""
 
     compute: float = 0.0
     """Seconds of its core or device, undisturbed."""

@@ -48,7 +48,7 @@ H100 = Accelerator()
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's size makes of computing and moving it."""
+    """Size of a model: the costs of computing and moving it follow from it."""
 
     name: str
     parameters: float
@@ -72,7 +72,7 @@ def no_exchange(workers: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a system with a central driver does otherwise, each of it to be switched on by itself."""
+    """Differences of a system with a central driver, each to be switched on by itself."""
 
     driver_rate: float | None = None
     """Bytes a second of padded rows through the driver's process, in and out. None: rows do not pass it."""

@@ -38,7 +38,7 @@ class TrainerCost:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What a message of many bytes takes: seconds of a core for each of them, and round trips."""
+    """Cost of a message of many bytes: seconds of a core for each of them, and round trips."""
 
     byte: float
     """Seconds of a core for each byte, at both ends, as far as one waits for the other."""
@@ -48,7 +48,7 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step without work takes in one layout."""
+    """Cost of a step without work in one layout."""
 
     compute: float
     """Seconds of a core, along the way of the last worker."""

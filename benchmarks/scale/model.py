@@ -62,23 +62,23 @@ class Machine(Protocol):
     """The parts of a step on one kind of machine."""
 
     def generate(self, prompts: Ints, responses: Ints) -> Demand:
-        """What generating takes of the slowest engine. [engines, rows of one] -> Demand."""
+        """Return the demand of generating on the slowest engine. [engines, rows of one] -> Demand."""
         ...
 
     def logprobs(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        """What a forward pass takes of the slowest learner; ``rows`` are lengths, learner ``owners[i]`` has row i."""
+        """Return the demand of a forward pass on the slowest learner; ``rows`` are lengths, ``owners[i]`` has row i."""
         ...
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        """What one mini-batch takes of the slowest learner, sums of gradients and the optimizer's step included."""
+        """Return the demand of one mini-batch on the slowest learner: passes, sums of gradients, the optimizer."""
         ...
 
     def hand_over(self, layout: Layout) -> Demand:
-        """What it takes to bring new weights from learners to engines."""
+        """Return the demand of bringing new weights from learners to engines."""
         ...
 
     def fixed(self, layout: Layout, rows: StepRows) -> Demand:
-        """What the edges, the exchange of statistics and the tasks of a step take."""
+        """Return the demand of the edges, the exchange of statistics and the tasks of a step."""
         ...
 
     @property

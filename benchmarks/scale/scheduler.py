@@ -44,7 +44,7 @@ _PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step costs, on the mean."""
+    """Mean cost of one step."""
 
     workers: int
     seconds: float

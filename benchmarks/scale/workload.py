@@ -1,4 +1,4 @@
-"""What the lab's runs train: a GRPO step whose rows have given lengths, and a hand-over of weights alone."""
+"""Workload of the lab's runs: a GRPO step whose rows have given lengths, and a hand-over of weights alone."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     file = load_config_file(config_file, overrides)
     config, console = file.config, PipeConsole()
     console.print(
-        "GRPO on one machine: a small model learns to sort digits. "
+        "GRPO: a small model learns to sort digits. "
         f"{_workers(config, 'rollout')} workers generate, {_workers(config, 'policy')} learn."
     )
     summary = run(config, *dags(file), fresh=True)

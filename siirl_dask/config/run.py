@@ -59,6 +59,11 @@ class ClusterConfig:
     that is down for less costs nothing but the time. None: 5 where all workers are on one host, 15 where they are not.
     """
 
+    @property
+    def exists(self) -> bool:
+        """Whether the cluster is there before the run, and stays after it."""
+        return bool(self.address or self.scheduler_file)
+
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)
         above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)

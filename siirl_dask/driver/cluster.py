@@ -36,7 +36,7 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
     come up in time.
     """
     cluster = config.cluster
-    if cluster.address or cluster.scheduler_file:
+    if cluster.exists:
         with _existing(cluster, progress) as client:
             yield client
         return

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from traceback import format_exception
 from typing import Any
 
 from dask.base import annotate
@@ -18,8 +17,9 @@ from distributed import Client, Future
 from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
 from siirl_dask.driver.busy_workers import warn_of_busy_workers
+from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.scheduler_watch import SchedulerWatch
-from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, SilentPeer, WorkerLost
+from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker
@@ -29,8 +29,6 @@ from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start
 
 logger = logging.getLogger("siirl_dask.driver")
 _SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker
-_GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
-_GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
@@ -105,9 +103,8 @@ class Driver:
 
         ``announce`` is called with a failure at once: to stop workers that do not answer takes seconds.
         """
-        stays = bool(cluster.address or cluster.scheduler_file)
         try:
-            self.start(cluster.start_timeout, stays)
+            self.start(cluster.start_timeout, stays=cluster.exists)
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
@@ -117,11 +114,11 @@ class Driver:
             raise
         finally:
             self._watch.stop()
-            if stays and not self._cut_off:
+            if cluster.exists and not self._cut_off:
                 warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                 self.close()  # a cluster that was started for this run ends with it
 
-    def start(self, timeout: float, stays: bool = False) -> None:
+    def start(self, timeout: float, *, stays: bool = False) -> None:
         """Register the run on the cluster and build every worker's roles. Raises what a role's build raised.
 
         ``stays``: the cluster stays when this process ends, however that happens.
@@ -283,8 +280,8 @@ class Driver:
                     self._writing[event["sequence"]].saved[event["member"]] = event["saved"]
             case "written":
                 self._writing[event["sequence"]].written.add(event["member"])
-            case "error" | "lost" | "silent" | "unsaved":
-                raise self._cause([event, *self._events_after(event)])
+            case kind if kind in FAILURES:
+                raise failure_of(event, self._events, self._place())
             case "no scheduler":
                 self._cut_off = True
                 raise RunError(
@@ -297,42 +294,6 @@ class Driver:
 
     def _report_no_scheduler(self, address: str) -> None:
         self._events.put({"kind": "no scheduler", "address": address})
-
-    def _events_after(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the failures that follow a first one until the cause must be among them."""
-        deadline = time.monotonic() + _GRACE
-        while event["kind"] != "lost":
-            if event["kind"] == "silent" or isinstance(event.get("error"), SilentPeer):
-                deadline = min(deadline, time.monotonic() + _GRACE_AFTER_SILENCE)
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return
-            if event["kind"] in ("error", "lost", "silent", "unsaved"):
-                yield event
-
-    def _cause(self, events: list[dict[str, Any]]) -> Exception:
-        """Return the failure that caused the others: a worker's death, else a worker's own error, else a peer's."""
-        for event in events:
-            if event["kind"] == "lost":
-                where = f"worker {event['member']!r} at {event['address']} left the cluster during {self._place()}"
-                return WorkerLost(
-                    f"{where}: it was killed, "
-                    "ran out of memory or lost its connection; parts that were written are complete"
-                )
-        errors: list[Exception] = [event["error"] for event in events if event["kind"] == "error"]
-        for event in events:
-            if event["kind"] == "silent":
-                errors.append(PeerError(f"{self._place()}: {event['what']}"))
-            if event["kind"] == "unsaved":
-                errors.append(CheckpointError(f"worker {event['member']!r}: {event['what']}"))
-        errors.sort(key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
-        cause = errors[0]
-        if isinstance(cause, SiirlError):
-            return cause
-        failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")
-        failure.add_note("".join(format_exception(cause)))
-        return failure
 
     def _place(self) -> str:
         """Return where the run is: the first iteration under way, or the start."""

@@ -24,7 +24,7 @@ Links = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class EdgeLinks:
-    """What an edge moves between hosts in a step."""
+    """The bytes that an edge moves between hosts in a step."""
 
     edge: Edge
     bytes: Links

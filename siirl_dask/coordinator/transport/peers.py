@@ -97,8 +97,6 @@ class PeerTransport:
         for _ in range(_ASKS - 1 if repeatable else 0):
             try:
                 return await carrier.ask(worker, request)
-            except ConnectionRefusedError:
-                raise
             except OSError as error:
                 logger.info("%s from worker %r is asked again: %s", request.op, worker, error)
                 await asyncio.sleep(_ASK_PAUSE)

@@ -42,7 +42,9 @@ class Host:
     def command(self, *command: object) -> list[str]:
         """Return the command line that runs ``command`` on this host, for ``subprocess``."""
         namespaces = ("-n", "-u", "-m", "-p", "-i", f"--wdns={Path.cwd()}")
-        return [*self._entry, "nsenter", "-t", str(self.pid), *namespaces, "--", *map(str, command)]
+        # a shell starts background jobs, and so perhaps this process, with SIGINT ignored
+        start = ("env", "--default-signal=INT")
+        return [*self._entry, "nsenter", "-t", str(self.pid), *namespaces, "--", *start, *map(str, command)]
 
     def run(self, *command: object, **options: Any) -> str:
         """Run a command to its end and return what it printed. LabError if it fails."""
@@ -84,18 +86,23 @@ def start_host(name: str, names: str = _LOOPBACK, private: Sequence[Path] = (), 
             source.write_text(text)
             mounts.append(f"mount --bind {source} {path}")
         script = "\n".join(["set -e", f"hostname {name}", *mounts, "ip link set lo up", "echo up", "exec cat"])
-        first = subprocess.Popen(
-            [*entry, *_UNSHARE, "sh", "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert first.stdout is not None
-        if (said := first.stdout.readline().strip()) != "up":
-            first.kill()
-            raise LabError(f"host {name!r} does not start: {said or 'unshare printed nothing'}")
+        first = start_keeper([*entry, *_UNSHARE, "sh", "-c", script], f"host {name!r} does not start")
     return Host(name, _children(first.pid)[0], _first=first, _entry=entry)
+
+
+def start_keeper(command: Sequence[str], failure: str) -> subprocess.Popen[str]:
+    """Start a process that says ``up``, and that ends with its standard input, which this process holds.
+
+    LabError, ``failure`` and what it printed, when it ends instead.
+    """
+    keeper = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert keeper.stdout is not None
+    if (said := keeper.stdout.readline()) != "up\n":
+        said += keeper.communicate()[0]
+        raise LabError(f"{failure}: {said.strip() or 'it printed nothing'}")
+    return keeper
 
 
 def checked(command: Sequence[str], **options: Any) -> str:

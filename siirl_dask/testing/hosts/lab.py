@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from siirl_dask.testing.hosts import delay_switch
-from siirl_dask.testing.hosts.host import Host, LabError, checked, start_host
+from siirl_dask.testing.hosts.host import Host, LabError, checked, start_host, start_keeper
 
 _NET = "198.18.0"  # RFC 2544: for benchmarks, routed nowhere
 _NET6 = "fd00:18:"
@@ -27,7 +27,7 @@ _QUEUE = 0.05  # seconds that a frame may wait for a slower link before it is dr
 
 
 class Names(StrEnum):
-    """What a host's /etc/hosts says of the lab's names."""
+    """The content of a host's /etc/hosts as to the lab's names."""
 
     ADDRESS = "address"
     """Each name is at its host's address, as with a name server."""
@@ -130,16 +130,8 @@ class Lab:
 
     def _enter_user_namespace(self) -> tuple[str, ...]:
         """Return what enters a user namespace in which this user may do all that the lab needs."""
-        first = subprocess.Popen(
-            ["unshare", "--user", "--map-root-user", "--kill-child=SIGKILL", "sh", "-c", "echo up; exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert first.stdout is not None
-        if (said := first.stdout.readline().strip()) != "up":
-            raise LabError(f"no user namespace: {said or 'unshare printed nothing'}")
+        unshare = ("unshare", "--user", "--map-root-user", "--kill-child=SIGKILL")
+        first = start_keeper([*unshare, "sh", "-c", "echo up; exec cat"], "no user namespace")
         self._helpers.append(Host("user", first.pid, _first=first))
         return ("nsenter", "-t", str(first.pid), "-U", "--preserve-credentials", "--")
 
@@ -154,17 +146,8 @@ class Lab:
     def _start_relay(self, entry: tuple[str, ...]) -> subprocess.Popen[str]:
         """Start the switch with delay: kernels without netem have no other."""
         program = [sys.executable, delay_switch.__file__, str(self.links.delay), str(_QUEUE)]
-        relay = subprocess.Popen(
-            [*entry, *program, *(str(host.pid) for host in self.hosts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert relay.stdout is not None
-        if (said := relay.stdout.readline().strip()) != "up":
-            said += relay.communicate()[0]
-            raise LabError(f"a link with delay needs a switch that may open /dev/net/tun: {said}")
+        command = [*entry, *program, *(str(host.pid) for host in self.hosts)]
+        relay = start_keeper(command, "a link with delay needs a switch that may open /dev/net/tun")
         for host in self.hosts:
             _address(host)
         return relay

@@ -1,0 +1,62 @@
+"""Finds the cause among the failures that workers and the supervisor report: one failure makes others."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from traceback import format_exception
+from typing import Any
+
+from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, SilentPeer, WorkerLost
+
+FAILURES = ("error", "lost", "silent", "unsaved")
+"""Kinds of events that end a run."""
+_GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
+_GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
+
+
+def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]], place: str) -> Exception:
+    """Return the failure that caused ``first`` and what follows it: a worker's death, else a worker's own error, else a
+    peer's. ``place`` says where the run is, such as ``train step 3``.
+    """
+    failures = [first, *_following(first, events)]
+    for event in failures:
+        if event["kind"] == "lost":
+            return WorkerLost(
+                f"worker {event['member']!r} at {event['address']} left the cluster during {place}: it was killed, "
+                "ran out of memory or lost its connection; parts that were written are complete"
+            )
+    return _cause([_as_error(event, place) for event in failures])
+
+
+def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the failures that follow a first one until the cause must be among them."""
+    deadline = time.monotonic() + _GRACE
+    while event["kind"] != "lost":
+        if event["kind"] == "silent" or isinstance(event.get("error"), SilentPeer):
+            deadline = min(deadline, time.monotonic() + _GRACE_AFTER_SILENCE)
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return
+        if event["kind"] in FAILURES:
+            yield event
+
+
+def _as_error(event: dict[str, Any], place: str) -> Exception:
+    if event["kind"] == "silent":
+        return PeerError(f"{place}: {event['what']}")
+    if event["kind"] == "unsaved":
+        return CheckpointError(f"worker {event['member']!r}: {event['what']}")
+    error: Exception = event["error"]
+    return error
+
+
+def _cause(errors: Sequence[Exception]) -> Exception:
+    cause = min(errors, key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
+    if isinstance(cause, SiirlError):
+        return cause
+    failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")  # an error of Dask itself
+    failure.add_note("".join(format_exception(cause)))
+    return failure
