@@ -16,6 +16,7 @@ from siirl_dask.context import Metric, Reduce
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
+from siirl_dask.worker.release import Release
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.turns import Turns
 
@@ -36,6 +37,7 @@ class IdleWorker(DAGWorker):
     async def setup(self, worker: Worker) -> None:
         self.stop = StopFlag()
         self.turns = Turns(self.stop)
+        self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
 
@@ -49,17 +51,16 @@ class IdleWorker(DAGWorker):
             metric.add(iteration.step + number / 7)
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics)})
 
-    def finish(self) -> None:
-        pass
+    async def teardown(self, worker: Worker) -> None:
+        self.release.end(0.0)
 
 
 async def serve(scheduler: str, first: int, end: int) -> None:
-    """Start the workers, say so, and stay."""
+    """Start the workers and stay."""
     options: dict[str, Any] = {"nthreads": 1, "dashboard": False, "memory_limit": 0}
     for start in range(first, end, _AT_ONCE):
         names = range(start, min(start + _AT_ONCE, end))
         await asyncio.gather(*(Worker(scheduler, name=str(name), **options) for name in names))
-    print("up", flush=True)
     await asyncio.Event().wait()
 
 

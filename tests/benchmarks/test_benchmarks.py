@@ -51,6 +51,12 @@ def test_rows_that_leave_their_host_are_tabled(tmp_path):
     assert text.count("| both roles on every worker |") == text.count("| a role on each half of every host |") == 3
 
 
+def test_the_cost_of_a_step_to_the_scheduler_is_measured():
+    record = json.loads(run("scale/scheduler.py", "--workers", 3, "--steps", 2, "--json"))
+    assert record["workers"] == 3
+    assert record["megabytes"] > 0
+
+
 def test_packed_rows_are_learned_from_faster_than_padded_ones_and_alike(tmp_path):
     """The script itself holds log-probs and losses of the two against each other."""
     out = tmp_path / "packing.md"
