@@ -128,9 +128,13 @@ def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
 
 
 def _places(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> Places | None:
-    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on their host."""
-    targets, sources = ([host_of(worker, hosts) for worker in workers] for workers in (edge.targets, edge.sources))
-    if len({*targets}) == 1 or {*targets}.isdisjoint(sources):
+    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on their host.
+
+    Where no two workers share a host, a row's home says as much, and the owners are those of a run on one host.
+    """
+    workers = {*edge.targets, *edge.sources}
+    targets, sources = ([host_of(worker, hosts) for worker in side] for side in (edge.targets, edge.sources))
+    if len({*targets}) == 1 or {*targets}.isdisjoint(sources) or len({*targets, *sources}) == len(workers):
         return None
     number = {host: index for index, host in enumerate(dict.fromkeys((*targets, *sources)))}
     numbers = (np.array([number[host] for host in given], dtype=np.int64) for given in (targets, sources))

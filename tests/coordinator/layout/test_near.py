@@ -104,6 +104,18 @@ def test_most_rows_stay_on_their_host_between_roles_that_share_hosts(rows, by_mi
     assert loads[0] <= 1.02 * max(loads[1], statistics.tokens.sum() / 16)
 
 
+@pytest.mark.parametrize("rows", [Rows.BALANCED, Rows.GROUPED, Rows.ANYWHERE])
+@pytest.mark.parametrize("by_minibatch", [False, True])
+@given(st.integers(2, 4), st.integers(0, 4), st.integers(0, 99))
+@settings(deadline=None, max_examples=20)
+def test_a_run_with_a_worker_on_each_host_has_the_owners_of_a_run_on_one(rows, by_minibatch, targets, others, seed):
+    names = tuple("abcdefgh")
+    e = edge(names[: targets + others], names[:targets], rows, by_minibatch)
+    statistics = rows_of(len(e.sources), 16, seed)
+    hosts = {name: f"host-{name}" for name in names}
+    assert assign_owners(e, statistics, hosts=hosts).tolist() == assign_owners(e, statistics).tolist()
+
+
 def test_one_host_and_hosts_without_a_target_are_balanced_as_before():
     names = tuple("abcdefgh")
     for rows in (Rows.BALANCED, Rows.GROUPED, Rows.ANYWHERE):
