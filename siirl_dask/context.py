@@ -173,9 +173,14 @@ class Context:
     draw_prompts: Callable[[int], Any] = field(default=_draws_nothing)
     """``draw_prompts(count)`` returns this worker's share of the dataset's next prompts, as a table like the node's
     input. All workers of the role must call it alike. Only for nodes that declare ``draws=True``."""
-    steal_from_peers: Callable[[Sequence[Any], Any], Any] | None = None
-    """``steal_from_peers(items, codec)`` returns a work queue of items that idle workers of the role may take over; see
-    ``siirl_dask.worker.work_stealing``. All workers must call it. None for a role with one worker."""
+    steal_from_peers: Callable[..., Any] | None = None
+    """``steal_from_peers(items, codec, on_result=None)`` returns a work queue of items that idle workers of the role
+    may take over, and calls ``on_result(number, result)`` for each; see ``siirl_dask.worker.work_stealing``. All
+    workers must call it. None for a role with one worker."""
+    hand_over: Callable[[Any], None] | None = None
+    """``hand_over(rows)`` lets rows travel while the node makes others: a table of their ids, groups, and the columns
+    that the node declares ``early``, all as they will be in its output. Any thread may call it, once for each row at
+    most. None where nothing is gained by it."""
     peers: Peers = field(default_factory=_NoPeers)
     """Collectives behind ``all_sum`` and ``all_gather``."""
 

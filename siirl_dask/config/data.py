@@ -39,6 +39,8 @@ class DataConfig:
     """Longest prompt in tokens. A longer one is dropped from its step, and counted."""
     transport: TransportMode = TransportMode.auto
     """Transport of rows between workers: ``auto``, ``dask`` or ``shm``."""
+    prefetch: bool | None = None
+    """Rows that an engine has finished travel while it generates others. None: between hosts only."""
     memory_limit: str = "2GiB"
     """Memory of a worker for moving rows, beyond its own rows and the result; partitions that exceed it spill."""
     spill_directory: str | None = None

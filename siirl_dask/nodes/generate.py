@@ -12,7 +12,7 @@ from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.partial_rollout import generate_partial
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import SAMPLED, add_samples, generate_all, make_requests
+from siirl_dask.nodes.sampling import EARLY, SAMPLED, add_samples, generate_all, make_requests
 from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
@@ -28,6 +28,7 @@ def _writes_versions(*, rollout: RolloutConfig) -> Changes:
     writes=SAMPLED,
     depends_on_options=_writes_versions,
     expand="rollout.rows_per_prompt",
+    early=EARLY,
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample ``rollout.n`` responses to each prompt.
@@ -41,7 +42,13 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     return _generate(ctx, table, samplings)
 
 
-@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED | fields(GREEDY), expand="rollout.n_and_greedy")
+@columns(
+    reads=[PROMPT_IDS],
+    optional=[MAX_TOKENS],
+    writes=SAMPLED | fields(GREEDY),
+    expand="rollout.n_and_greedy",
+    early=EARLY,
+)
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample as ``generate`` does, and add each prompt's greedy response, which the column ``greedy`` marks."""
     rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
@@ -84,4 +91,4 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
 
 def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> pa.Table:
     rows, requests = make_requests(ctx, table, samplings)
-    return add_samples(ctx, rows, generate_all(ctx, requests, rows[TOKENS].to_pylist()))
+    return add_samples(ctx, rows, generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, Loca
 from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
+    GROUP_ID,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -31,6 +32,8 @@ from siirl_dask.schema import (
 
 SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
 """The columns that ``add_samples`` adds."""
+EARLY = (PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS)
+"""The columns of a row that are known as soon as its response is: they travel while others are sampled."""
 
 
 def make_requests(
@@ -49,8 +52,12 @@ def make_requests(
     return rows, requests
 
 
-def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int]) -> list[Sampled]:
+def generate_all(
+    ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int], rows: pa.Table | None = None
+) -> list[Sampled]:
     """Return a sample for each request, from this worker's engine or from that of a peer that ran idle.
+
+    With ``rows``, the requests' in their order, what is sampled leaves for the next node while others are sampled.
 
     Requests that are expected to cost most begin first, longest prompts first among equals: rows of similar length run
     together, and the last row to end is a short one.
@@ -64,7 +71,12 @@ def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Seq
     codec = Codec(
         partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
     )
-    queue = LocalQueue(first_to_last) if ctx.steal_from_peers is None else ctx.steal_from_peers(first_to_last, codec)
+    finished = _handing_over(ctx, rows, order)
+    queue = (
+        LocalQueue(first_to_last, finished)
+        if ctx.steal_from_peers is None
+        else ctx.steal_from_peers(first_to_last, codec, finished)
+    )
     began = time.perf_counter()
     engine.serve(_Attributed(queue, ctx.device.worker))
     busy = time.perf_counter() - began
@@ -73,6 +85,22 @@ def generate_all(ctx: Context, requests: Sequence[GenerationRequest], costs: Seq
     sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
     return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
+
+
+def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
+    """Return what is to be done with the sample of request ``order[number]``; None where nothing is."""
+    hand_over = ctx.hand_over
+    if hand_over is None or rows is None:
+        return None
+    known = rows.select([ROW_ID, GROUP_ID, PROMPT_IDS])
+
+    def finished(number: int, sampled: Sampled) -> None:
+        sample, row = sampled.generation, known.slice(order[number], 1)
+        for name, values in ((RESPONSE_IDS, sample.token_ids), (ROLLOUT_LOGPROBS, sample.logprobs)):
+            row = row.append_column(name, pa.array([values], TYPES[name]))
+        hand_over(row)
+
+    return finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from siirl_dask.planner.chain import (
     Chain,
     Drop,
+    Early,
     Edge,
     Input,
     Iteration,
@@ -48,6 +49,7 @@ __all__ = [
     "Changes",
     "Contract",
     "Drop",
+    "Early",
     "Edge",
     "Estimate",
     "Hosts",

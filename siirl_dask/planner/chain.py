@@ -13,6 +13,15 @@ from siirl_dask.schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
+class Early:
+    """Columns of an edge that may travel row by row, while their node still makes other rows."""
+
+    node: str
+    """Node that hands over its finished rows: the edge's source, or one above it on the same workers."""
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Edge:
     """Rows of one node that move to the workers of another.
 
@@ -32,6 +41,9 @@ class Edge:
     """Columns of the rows that move."""
     guide: str
     """Source node of the edge whose statistics decide the owners."""
+    early: Early | None = None
+    """Columns that may travel before the source's table is whole; None where a worker is a source and a target, or no
+    node hands over its rows. Rows of such an edge prefer a target each: see ``layout.preference``."""
 
     @property
     def name(self) -> str:

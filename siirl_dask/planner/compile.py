@@ -7,10 +7,10 @@ waits, so no two workers can wait for each other; ``deadlock.py`` checks every p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.chain import Chain, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Chain, Early, Edge, Input, Lagged, Link, Load, Plan, Recv, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.deadlock import check_order
@@ -186,6 +186,7 @@ def _bring(stage: Stage, layout: _Layout, guide: str, planned: _Planned) -> tupl
         columns = (*IDENTITY, *taken)
         senders = planned.layouts[source].senders(planned.hosts)
         edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
+        edge = replace(edge, early=_early(edge, planned))
         arrived = planned.arrived.get((source, layout))
         if source in in_place:
             inputs.append(Input(source, columns))
@@ -212,6 +213,27 @@ def _edge(
     target = stage.node
     rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)  # where the guide is in place and replicated
     return Edge(source.node.name, target.name, sources, layout.workers, rows, _by_minibatch(stage), schema, guide)
+
+
+def _early(edge: Edge, planned: _Planned) -> Early | None:
+    """Return what of an edge can travel early: columns that come unchanged from a node which hands over its rows, on
+    the workers that send them.
+    """
+    if edge.rows is Rows.REPLICATED or not set(edge.sources).isdisjoint(edge.targets):
+        return None
+    source = planned.stages[edge.source]
+    for name, layout in planned.layouts.items():
+        maker = planned.stages[name]
+        if layout != planned.layouts[edge.source] or maker.rows_out != source.rows_out:
+            continue
+        unchanged = (
+            column
+            for column in maker.node.contract.early
+            if column in edge.schema.names and source.produced[column].writer == maker.produced[column].writer
+        )
+        if columns := tuple(unchanged):
+            return Early(name, columns)
+    return None
 
 
 def _chains(

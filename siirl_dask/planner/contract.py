@@ -78,6 +78,8 @@ class Contract:
     """Capabilities that its role must have (``RoleCost.provides``), such as ``adapters``."""
     neighbour: str | None = None
     """Role that must be on each of the node's workers, because the node uses its entry of ``ctx.resources``."""
+    early: tuple[str, ...] = ()
+    """Columns that it can hand over row by row, while it makes others (``Context.hand_over``)."""
     stream: WeightSource | WeightSink | None = None
     """Functions that give or take a model's weights piece by piece, where the plan allows it."""
     trial: Callable[..., None] | None = None
@@ -101,6 +103,7 @@ def columns(
     passes: bool = True,
     expand: str | None = None,
     requires: Iterable[str] = (),
+    early: Iterable[str] = (),
     trial: Callable[..., None] | None = None,
     stream: WeightSource | WeightSink | None = None,
     depends_on_options: Callable[..., Changes] | None = None,
@@ -122,6 +125,7 @@ def columns(
         one_of=tuple(one_of),
         expand=expand,
         requires=tuple(requires),
+        early=tuple(early),
         stream=stream,
         trial=trial,
         depends_on_options=depends_on_options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -102,8 +102,12 @@ class LocalQueue(Generic[R]):
     taken_over = 0
     """Requests that came from peers."""
 
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, requests: Sequence[GenerationRequest], on_result: Callable[[int, R], None] | None = None
+    ) -> None:
+        """``on_result`` is called with the number and the result of each request, as soon as it is there."""
         self._waiting = deque(enumerate(requests))
+        self._on_result = on_result
         self._results: dict[int, R] = {}
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
@@ -111,6 +115,8 @@ class LocalQueue(Generic[R]):
 
     def complete(self, ticket: int, result: R) -> None:
         self._results[ticket] = result
+        if self._on_result is not None:
+            self._on_result(ticket, result)
 
     def results(self) -> list[R]:
         """Return the results in the order of the requests."""

@@ -36,6 +36,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
     "run.steps",
     "run.lookahead",
     "data.transport",
+    "data.prefetch",
     "data.memory_limit",
     "data.spill_directory",
     "rollout.weight_bucket",

@@ -27,6 +27,7 @@ from siirl_dask.collectives import LOOPBACK, new_gloo_group
 from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
+from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.observe.metrics import merge
@@ -71,6 +72,9 @@ class LocalPool:
     """Largest table of a weight stream, unless one parameter is larger."""
     broadcast: bool = False
     """Weight streams that can use a broadcast do, over gloo."""
+    prefetch: bool | None = None
+    """See ``data.prefetch``."""
+    limits: Limits = field(default_factory=Limits)
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)
 
@@ -146,7 +150,8 @@ class LocalPool:
 
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
-        databuffer = Databuffer(RUN, worker, edges, self.transport, hosts=self.plan.hosts)
+        settings: dict[str, Any] = {"hosts": self.plan.hosts, "prefetch": self.prefetch, "limits": self.limits}
+        databuffer = Databuffer(RUN, worker, edges, self.transport, **settings)
         stealing = self._stealings[worker] = StealService(RUN, self.transport)
 
         async def handle(request: Request) -> Reply:

@@ -38,6 +38,8 @@ class DataSettings:
     transport: TransportMode = TransportMode.auto
     """``data.transport``."""
     limits: Limits = field(default_factory=Limits)
+    prefetch: bool | None = None
+    """``data.prefetch``."""
     quadratic_from: int = 0
     """Tokens at which attention costs a row as much as everything else; 0 balances rows by tokens alone."""
     peer_timeout: float = _PEER_TIMEOUT
@@ -60,6 +62,7 @@ class DataSettings:
             limits=Limits(
                 memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
             ),
+            prefetch=data.prefetch,
             quadratic_from=data.quadratic_from,
             peer_timeout=cluster.peer_timeout or (_PEER_TIMEOUT if one_host else _PEER_TIMEOUT_OF_LINKS),
             stall_timeout=cluster.stall_timeout,
@@ -99,6 +102,7 @@ class DataPlane:
             quadratic_from=settings.quadratic_from,
             stall_timeout=settings.stall_timeout,
             hosts=hosts,
+            prefetch=settings.prefetch,
         )
         self._handler: Handler = self.databuffer.handle
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from siirl_storage import join, write_part
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.planner import Chain, Drop, Lagged, Link, Load, Recv, Run, Save, Send, Stream
+from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Run, Save, Send, Stream
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -29,11 +29,24 @@ class ChainRun:
     def run(self, chain: Chain) -> dict[str, Metric]:
         """Follow the chain's links and return the logged metrics. Aborted when the worker is told to stop."""
         traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
-        peers, hosts = traffic.total, traffic.between_hosts
+        peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
+        self._begin_early(chain)
         self._follow(chain.links)
         context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
+        context.log("bytes/early", traffic.early - early, Reduce.SUM)
         return self.calls.metrics
+
+    def _begin_early(self, chain: Chain) -> None:
+        """Begin to take rows that their sources hand over, and let this worker's nodes hand over theirs."""
+        runtime = self.calls.runtime
+        databuffer, handing = runtime.databuffer, dict[str, list[Edge]]()
+        for link in chain.flat:
+            if isinstance(link, Send) and link.edge.early and databuffer.leaves_early(link.edge):
+                handing.setdefault(link.edge.early.node, []).append(link.edge)
+        self.calls.handing = handing
+        if coming := [link.edge for link in chain.flat if isinstance(link, Recv) and link.edge.early]:
+            runtime.loop.call_soon_threadsafe(databuffer.prefetch, coming, self.calls.iteration)
 
     def _follow(self, links: Sequence[Link]) -> None:
         runtime, iteration, tables = self.calls.runtime, self.calls.iteration, self.calls.tables

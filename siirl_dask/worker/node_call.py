@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError
-from siirl_dask.planner import Input, Iteration, Load, Node
-from siirl_dask.schema import IDENTITY, ROW_ID, TYPES
+from siirl_dask.planner import Edge, Input, Iteration, Load, Node
+from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
 
@@ -30,6 +30,8 @@ class NodeCalls:
     """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Metrics logged so far."""
+    handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
+    """Edges whose rows can leave this worker early, by the node that hands them over."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
@@ -66,11 +68,22 @@ class NodeCalls:
         context.state = self.runtime.node_state.setdefault(f"{self.iteration.phase}/{node.name}", {})
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
+        if edges := self.handing.get(node.name):
+            context.hand_over = partial(self._hand_over, node, edges)
         if node.contract.draws and load is not None:
             context.draw_prompts = partial(
                 self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
             )
         return context
+
+    def _hand_over(self, node: Node, edges: Sequence[Edge], rows: pa.Table) -> None:
+        """Let finished rows travel along the edges. NodeError where a column that the node declares is missing."""
+        early = node.contract.early
+        if missing := [name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names]:
+            raise NodeError(f"node {node.name!r} handed over rows without {missing}: it declares early={list(early)}")
+        runtime = self.runtime
+        for edge in edges:
+            runtime.loop.call_soon_threadsafe(runtime.databuffer.hand_over, edge, self.iteration, rows)
 
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.planner import Iteration, Node
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 
@@ -30,7 +29,7 @@ class WorkerRuntime:
     """Rank of this worker in each of its roles."""
     peers: Mapping[str, Peers]
     """Collectives among the workers of each of its roles."""
-    share_work: Callable[[Iteration, Node, Sequence[Any], Any], Any] | None
+    share_work: Callable[..., Any] | None
     """Offers a node's work items to idle peers; None where work stealing is off."""
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop

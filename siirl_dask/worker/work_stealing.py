@@ -36,8 +36,12 @@ class WorkQueue(Generic[I, R]):
     waiting, begun here, or stolen; it leaves the waiting ones under the lock, so it is computed once.
     """
 
-    def __init__(self, items: Sequence[I], codec: Codec[I, R]) -> None:
+    def __init__(
+        self, items: Sequence[I], codec: Codec[I, R], on_result: Callable[[int, R], None] | None = None
+    ) -> None:
+        """``on_result`` is called with the number and the result of each item, in whichever thread brings it."""
         self.codec = codec
+        self._on_result = on_result
         self._items = items
         self._waiting = deque(range(len(items)))
         self._stolen: set[int] = set()
@@ -59,16 +63,21 @@ class WorkQueue(Generic[I, R]):
 
     def complete(self, number: int, result: R) -> None:
         """Store the result of an item that was begun here."""
+        if self._on_result is not None:
+            self._on_result(number, result)
         with self._changed:
             self._results[number] = result
             self._changed.notify_all()
 
-    def complete_stolen(self, number: object, result: R) -> None:
+    def complete_stolen(self, number: int, result: R) -> None:
         """Store a result that a peer computed. PeerError for an item that no peer has, or whose result came already."""
         with self._changed:
             if number not in self._stolen:
                 raise PeerError(f"received a result for item {number!r}, which no peer has")
             self._stolen.remove(number)
+        if self._on_result is not None:
+            self._on_result(number, result)
+        with self._changed:
             self._results[number] = result
             self._changed.notify_all()
 
@@ -259,7 +268,12 @@ class StealableQueues:
     _calls: int = 0
 
     def __call__(
-        self, iteration: Iteration, node: Node, items: Sequence[Any], codec: Codec[Any, Any]
+        self,
+        iteration: Iteration,
+        node: Node,
+        items: Sequence[Any],
+        codec: Codec[Any, Any],
+        on_result: Callable[[int, Any], None] | None = None,
     ) -> StealableQueue[Any, Any]:
         """Return a queue of ``items`` that the other workers of the node's role may steal from.
 
@@ -277,4 +291,4 @@ class StealableQueues:
             self.stop.check,
         )
         peers = workers[at + 1 :] + workers[:at]  # from the next one on, so that not all ask the same one first
-        return StealableQueue(WorkQueue(items, codec), key, peers, self.service, bridge)
+        return StealableQueue(WorkQueue(items, codec, on_result), key, peers, self.service, bridge)

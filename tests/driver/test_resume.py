@@ -87,7 +87,7 @@ def test_checkpoints_without_a_config_belong_to_nobody(url):
 
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
             "observe.tensorboard=true", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
-            "data.transport=dask", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
+            "data.transport=dask", "data.prefetch=false", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
             "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
     ("trainer.lr=1", ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"]),

@@ -93,6 +93,17 @@ def test_samples_are_numbered_by_prompt_and_seeded_by_their_number_alone():
     assert set(whole["weights_version"].to_pylist()) == {4}
 
 
+def test_every_row_is_handed_over_once_as_it_is_in_the_table():
+    handed, ctx = [], context(Echo())
+    ctx.hand_over = handed.append
+    table = rows(prompt_ids=[[1], [2, 3], [4]])
+    whole = generate(ctx, table, rollout=RolloutConfig(n=2))
+    early = pa.concat_tables(handed).sort_by("row_id")
+    assert len(handed) == whole.num_rows
+    assert early.equals(whole.select(early.column_names))
+    assert set(early.column_names) >= {"response_ids", "rollout_logprobs"}
+
+
 def test_another_step_draws_other_samples():
     table = rows(prompt_ids=[[1]])
     one, two = (generate(context(Echo(), step=step), table, rollout=RolloutConfig(n=1)) for step in (1, 2))

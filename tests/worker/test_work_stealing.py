@@ -42,12 +42,12 @@ class Role:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def work(self, name, items):
+    def work(self, name, items, on_result=None):
         at = self.names.index(name)
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
         bridge = LoopBridge(submit, partial(finished, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
-        return StealableQueue(WorkQueue(items, CODEC), KEY, peers, self.services[name], bridge)
+        return StealableQueue(WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge)
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
@@ -103,6 +103,23 @@ def test_an_idle_worker_steals_half_of_what_waits_and_nothing_begun():
             idle.complete(ticket, -item)
         assert idle.results() == []
         assert idle.taken_over == 3
+
+
+def test_an_owner_hears_of_each_result_once_also_of_those_that_a_peer_computed():
+    heard = []
+    with Role(2) as role:
+        busy = role.work("w0", list(range(9)), lambda number, result: heard.append((number, result)))
+        own = busy.next(3, wait=True)
+        idle = role.work("w1", [])
+        stolen = idle.next(10, wait=True)
+        for ticket, item in stolen:
+            idle.complete(ticket, -item)
+        idle.results()
+        for ticket, item in [*own, *busy.next(10, wait=True)]:
+            busy.complete(ticket, -item)
+        assert busy.results() == [-item for item in range(9)]
+    assert len(stolen) == 3
+    assert sorted(heard) == [(item, -item) for item in range(9)]
 
 
 def test_waiting_for_results_ends_when_the_worker_is_stopped():

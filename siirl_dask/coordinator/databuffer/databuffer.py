@@ -8,6 +8,7 @@ A row's way from the worker that made it to the worker that needs it:
 | gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
 | assign | it computes, as every target does, which rows are its own and who has them | ``layout.assignment`` |
 | lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
+| early | rows that a source has finished while it makes others may have come before that | ``early`` |
 | relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
 | lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
@@ -20,7 +21,7 @@ Requests between workers go through ``transport``. All of them but the ack are r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import pyarrow as pa
@@ -29,12 +30,15 @@ from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
+from siirl_dask.coordinator.databuffer.early import Early
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published, spill
-from siirl_dask.coordinator.databuffer.pull import Puller, Traffic
+from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, without_relay
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.databuffer.serve import RowServer
+from siirl_dask.coordinator.databuffer.slots import Slots
+from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, pull_share, row_statistics
 from siirl_dask.coordinator.layout.routes import count_near, count_takers, near_sources
 from siirl_dask.coordinator.transport.frames import check_types
@@ -58,6 +62,7 @@ class Databuffer:
         edges: The run's edges, by ``phase/name``.
         quadratic_from: See ``assign_owners``.
         hosts: Host of each worker, as planned; None: all are on one.
+        prefetch: See ``data.prefetch``.
         stall_timeout: Seconds that peers may take to ack a part.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
@@ -75,6 +80,7 @@ class Databuffer:
         quadratic_from: int = 0,
         stall_timeout: float = 600.0,
         hosts: Hosts | None = None,
+        prefetch: bool | None = None,
     ) -> None:
         for edge in edges.values():
             check_types(edge.schema)
@@ -84,26 +90,30 @@ class Databuffer:
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
         self._stall_timeout = stall_timeout
-        # One slot a key, made by whoever comes first, the publisher or a peer that waits for it.
-        self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
+        self._slots = Slots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._forgotten = 0
-        self._aborted: str | None = None
         self._way = way
-        self.arena = Arena(keep=self._limits.memory // 2)
-        self._copy_threads = CopyThreads()
-        self._row_server = RowServer(self.arena, self._copy_threads, self._limits)
         self._hosts = hosts or {}
+        self._copy_threads = CopyThreads()
         traffic = Traffic(worker, self._hosts)
-        self._puller = Puller(worker, transport, self._own, self.arena, self._copy_threads, self._limits, way, traffic)
+        memory, message = self._limits.memory // 8, self._limits.early_message
+        given = (worker, self._hosts, transport, traffic, self._copy_threads)
+        self._early = Early(*given, prefetch=prefetch, memory=memory, message=message)
+        early = any(map(self._early.moves, edges.values()))
+        self.arena = Arena(keep=self._limits.memory // 2 - (memory if early else 0))
+        self._row_server = RowServer(self.arena, self._copy_threads, self._limits)
+        self._puller = Puller(
+            worker, transport, self._slots.wait, self.arena, self._copy_threads, self._limits, way, traffic
+        )
         pass_on = partial(self._offer, shared=way is not TransportMode.dask)
         inline = self._limits.inline_lengths
-        self._relays = Relays(worker, self._hosts, transport, self._puller, self._slot, pass_on, inline)
+        self._relays = Relays(worker, self._hosts, transport, self._puller, self._slots.slot, pass_on, inline)
 
     @property
     def unacked_bytes(self) -> int:
         """Bytes in memory that this worker has published and keeps until they are acked."""
-        return sum(published.nbytes for published in self._all_published())
+        return sum(published.nbytes for published in self._slots.all_published())
 
     @property
     def traffic(self) -> Traffic:
@@ -118,7 +128,22 @@ class Databuffer:
         statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
         published = Published(statistics, moving, table.num_rows * count_takers(self._worker, edge, self._hosts))
-        await self._offer(self.key(edge, iteration, part), published, shared=self._shares(edge))
+        key = self.key(edge, iteration, part)
+        await self._offer(key, published, shared=self._shares(edge))
+        await self._early.published(edge, key, published)
+
+    def leaves_early(self, edge: Edge) -> bool:
+        """Tell whether finished rows of an edge can leave this worker before it publishes them."""
+        return self._early.leaves(edge)
+
+    def hand_over(self, edge: Edge, iteration: Iteration, rows: pa.Table) -> None:
+        """Let finished rows travel, which will be in the table that is published later."""
+        self._early.hand_over(edge, self.key(edge, iteration), rows)
+
+    def prefetch(self, edges: Iterable[Edge], iteration: Iteration) -> None:
+        """Begin to take rows of the edges that their sources hand over. The ``pull`` of each edge uses them."""
+        for edge in edges:
+            self._early.prefetch(edge, self.key(edge, iteration))
 
     async def _offer(self, key: TransitionKey, published: Published, *, shared: bool) -> None:
         """Have peers find what is published; ``shared``: in memory that they can map, if that pays."""
@@ -130,13 +155,13 @@ class Databuffer:
         if published.table is not None:
             # Split its columns up now: no peer waits for that yet, and no two threads can do it at once.
             await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
-        slot = self._slot(key)
+        slot = self._slots.slot(key)
         if not slot.done():  # it is done when the run was aborted
             slot.set_result(published)
 
     async def wait_until_acked(self, edge: Edge, iteration: Iteration, part: int) -> None:
         """Wait until every target has acked a part that this worker published. PeerError when they take too long."""
-        published = await self._own(self.key(edge, iteration, part))
+        published = await self._slots.wait(self.key(edge, iteration, part))
         try:
             async with asyncio.timeout(self._stall_timeout):
                 await published.all_acked.wait()
@@ -146,8 +171,8 @@ class Databuffer:
                 f"rows that workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
                 "(cluster.stall_timeout)"
             ) from error
-        if self._aborted is not None:
-            raise Aborted(self._aborted)
+        if self._slots.aborted is not None:
+            raise Aborted(self._slots.aborted)
 
     async def pull(self, edge: Edge, guide: Edge, iteration: Iteration, part: int | None = None) -> pa.Table:
         """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
@@ -158,7 +183,8 @@ class Databuffer:
             share, row_lengths = await self._assign_share(edge, guide, iteration, part)
             key = self.key(edge, iteration, part)
             origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
-            table = await self._puller.pull(edge, origins, share.identity)
+            async with self._early.arrived(key) as early:
+                table = await self._puller.pull(edge, origins, share.identity, early=early)
             if part is not None:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
@@ -180,7 +206,9 @@ class Databuffer:
             raise PeerError(f"refused {request.key}: every worker has completed that iteration")
         if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and not without_relay(request.key.edge)[1]:
             return await self._statistics_tree.answer(edge, request)
-        published = await self._own(request.key)
+        if request.op == Op.EARLY:
+            return await self._early.answer(edge, request)
+        published = await self._slots.wait(request.key)
         if request.op == Op.PASSED_ON:
             return self._relays.answer(published)
         positions = unpack_ints(request.body.get("rows"), published.rows, published.rows)
@@ -201,24 +229,20 @@ class Databuffer:
         """
         self._forgotten = max(self._forgotten, before)
         self._statistics_tree.forget(before)
-        for key in [key for key in self._slots if key.sequence < before]:
-            published = _result(self._slots[key])
-            if published is None or not published.is_shared:
-                self._slots.pop(key).cancel()
+        self._slots.forget(before)
+        self._early.forget(before)
         self.arena.collect()
 
     def abort(self, reason: str) -> None:
         """Wake every wait, now and later, with Aborted."""
-        self._aborted = reason
         self._puller.acks.close()
-        for slot in self._slots.values():
-            self._fail(slot)
-        for published in self._all_published():
-            published.all_acked.set()
+        self._early.close()
+        self._slots.abort(reason)
 
     def close(self) -> None:
         """Release all memory that is kept and the segments of peers."""
         self._statistics_tree.close()
+        self._early.close()
         self._slots.clear()
         self._row_server.close()
         self._relays.close()
@@ -231,33 +255,14 @@ class Databuffer:
         name, _, part = whole.rpartition("/")
         return self._edges.get(whole) or (self._edges.get(name) if part.isdecimal() else None)
 
-    def _all_published(self) -> Iterator[Published]:
-        return (published for slot in self._slots.values() if (published := _result(slot)) is not None)
-
     def _shares(self, edge: Edge) -> bool:
         """Tell whether one copy in shared memory replaces several: where peers on this host get the same rows."""
         several = edge.rows is Rows.REPLICATED and count_near(self._worker, edge, self._hosts) > 1
         return several and self._way is not TransportMode.dask
 
-    def _slot(self, key: TransitionKey) -> asyncio.Future[Published]:
-        if key not in self._slots:
-            self._slots[key] = asyncio.get_running_loop().create_future()
-            if self._aborted is not None:
-                self._fail(self._slots[key])
-        return self._slots[key]
-
-    def _fail(self, slot: asyncio.Future[Published]) -> None:
-        if not slot.done():
-            slot.set_exception(Aborted(self._aborted or ""))
-            slot.exception()  # marks it as seen: not every slot has someone waiting
-
-    async def _own(self, key: TransitionKey) -> Published:
-        """Wait until this worker has published its rows of a transition, and return them."""
-        return await asyncio.shield(self._slot(key))  # one that gives up waiting must not cancel the slot
-
     async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
         """Wait until this worker has published, and return what it tells everyone about its rows."""
-        published, edge = await self._own(key), self._edge(key)
+        published, edge = await self._slots.wait(key), self._edge(key)
         assert edge is not None
         if published.table is None:
             return GatheredStatistics(published.statistics)
@@ -284,15 +289,9 @@ class Databuffer:
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""
         for sequence, edge, rows in read_acks(acks):
-            slot = self._slots.get(TransitionKey(self._run, sequence, edge))
-            if slot is not None and (published := _result(slot)) is not None:
+            if (published := self._slots.find(TransitionKey(self._run, sequence, edge))) is not None:
                 published.ack(rows)
         return Reply()
-
-
-def _result(slot: asyncio.Future[Published]) -> Published | None:
-    """Return what a slot holds; None before anything is published, and after an abort."""
-    return slot.result() if slot.done() and not slot.cancelled() and slot.exception() is None else None
 
 
 def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -20,12 +20,15 @@ class Limits:
 
     memory: int = 2 * 2**30
     """Budget beyond a worker's own part of an edge and its result. A quarter is for tables that wait to be pulled,
-    before they spill; an eighth each for messages being received and being served; half for memory kept for reuse.
+    before they spill; an eighth each for messages being received and being served; half for memory kept for reuse,
+    of which an eighth of all is for rows that travel early, where the plan has such.
     """
     message: int = 16 * 2**20
     """Bytes of rows in one message."""
     inline_lengths: int = 2**20
     """Row lengths of an edge up to this size travel with its statistics; larger ones are asked for."""
+    early_message: int = 2**16
+    """Bytes of finished rows that are worth a message while their source still makes others."""
     share_from: int = 2**12
     """Mean bytes of a row in a column from which replicated rows are shared in memory instead of copied."""
     spill_folder: str | None = None
@@ -34,6 +37,24 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.message <= MAX_MESSAGE_BYTES:
             raise ValueError(f"message={self.message}: expected 1 to {MAX_MESSAGE_BYTES} bytes")
+
+
+class Allowance:
+    """Memory that work may do without: it is granted or refused at once. Belongs to one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> bool:
+        """Tell whether ``size`` bytes more fit, and count them if so."""
+        fits = self.used + size <= self.limit
+        self.used += size if fits else 0
+        return fits
+
+    def give(self, size: int) -> None:
+        """Count ``size`` bytes no more."""
+        self.used -= size
 
 
 class Budget:

@@ -8,9 +8,9 @@ flight. What a source of this host shares is read where it lies. The other side 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.acks import Acks
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
+from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.receive_buffer import Message, ReceiveBuffer, SourceRows
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, Origin, other_columns_schema
+from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame, from_frames
@@ -38,8 +40,7 @@ from siirl_dask.coordinator.transport.messages import (
 )
 from siirl_dask.coordinator.transport.together import gather_or_cancel
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import Edge, Hosts
-from siirl_dask.planner.hosts import host_of
+from siirl_dask.planner import Edge
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 16  # messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1 Gbit/s
@@ -47,36 +48,6 @@ _LEAST_IN_FLIGHT = 2  # messages per source: one is on its way while the other i
 _TURNS = 2  # times that so many messages are in flight: the last come at the same time, and are copied afterwards
 _LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
 _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of rows that came from other workers since the start, by the way they came and by the worker."""
-
-    worker: str
-    """Worker that counts them."""
-    hosts: Hosts
-    messages: int = 0
-    shared_memory: int = 0
-    by_worker: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        return self.messages + self.shared_memory
-
-    @property
-    def between_hosts(self) -> int:
-        """Bytes of rows that came from workers of other hosts."""
-        here = host_of(self.worker, self.hosts)
-        return sum(count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here)
-
-    def add_message(self, worker: str, nbytes: int) -> None:
-        self.messages += nbytes
-        self.by_worker[worker] += nbytes
-
-    def add_shared(self, worker: str, nbytes: int) -> None:
-        self.shared_memory += nbytes
-        self.by_worker[worker] += nbytes
 
 
 class Puller:
@@ -107,11 +78,19 @@ class Puller:
         self._shared_tables = SharedTableReader(worker, own, self.acks, way)
         self.traffic = traffic
 
-    async def pull(self, edge: Edge, origins: Sequence[Origin], identity: pa.Table, *, ack: bool = True) -> pa.Table:
+    async def pull(
+        self,
+        edge: Edge,
+        origins: Sequence[Origin],
+        identity: pa.Table,
+        *,
+        ack: bool = True,
+        early: Mapping[str, Sequence[EarlyBatch]] = MappingProxyType({}),
+    ) -> pa.Table:
         """Return the rows of the origins in the order of ``identity``, which has their identity columns.
 
-        Fetched rows are acked when all of them have arrived: until then every source keeps its part. Without ``ack``
-        the caller acks them later.
+        Rows that came ``early``, by source, are not fetched again. Fetched rows are acked when all of them have
+        arrived: until then every source keeps its part. Without ``ack`` the caller acks them later.
         """
         if not identity.num_rows:
             return edge.schema.empty_table()
@@ -124,7 +103,7 @@ class Puller:
         try:
             sources = sum(rows.source != self._worker for rows in fetched)
             in_flight = max(_LEAST_IN_FLIGHT, _IN_FLIGHT // max(1, sources))
-            await gather_or_cancel(*(self._fetch(buffer, rows, in_flight) for rows in fetched))
+            await gather_or_cancel(*(self._complete(buffer, rows, early, in_flight) for rows in fetched))
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
                 self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
@@ -180,6 +159,27 @@ class Puller:
             raise PeerError(f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was asked for")
         return groups
 
+    async def _complete(
+        self, buffer: ReceiveBuffer, rows: SourceRows, early: Mapping[str, Sequence[EarlyBatch]], in_flight: int
+    ) -> None:
+        """Put a source's rows into their places: copy what came early, and fetch the rest."""
+        batches = [batch for batch in early.get(rows.source, ()) if batch.frames.keys() <= rows.lengths.keys()]
+        if not batches:
+            await self._fetch(buffer, rows, in_flight)
+            return
+        came = np.isin(buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches]))
+        missing, whole = rows.select(np.flatnonzero(~came)), rows.select(np.flatnonzero(came))
+        partly = rows.select(np.flatnonzero(came), here=batches[0].frames.keys())
+        others = len(other_columns_schema(buffer.schema, rows.lengths)) > 0
+        parts = [missing, *([partly] if others or partly.wanted else [])]
+        await gather_or_cancel(
+            *(
+                self._fetch(buffer, part, in_flight) for part in parts if len(part.positions)
+            ),  # first: links wait for it
+            *(self._copy_threads.run(batch.nbytes, buffer.copy_early, rows, batch) for batch in batches),
+        )
+        self.traffic.early += buffer.ragged_bytes(whole) - buffer.ragged_bytes(partly)
+
     async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
         """Have a source's rows put into their places, by the best way there is."""
         if rows.source == self._worker:
@@ -214,7 +214,7 @@ class Puller:
         remaining = np.arange(len(rows.positions))
         while len(remaining):
             batch = remaining[:batch_rows]
-            message = Message(batch, list(rows.lengths), True, buffer.ragged_bytes(rows, batch))
+            message = Message(batch, rows.wanted, True, buffer.ragged_bytes(rows, batch))
             reply = await self._request_rows(rows, message, buffer.write_target(rows, batch))
             if (reason := reply.header.get("cannot map")) is not None:
                 if self._way is TransportMode.shm:

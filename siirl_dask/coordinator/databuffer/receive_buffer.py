@@ -5,8 +5,8 @@ Each row is then put into its place once, by whichever way it comes. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Block, Segment
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
+from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, element_width, starts_of
 from siirl_dask.coordinator.host import physical_memory
@@ -21,6 +22,7 @@ from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
+from siirl_dask.schema import ROW_ID
 
 _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it fits into one chunk
 
@@ -42,6 +44,19 @@ class SourceRows:
     """Bytes of a row in the other columns, about."""
     domain: str
     """The source's ``shared_memory_domain``."""
+    here: Collection[str] = ()
+    """Variable-length columns whose values have come already."""
+
+    @property
+    def wanted(self) -> list[str]:
+        """Variable-length columns that are still to come."""
+        return [name for name in self.lengths if name not in self.here]
+
+    def select(self, rows: Ints, here: Collection[str] = ()) -> SourceRows:
+        """Return some of the rows, by index, of which the columns ``here`` have come."""
+        lengths = {name: lengths[rows] for name, lengths in self.lengths.items()}
+        positions, destinations = self.positions[rows], self.destinations[rows]
+        return replace(self, positions=positions, destinations=destinations, lengths=lengths, here=here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +144,25 @@ class ReceiveBuffer:
                 raise PeerError(f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise")
             plans[key].copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
 
+    def row_ids(self, rows: SourceRows) -> Ints:
+        """Return the ids of a source's rows."""
+        ids: Ints = self._identity[ROW_ID].to_numpy()[rows.destinations]
+        return ids
+
+    def copy_early(self, rows: SourceRows, batch: EarlyBatch) -> None:
+        """Copy those of a source's rows that came early to their places; others in the batch are another worker's.
+
+        PeerError where their lengths are not those that the source has told since.
+        """
+        _, at, in_batch = np.intersect1d(self.row_ids(rows), batch.row_ids, assume_unique=True, return_indices=True)
+        for name, frame in batch.frames.items():
+            column, lengths = self._columns[name], batch.lengths[name]
+            if not np.array_equal(lengths[in_batch], rows.lengths[name][at]):
+                raise PeerError(f"worker {rows.source!r} sent rows of column {name!r} early with other lengths")
+            places = column.layout.starts[rows.destinations[at]]
+            plan = CopyPlan(starts_of(lengths)[in_batch], places, lengths[in_batch])
+            plan.copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
+
     def add_others(self, destinations: Ints, table: pa.Table) -> None:
         """Take the other columns of some rows; they are put in order at the end."""
         self._others.append((destinations, table))
@@ -142,7 +176,7 @@ class ReceiveBuffer:
         segments: list[Segment] = []
         layouts: list[_Layout] = []
         columns = []
-        for column in (self._columns[name] for name in rows.lengths):
+        for column in (self._columns[name] for name in rows.wanted):
             if column.block.segment not in segments:
                 segments.append(column.block.segment)
             if column.layout not in layouts:
@@ -156,12 +190,13 @@ class ReceiveBuffer:
 
     def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
         """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
-        elements = {id(lengths): int(lengths[subset].sum()) for lengths in rows.lengths.values()}  # once a group
-        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in rows.lengths.items())
+        wanted = {name: rows.lengths[name] for name in rows.wanted}
+        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}  # once a group
+        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items())
 
     def split_messages(self, rows: SourceRows, max_bytes: int) -> Iterator[Message]:
         """Cut a source's rows into messages of at most ``max_bytes``; a larger row comes one column at a time."""
-        sizes = {name: lengths * self._columns[name].width for name, lengths in rows.lengths.items()}
+        sizes = {name: rows.lengths[name] * self._columns[name].width for name in rows.wanted}
         ends = np.cumsum(np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0))
         first = 0
         while first < len(rows.positions):

@@ -25,6 +25,7 @@ from siirl_dask.coordinator.layout.balance import (
     balance_near,
     row_costs,
 )
+from siirl_dask.coordinator.layout.preference import preferred_targets, prefers
 from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import DataError, PeerError
 from siirl_dask.planner import Edge, Hosts, Rows
@@ -108,6 +109,8 @@ def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hos
     owners = len(edge.targets)
     costs, homes = row_costs(rows.tokens, quadratic_from), _homes(edge, rows)
     places = _places(edge, rows, hosts) if hosts else None
+    if preferred := prefers(edge, hosts or {}):
+        homes = preferred_targets(rows.groups, rows.sources, edge)
     match edge.rows:
         case Rows.GROUPED:
             return balance_groups(costs, rows.groups, owners, homes, places)
@@ -115,6 +118,8 @@ def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hos
             return balance_minibatches(costs, rows.minibatches, owners, homes, places)
         case Rows.BALANCED:
             return balance_in_place(costs, owners, homes, places)
+        case Rows.ANYWHERE if preferred:
+            return balance_in_place(costs, owners, homes)
         case Rows.ANYWHERE:
             return _stay_or_spread(costs, owners, homes, places)
     raise AssertionError(f"{edge.rows} rows have no single owner")

@@ -39,6 +39,8 @@ class Op(StrEnum):
     """Elements of each of the rows named, by offset group."""
     FETCH = "fetch"
     """Bytes of the rows named, in the reply or written straight into the asker's memory."""
+    EARLY = "early"
+    """Rows that a source has finished and that will probably be the asker's, while their table is not whole."""
     PASSED_ON = "passed_on"
     """Lengths of the rows that the peer took from other hosts for the targets on its own."""
     ACK = "ack"

@@ -1,0 +1,191 @@
+"""Early rows, at their source: rows that a node has finished while it still makes others, for targets to fetch.
+
+Each row waits for the target that it prefers. What nobody has fetched when the whole table is published is dropped, and
+travels with the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from siirl_dask.coordinator.databuffer.limits import Allowance
+from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, starts_of
+from siirl_dask.coordinator.layout.preference import preferred_targets
+from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.coordinator.transport.messages import Reply, pack_ints
+from siirl_dask.errors import NodeError, PeerError
+from siirl_dask.planner import Edge
+from siirl_dask.schema import GROUP_ID, ROW_ID
+
+_MANY = 16  # times the bytes that are worth a message, at which one is full: its time on a link delays what is urgent
+_Told = tuple[int, int]  # elements of a row in a column, and the checksum of their bytes
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Rows that wait for one target."""
+
+    rows: deque[tuple[int, Mapping[str, RaggedColumn], int]] = field(default_factory=deque)
+    """Row id, its value in each column, bytes."""
+    nbytes: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: int = 0
+    """Messages that the target has asked for."""
+    last: Reply | None = None
+    """The latest of them, kept until the next is asked for: a question may be repeated."""
+
+
+class EarlyRows:
+    """Rows of one edge and iteration that this source has finished. Belongs to the event loop.
+
+    Args:
+        source: The worker's index among the edge's sources.
+        columns: Columns that travel early.
+        targets: Indices of the targets that may ask.
+        message: Bytes of waiting rows that are worth a message.
+        allowance: Memory for rows that wait.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        source: int,
+        columns: Sequence[str],
+        targets: Collection[int],
+        message: int,
+        allowance: Allowance,
+    ) -> None:
+        self._edge = edge
+        self._source = source
+        self._columns = columns
+        self._message = message
+        self._allowance = allowance
+        self._queues = {target: _Queue() for target in targets}
+        self._told: dict[int, dict[str, _Told]] = {}
+        self._closed = False
+
+    def add(self, table: pa.Table) -> None:
+        """Take finished rows. Those that prefer a target which asks for none, and those beyond the allowance, are left
+        to travel with the whole table.
+        """
+        if self._closed:
+            return
+        ids, groups = (table[name].to_numpy() for name in (ROW_ID, GROUP_ID))
+        preferred = preferred_targets(groups, np.full(len(ids), self._source), self._edge).tolist()
+        for at, (row, target) in enumerate(zip(ids.tolist(), preferred, strict=True)):
+            values = {name: as_ragged(table[name].slice(at, 1).combine_chunks()) for name in self._columns}
+            known = {name: value for name, value in values.items() if value is not None}
+            nbytes = sum(int(value.lengths[0]) * value.width for value in known.values())
+            queue = self._queues.get(target)
+            if queue is None or len(known) < len(values) or not self._allowance.take(nbytes):
+                continue
+            self._told[row] = {name: _fingerprint(value.values, value) for name, value in known.items()}
+            queue.rows.append((row, known, nbytes))
+            queue.nbytes += nbytes
+            if queue.nbytes >= self._message:
+                queue.ready.set()
+
+    async def answer(self, body: Mapping[str, Any]) -> Reply:
+        """Return the next rows for a target as soon as they are worth a message; an empty reply when no more will come.
+
+        The body names the target, the number of the message, and the most bytes that the target takes. PeerError where
+        it does not.
+        """
+        target, number, limit = body.get("target"), body.get("number"), body.get("limit")
+        queue = self._queues.get(target) if isinstance(target, int) else None
+        if queue is None or not isinstance(number, int) or not isinstance(limit, int) or limit < 1:
+            raise PeerError(f"target {target!r} asked for message {number!r} of early rows, at most {limit!r} bytes")
+        while not self._closed:
+            if number == queue.sent - 1 and queue.last is not None:
+                return queue.last
+            if number != queue.sent:
+                raise PeerError(f"asked for message {number} of early rows: expected {queue.sent - 1} or {queue.sent}")
+            if queue.last is not None:
+                self._allowance.give(queue.last.nbytes)
+                queue.last = None
+            if queue.ready.is_set() and (rows := self._take(queue, limit)):
+                queue.last = _pack(rows, self._columns)
+                queue.sent += 1
+                return queue.last
+            await queue.ready.wait()
+        return Reply({"rows": b""})
+
+    def close(self) -> None:
+        """Send no more, and drop what waits."""
+        self._closed = True
+        for queue in self._queues.values():
+            self._allowance.give(queue.nbytes + (queue.last.nbytes if queue.last is not None else 0))
+            queue.rows.clear()
+            queue.nbytes, queue.last = 0, None
+            queue.ready.set()
+
+    def check(self, ids: Sequence[int], columns: Mapping[str, RaggedColumn]) -> None:
+        """Compare the rows that were handed over with the published ones. NodeError when one is another or is missing.
+
+        ``columns`` are the published ones, as far as they are variable-length; their rows have the ``ids``.
+        """
+        node = self._edge.early.node if self._edge.early else self._edge.source
+        place = {row: at for at, row in enumerate(ids)}
+        starts = {name: starts_of(column.lengths) for name, column in columns.items()}
+        for row, told in self._told.items():
+            at = place.get(row)
+            for name, fingerprint in told.items():
+                if name not in columns:  # it has nulls in other rows: then no target uses what came early
+                    continue
+                if at is None or _fingerprint_at(columns[name], starts[name], at) != fingerprint:
+                    raise NodeError(
+                        f"node {node!r} handed over row {row} early and gave another {name!r} for it in its table: "
+                        "a row that is handed over (Context.hand_over) must be in the table unchanged"
+                    )
+
+    def _take(self, queue: _Queue, limit: int) -> list[tuple[int, Mapping[str, RaggedColumn]]]:
+        """Remove the next rows for a message that fit into ``limit``; drop rows that never do."""
+        taken: list[tuple[int, Mapping[str, RaggedColumn]]] = []
+        size = 0
+        while queue.rows and size < _MANY * self._message:
+            row, values, nbytes = queue.rows[0]
+            if nbytes <= limit < size + nbytes:
+                break
+            queue.rows.popleft()
+            queue.nbytes -= nbytes
+            if nbytes > limit:
+                self._allowance.give(nbytes)
+                continue
+            taken.append((row, values))
+            size += nbytes
+        if queue.nbytes < self._message:
+            queue.ready.clear()
+        return taken
+
+
+def _pack(rows: Sequence[tuple[int, Mapping[str, RaggedColumn]]], columns: Sequence[str]) -> Reply:
+    """Return a reply of one frame a column, the rows one after the other."""
+    lengths = {name: np.array([values[name].lengths[0] for _, values in rows], np.int64) for name in columns}
+    frames: list[Frame] = []
+    for name in columns:
+        parts = [_row_bytes(values[name]) for _, values in rows]
+        frames.append(memoryview(np.concatenate(parts)))
+    header = {"rows": pack_ints(np.array([row for row, _ in rows], np.int64))}
+    return Reply(header | {"lengths": [pack_ints(lengths[name]) for name in columns]}, frames)
+
+
+def _row_bytes(value: RaggedColumn) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return value.values[: int(value.lengths[0]) * value.width]
+
+
+def _fingerprint(values: np.ndarray[Any, np.dtype[np.uint8]], column: RaggedColumn) -> _Told:
+    length = int(column.lengths[0])
+    return length, zlib.crc32(np.ascontiguousarray(values[: length * column.width]))
+
+
+def _fingerprint_at(column: RaggedColumn, starts: np.ndarray[Any, np.dtype[np.int64]], at: int) -> _Told:
+    first, length = int(starts[at]) * column.width, int(column.lengths[at])
+    return length, zlib.crc32(column.values[first : first + length * column.width])
