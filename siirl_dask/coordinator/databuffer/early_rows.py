@@ -183,9 +183,9 @@ def _row_bytes(value: RaggedColumn) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def _fingerprint(values: np.ndarray[Any, np.dtype[np.uint8]], column: RaggedColumn) -> _Told:
     length = int(column.lengths[0])
-    return length, zlib.crc32(np.ascontiguousarray(values[: length * column.width]))
+    return length, zlib.crc32(values[: length * column.width].data)
 
 
 def _fingerprint_at(column: RaggedColumn, starts: np.ndarray[Any, np.dtype[np.int64]], at: int) -> _Told:
     first, length = int(starts[at]) * column.width, int(column.lengths[at])
-    return length, zlib.crc32(column.values[first : first + length * column.width])
+    return length, zlib.crc32(column.values[first : first + length * column.width].data)
