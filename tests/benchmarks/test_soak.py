@@ -1,0 +1,25 @@
+"""Small steps on end leave nothing behind: a sample of ``benchmarks/soak.py``."""
+
+import pytest
+
+from benchmarks.soak import measure
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 80
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory):
+    return measure(tmp_path_factory.mktemp("soak"), STEPS, ["validation.every=5", "checkpoint.every=10"])
+
+
+@pytest.mark.parametrize(("measured", "bound"), [("fds", 2), ("threads", 2), ("arena", 2), ("rss", 40)])
+def test_no_process_keeps_more_with_every_step(soak, measured, bound):
+    assert len(soak.processes) >= 3
+    for process in soak.processes:
+        early, late = soak.growth(process, measured)
+        assert late <= early + bound, f"{process}: {measured} {early} -> {late}"
+
+
+def test_nothing_is_left_in_shared_memory(soak):
+    assert not soak.left
