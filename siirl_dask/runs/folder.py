@@ -116,7 +116,8 @@ def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
     ConfigError when another run has taken the folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
-    text = dump(config).encode()
+    # The token makes it differ from what another start of the same command writes: see write_exclusive.
+    text = f"# start {uuid4().hex}\n{dump(config)}".encode()
     try:
         (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:

@@ -5,13 +5,15 @@ reader sees a whole version or none. Plain files that somebody else wrote open a
 """
 
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
-from siirl_storage.files import join, open_fs, write_atomic, write_exclusive
+from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
 from siirl_storage.formats import ROWS_PER_GROUP, Format
 from siirl_storage.parts import Part, complete_parts, parse_part_name, part_name, write_part
+from siirl_storage.retry import RETRY_SECONDS, is_transient, retry, retry_seconds, set_retry_seconds
 from siirl_storage.snapshot import RowGroup, Snapshot
 from siirl_storage.table import ROWS_PER_PART, append, commit, create_table, open_table, stage
 
 __all__ = [
+    "RETRY_SECONDS",
     "ROWS_PER_GROUP",
     "ROWS_PER_PART",
     "Conflict",
@@ -26,11 +28,17 @@ __all__ = [
     "commit",
     "complete_parts",
     "create_table",
+    "is_transient",
     "join",
     "open_fs",
     "open_table",
     "parse_part_name",
     "part_name",
+    "remove_file",
+    "remove_tree",
+    "retry",
+    "retry_seconds",
+    "set_retry_seconds",
     "stage",
     "write_atomic",
     "write_exclusive",

@@ -6,10 +6,11 @@ exclusive one is a conditional PUT. Filesystems with neither (sftp, ftp, hdfs th
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from uuid import uuid4
@@ -23,12 +24,19 @@ from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from siirl_storage.errors import Conflict, StorageError
+from siirl_storage.retry import is_transient, retry
+from siirl_storage.retrying import RetryingFileSystem
 
+_REMOVALS = 5  # S3's bulk deletion, as s3fs calls it, says nothing of keys that it could not delete
 _memory_lock = threading.Lock()  # memory:// looks, then creates: two threads could both succeed
 
 
 def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the filesystem of ``url`` and the path on it. StorageError if the protocol or its package is unknown."""
+    """Return the filesystem of ``url`` and the path on it. StorageError if the protocol or its package is unknown.
+
+    Operations on a filesystem that is neither local nor ``memory://`` are repeated while they fail with errors that
+    pass: see ``siirl_storage.retry``.
+    """
     try:
         fs, path = url_to_fs(url)
         if fs.async_impl:  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
@@ -39,7 +47,7 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
         near = get_close_matches(get_protocol(url), known_implementations, n=1)
         hint = f"; did you mean {near[0]}://?" if near else ""
         raise StorageError(f"cannot open {url!r}: {error}{hint}") from error
-    return fs, str(path)
+    return fs if isinstance(fs, (LocalFileSystem, MemoryFileSystem)) else RetryingFileSystem(fs), str(path)
 
 
 def absolute(url: str) -> str:
@@ -107,24 +115,69 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) ->
 def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
     """Create ``path`` with ``data``, or raise Conflict if it exists; exactly one of several writers succeeds.
 
-    A network that loses a reply can make the winner see Conflict too; who must know reads the file back.
+    ``data`` must differ between writers, as with a random token in it: where a reply was lost, the winner is refused as
+    well, and knows by the content that the file is its own. Writing the same data again changes nothing.
     """
     try:
         if isinstance(fs, LocalFileSystem):
             with _written_aside(path, data) as aside:
-                Path(path).hardlink_to(aside)
+                _link(aside, Path(path))
         elif isinstance(fs, MemoryFileSystem):
             with _memory_lock:
-                fs.pipe_file(path, bytes(data), mode="create")
+                _create(fs, path, bytes(data))
         else:
-            fs.pipe_file(path, bytes(data), mode="create")
+            retry(_create, fs, path, bytes(data))
     except FileExistsError as error:
-        raise Conflict(f"{full_name(fs, path)} already exists") from error
+        if not _holds(fs, path, data):
+            raise Conflict(f"{full_name(fs, path)} already exists") from error
+
+
+def remove_file(fs: AbstractFileSystem, path: str) -> None:
+    """Delete the file at ``path``, if it is there."""
+    with suppress(FileNotFoundError):
+        fs.rm_file(path)
+
+
+def remove_tree(fs: AbstractFileSystem, path: str) -> None:
+    """Delete everything at and below ``path``, if there is anything. OSError if some of it stays.
+
+    Others may delete there meanwhile.
+    """
+    for _ in range(_REMOVALS):
+        with suppress(FileNotFoundError):  # of what another one deleted since it was listed
+            fs.rm(path, recursive=True)
+        if not fs.exists(path):
+            return
+    raise OSError(errno.ENOTEMPTY, f"{_REMOVALS} times deleted, and something is still there", full_name(fs, path))
+
+
+def _create(fs: AbstractFileSystem, path: str, data: bytes) -> None:
+    """Create ``path``, or raise FileExistsError once it can be seen."""
+    try:
+        fs.pipe_file(path, data, mode="create")
     except OSError as error:
         # Not every S3-compatible store words a refused precondition in the way that s3fs takes for FileExistsError.
-        if isinstance(fs, LocalFileSystem) or not fs.exists(path):
+        if is_transient(error) or (not isinstance(error, FileExistsError) and not fs.exists(path)):
             raise
-        raise Conflict(f"{full_name(fs, path)} already exists ({error})") from error
+        if not fs.exists(path):
+            raise TimeoutError(f"{full_name(fs, path)} already exists, but cannot be seen yet") from error
+        raise FileExistsError(f"{full_name(fs, path)} already exists ({error})") from error
+
+
+def _holds(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> bool:
+    try:
+        return bool(fs.cat_file(path) == data)
+    except FileNotFoundError:  # deleted since
+        return False
+
+
+def _link(aside: Path, path: Path) -> None:
+    """Give ``aside`` the name ``path``, or raise FileExistsError."""
+    try:
+        path.hardlink_to(aside)
+    except FileExistsError:
+        if aside.stat().st_nlink == 1:  # NFS may lose the reply to a link that it made
+            raise
 
 
 @contextmanager
