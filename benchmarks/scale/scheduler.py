@@ -66,6 +66,7 @@ def measure(workers: int, steps: int) -> Cost:
             builds_from=Phase.TRAIN,
             threads=1,
             data=DataSettings(peer_timeout=_PATIENCE),  # a busy machine is no failure here
+            retry_seconds=0,
         )
         driver = Driver(client, spec, _LOOKAHEAD, _PATIENCE, lambda step: "")
         with patch.object(driver_module, "DAGWorker", IdleWorker):

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from siirl_storage import join, open_table
+from siirl_storage import join, open_table, set_retry_seconds
 
 from siirl_dask.commands.export import check_unused, write_folder
 from siirl_dask.config import Config
@@ -65,6 +65,7 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
         settings = {**_settings(request.data, out), "model.path": folder if run else request.model}
         overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
         config = Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
+        set_retry_seconds(config.storage.retry_seconds)
         own = not run or any(text.startswith(_REWARD) for text in request.overrides)
         scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
         dag, source = _planned(config, scoring)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from siirl_storage import StorageError, join, open_fs
+from siirl_storage import StorageError, join, open_fs, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -36,7 +36,9 @@ def export(
     when there is no such run, checkpoint or role, or when something is at ``to``.
     """
     recorded = open_run(run)
-    config, chosen = recorded.config, recorded.checkpoint_step(step)
+    config = recorded.config
+    set_retry_seconds(config.storage.retry_seconds)
+    chosen = recorded.checkpoint_step(step)
     check_unused(to, "DEST")
     with TemporaryDirectory() as folder:
         write_folder(Path(folder), run, config, chosen, role=role, ema=ema, dtype=dtype, adapter=adapter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.checks import parse_bytes
-from siirl_dask.config.data import DataConfig, TransportMode
+from siirl_dask.config.data import DataConfig, StorageConfig, TransportMode
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -38,6 +38,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Schedule",
+    "StorageConfig",
     "TrainerConfig",
     "TransportMode",
     "ValidationConfig",
@@ -64,6 +65,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
         if (self.rollout.max_staleness or self.rollout.partial) and self.algorithm.correction is None:

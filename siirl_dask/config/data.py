@@ -1,9 +1,11 @@
-"""Config group of the data: prompts, and the transport of rows between workers."""
+"""Config groups of the data: prompts and the transport of rows between workers, and of the storage of files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from siirl_storage import RETRY_SECONDS
 
 from siirl_dask.config.checks import absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
@@ -18,6 +20,19 @@ class TransportMode(StrEnum):
     """Messages over the cluster's own comms for every pair."""
     shm = "shm"
     """Shared memory for every pair; a pair without it is an error."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StorageConfig:
+    """``storage``: reads and writes of all files, on any store."""
+
+    retry_seconds: float = RETRY_SECONDS
+    """Seconds for which an operation on a store is tried again that failed with an error that may pass: a lost
+    connection, a timeout, throttling, a failure inside the store. 0: it fails at once.
+    """
+
+    def __post_init__(self) -> None:
+        at_least("storage", 0, retry_seconds=self.retry_seconds)
 
 
 @dataclass(kw_only=True, slots=True)

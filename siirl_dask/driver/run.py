@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from siirl_storage import set_retry_seconds
+
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver, Written
@@ -50,6 +52,7 @@ def run(
     starts; RunError if the run failed; Interrupted on Ctrl-C.
     """
     hide()
+    set_retry_seconds(config.storage.retry_seconds)
     validation = validation_of(config, dag, validation)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     planned = _plan(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from siirl_storage import set_retry_seconds
+
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.driver.cluster import connect
@@ -26,6 +28,7 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     UserError before anything starts; Interrupted on Ctrl-C.
     """
     hide()
+    set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(1, enabled=config.observe.progress)
     schema = source_schema(open_source(source).schema, source)
 

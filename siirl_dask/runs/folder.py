@@ -30,7 +30,7 @@ _SUMMARY = "summary.json"
 _FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "plot.png")
 _TEST = "test"  # the table of the test phase
 _STEP, _TABLE = re.compile(r"step=(\d{6,})", re.ASCII), re.compile(r"\w[\w-]*")
-_MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint"} | {
+_MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.name",
     "run.url",
     "run.steps",

@@ -16,6 +16,7 @@ import torch
 from distributed import WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
+from siirl_storage import set_retry_seconds
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
@@ -73,6 +74,7 @@ class DAGWorker(WorkerPlugin):
 
     async def _set_up(self, worker: Worker) -> None:
         hide()
+        set_retry_seconds(self.spec.retry_seconds)
         self.stop = StopFlag()
         self.turns = Turns(self.stop)
         self._runtime: WorkerRuntime | None = None

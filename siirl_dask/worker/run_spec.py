@@ -41,6 +41,8 @@ class RunSpec:
     threads: int
     """Threads of torch in each worker."""
     data: DataSettings
+    retry_seconds: float
+    """Seconds for which an operation on a store is tried again."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
@@ -64,6 +66,7 @@ class RunSpec:
             builds_from=next(iter(phases)),
             threads=config.cluster.threads,
             data=DataSettings.of(config, members.values()),
+            retry_seconds=config.storage.retry_seconds,
             store=store,
             resume_from=resume_from,
         )

@@ -99,7 +99,7 @@ def test_precondition_that_the_store_words_otherwise_is_still_a_conflict(
         raise OSError(22, "At least one of the pre-conditions you specified did not hold")
 
     monkeypatch.setattr(fs, "pipe_file", refuse)
-    with pytest.raises(Conflict, match="pre-conditions"):
+    with pytest.raises(Conflict, match="already exists"):
         write_exclusive(fs, path, b"second")
     with pytest.raises(OSError, match="pre-conditions"):
         write_exclusive(fs, f"{path}-new", b"second")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import open_fs
+from siirl_storage import open_fs, retry
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata
@@ -66,7 +66,7 @@ class DistributedCheckpoint:
         process. The state may change as soon as this returns.
         """
         is_local = isinstance(open_fs(url)[0], LocalFileSystem)  # on other stores a sync would be of local disks
-        writer = FsspecWriter(url, sync_files=is_local, overwrite=False)
+        writer = _Writer(url, sync_files=is_local, overwrite=False)
         done: Future[None] = Future()
         options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
         try:
@@ -120,7 +120,25 @@ def _load(url: str, state: dict[str, Any], **options: Any) -> None:
         raise _explained(f"{url} could not be read", error) from error
 
 
+class _Writer(FsspecWriter):
+    """Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.fs.fs, _ = open_fs(url)
+
+    def write_data(self, *args: Any) -> Any:
+        return retry(super().write_data, *args)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        retry(super().finish, *args, **kwargs)
+
+
 class _Reader(FsspecReader):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fs.fs, _ = open_fs(url)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
         path = self._get_metadata_path(kwargs.get("rank"))
