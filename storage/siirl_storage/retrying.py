@@ -50,6 +50,9 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def isdir(self, path: str) -> bool:
         return self._is(path, lambda info: info["type"] == "directory")
 
+    def modified(self, path: str) -> Any:
+        return retry(self.fs.modified, path)
+
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
         return retry(self.fs.cat_file, path, start=start, end=end, **kwargs)
 
@@ -59,6 +62,12 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         retry(self.fs.cp_file, path1, path2, **kwargs)
+
+    def get(self, rpath: Any, lpath: Any, *args: Any, **kwargs: Any) -> None:
+        retry(self.fs.get, rpath, lpath, *args, **kwargs)
+
+    def put(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> None:
+        retry(self.fs.put, lpath, rpath, *args, **kwargs)
 
     def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
         retry(self.fs.get_file, rpath, lpath, **kwargs)

@@ -6,9 +6,20 @@ import os
 from collections.abc import Iterator
 from uuid import uuid4
 
+import duckdb
+import pyarrow as pa
 import pytest
 import s3fs
-from siirl_storage import Conflict, join, open_fs, remove_tree, set_retry_seconds, write_atomic, write_exclusive
+from siirl_storage import (
+    Conflict,
+    join,
+    open_fs,
+    remove_tree,
+    set_retry_seconds,
+    write_atomic,
+    write_exclusive,
+    write_part,
+)
 from siirl_storage.files import list_files
 
 from tests.storage.s3_proxy import ANSWERS, LOST, RESET, Proxy, proxied
@@ -105,6 +116,18 @@ def test_what_does_not_pass_is_raised_when_the_time_is_over_and_says_how_often_i
         set_retry_seconds(120)
     assert "times in" in caught.value.__notes__[0]
     assert "storage.retry_seconds=0.5" in caught.value.__notes__[0]
+
+
+def test_duckdb_reads_what_open_fs_gives(proxy: Proxy, place: str) -> None:
+    for step in (1, 2):
+        write_part(join(place, f"step={step}"), 0, 1, pa.table({"row": [step, step]}))
+    fs, path = open_fs(place)
+    proxy.fail("slow down", "GET", "part", times=2)
+    with duckdb.connect() as connection:
+        connection.register_filesystem(fs)
+        query = f"SELECT sum(row) FROM read_parquet('{fs.unstrip_protocol(path)}/step=*/*.parquet')"
+        assert connection.sql(query).fetchall() == [(6,)]
+    assert not proxy.times
 
 
 def test_a_tree_that_is_absent_is_removed_at_once(url: str) -> None:
