@@ -106,7 +106,7 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) ->
     Folders are made as needed. On local files the bytes are on disk when this returns.
     """
     if isinstance(fs, LocalFileSystem):
-        with _written_aside(path, data) as aside:
+        with written_aside(path, data) as aside:
             aside.replace(path)  # fsspec's own commit goes through /tmp and shutil.move, which may copy
     else:
         fs.pipe_file(path, bytes(data))  # bytes: botocore refuses a memoryview
@@ -120,7 +120,7 @@ def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview)
     """
     try:
         if isinstance(fs, LocalFileSystem):
-            with _written_aside(path, data) as aside:
+            with written_aside(path, data) as aside:
                 _link(aside, Path(path))
         elif isinstance(fs, MemoryFileSystem):
             with _memory_lock:
@@ -181,7 +181,7 @@ def _link(aside: Path, path: Path) -> None:
 
 
 @contextmanager
-def _written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
+def written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
     """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless it was renamed."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,190 @@
+"""A run of three steps whose store fails at one operation: before it is done, after it, or with the process killed.
+
+Its rows, metrics and checkpoints equal those of a run on a store that never fails.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+from distributed import Client, WorkerPlugin
+from siirl_storage import open_fs
+from siirl_storage.faults import How, Plan, inject
+
+from siirl_dask.config.file import shipped
+from siirl_dask.runs.checkpoints import checkpoint_url, committed
+from siirl_dask.training.files.checkpoint import read_model
+from tests.clusters import local_cluster
+from tests.conftest import digits_overrides
+
+EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
+LEARNED = ["policy/loss", "policy/grad_norm", "reward/mean", "data/drawn_prompts"]
+COMMAND = """
+import sys
+from siirl_storage.faults import inject
+inject(sys.argv[1])
+from siirl_dask.cli import main
+main(sys.argv[2:])
+"""
+FAILURES, DEATHS = (How.BEFORE, How.AFTER), (How.KILL_BEFORE, How.KILL_AFTER)
+
+
+class Injects(WorkerPlugin):
+    """Makes ``faulty://`` known in a worker, also in one that is started again."""
+
+    name = "injects"
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def setup(self, worker):
+        inject(self.plan)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    plan = Plan(str(tmp_path_factory.mktemp("plan") / "plan.json"))
+    plan.set()
+    inject(plan.file)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def workers(plan):
+    """One worker: its runs are equal to the last bit."""
+    with local_cluster(1) as cluster, Client(cluster) as client:
+        client.register_plugin(Injects(plan.file))
+        yield cluster
+
+
+class Sweep:
+    """Starts the run at a new place each time."""
+
+    def __init__(self, plan, task, address, folder):
+        self.plan, self.task, self.address, self.folder, self.count = plan, task, address, folder, 0
+
+    def place(self):
+        self.count += 1
+        return f"faulty://{self.folder}/run-{self.count}"
+
+    def arguments(self, url):
+        given = ["checkpoint.every=1", "checkpoint.keep=1", "cluster.workers=1", "cluster.placement={}"]
+        address = f"cluster.address={self.address}"
+        return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address]
+
+    def run(self, url):
+        """Start the command in this process; it must succeed."""
+        from siirl_dask.cli import main
+
+        main(self.arguments(url))
+
+    def run_elsewhere(self, url):
+        """Start the command in a process of its own, which may be killed, and return its output."""
+        command = [sys.executable, "-c", COMMAND, self.plan.file, *self.arguments(url)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+        return done.returncode, done.stdout + done.stderr
+
+
+def outcome(url):
+    """Return what a run leaves that must not depend on the store: rows, metrics, the checkpoint's weights."""
+    fs, path = open_fs(url)
+    rows = [pq.read_table(f"{path}/rollouts/step={step:06d}").select(EXACT).sort_by("row_id") for step in (1, 2, 3)]
+    records = [json.loads(line) for line in fs.cat_file(f"{path}/metrics.jsonl").splitlines()]
+    metrics = [
+        (record["step"], [record["metrics"].get(name) for name in LEARNED])
+        for record in records
+        if record["phase"] == "train"
+    ]
+    assert committed(url)[-1] == 3
+    return rows, metrics, read_model(f"{checkpoint_url(url, 3)}/policy")
+
+
+def check_equal(url, straight):
+    rows, metrics, model = outcome(url)
+    for step, (got, expected) in enumerate(zip(rows, straight[0], strict=True), start=1):
+        assert got.equals(expected), f"rows of step {step}"
+    assert metrics == straight[1]
+    assert model.keys() == straight[2].keys()
+    assert all(model[name].equal(straight[2][name]) for name in model)
+
+
+@pytest.fixture(scope="module")
+def sweep(plan, workers, digits_task, tmp_path_factory):
+    return Sweep(plan, digits_task, workers.scheduler_address, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def straight(sweep):
+    """The outcome of a run whose store never fails, and its operations."""
+    sweep.plan.set()
+    url = sweep.place()
+    sweep.run(url)
+    return outcome(url), [(name, path.rpartition("/")[2]) for name, path, _ in sweep.plan.operations()]
+
+
+def fail_at(sweep, at, how):
+    """Run with a failure at operation ``at``; return the URL."""
+    url = sweep.place()
+    sweep.plan.set(at, how)
+    sweep.run(url)
+    assert len(sweep.plan.operations()) >= at, "the failure was not met"
+    return url
+
+
+def die_at(sweep, at, how):
+    """Run with a process killed at operation ``at``, and start the command again; return the URL."""
+    url = sweep.place()
+    sweep.plan.set(at, how)
+    code, output = sweep.run_elsewhere(url)
+    assert code, f"nothing was killed: {output}"
+    sweep.plan.set()
+    sweep.run(url)
+    return url
+
+
+def problems_of(sweep, straight, how, attempt):
+    """Return what went wrong at which operation, over all of them."""
+    expected, operations = straight
+    problems = {}
+    for at, operation in enumerate(operations, start=1):
+        try:
+            check_equal(attempt(sweep, at, how), expected)
+        except (Exception, SystemExit, AssertionError) as error:
+            problems[at, *operation] = f"{type(error).__name__}: {error}"
+            print(at, operation, problems[at, *operation], flush=True)
+    return problems
+
+
+def spread(operations, count):
+    """Return ``count`` indices from 1, evenly over ``operations``."""
+    return [round(1 + index * (len(operations) - 1) / (count - 1)) for index in range(count)]
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_that_passes_changes_nothing_at_five_operations(sweep, straight, how):
+    expected, operations = straight
+    for at in spread(operations, 5):
+        check_equal(fail_at(sweep, at, how), expected)
+
+
+def test_a_run_killed_while_it_writes_is_the_same_when_it_is_started_again(sweep, straight):
+    expected, operations = straight
+    at = max(index for index, (name, _) in enumerate(operations, start=1) if name == "create")  # the last commit
+    check_equal(die_at(sweep, at, How.KILL_AFTER), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_that_passes_changes_nothing_at_any_operation(sweep, straight, how):
+    assert problems_of(sweep, straight, how, fail_at) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_run_killed_at_any_operation_is_the_same_when_it_is_started_again(sweep, straight, how):
+    assert problems_of(sweep, straight, how, die_at) == {}
