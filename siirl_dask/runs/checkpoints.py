@@ -13,6 +13,7 @@ the incomplete folder.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,10 +21,11 @@ from math import isfinite
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Conflict, join, open_fs, write_atomic, write_exclusive
+from siirl_storage import Conflict, join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
 
 from siirl_dask.errors import CheckpointError
 
+logger = logging.getLogger("siirl_dask.runs")
 FOLDER = "checkpoints"
 _CLAIM, _STATE, _MARKER = "CLAIMED", "state.json", "COMMITTED"
 _NAME = re.compile(r"step=(\d{6,})(-\w+)?", re.ASCII)
@@ -119,7 +121,12 @@ class Checkpoints:
         fs, path = open_fs(url)
         write_atomic(fs, f"{path}/{_STATE}", state.to_json())
         write_exclusive(fs, f"{path}/{_MARKER}", json.dumps({"version": _VERSION, "step": state.step}).encode())
-        self._prune(state.step)
+        try:
+            self._prune(state.step)
+        except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run
+            logger.warning(
+                "checkpoints that are not kept stay at %s: %s: %s", self.run_url, type(error).__name__, error
+            )
 
     def _claimed(self, name: str) -> str:
         url = join(self.run_url, FOLDER, name)
@@ -175,9 +182,8 @@ def _complete(fs: AbstractFileSystem, root: str) -> list[tuple[str, int]]:
 
 def _remove(fs: AbstractFileSystem, folder: str) -> None:
     """Delete a checkpoint, its marker first: a crash in between leaves nothing that looks complete."""
-    if fs.exists(f"{folder}/{_MARKER}"):
-        fs.rm_file(f"{folder}/{_MARKER}")
-    fs.rm(folder, recursive=True)
+    remove_file(fs, f"{folder}/{_MARKER}")
+    remove_tree(fs, folder)
 
 
 def _state_at(url: str, step: int) -> State:

@@ -52,9 +52,9 @@ class Plan:
 
     file: str
 
-    def set(self, at: int = 0, how: How = How.BEFORE) -> None:
-        """Let operation ``at`` fail, counted from 1, none for 0; and begin to count anew."""
-        Path(self.file).write_text(json.dumps({"at": at, "how": how}))
+    def set(self, at: int = 0, how: How = How.BEFORE, *, always: str = "") -> None:
+        """Let operation ``at`` fail, counted from 1, and every one that is named ``always``; begin to count anew."""
+        Path(self.file).write_text(json.dumps({"at": at, "how": how, "always": always}))
         self._log.unlink(missing_ok=True)
 
     def operations(self) -> list[tuple[str, str, int]]:
@@ -70,7 +70,7 @@ class Plan:
             log.seek(0)
             number = sum(1 for _ in log) + 1
             log.write(f"{name} {os.getpid()} {path}\n")
-        return How(plan["how"]) if number == plan["at"] else None
+        return How(plan["how"]) if number == plan["at"] or name == plan["always"] else None
 
     @property
     def _log(self) -> Path:

@@ -70,16 +70,16 @@ class Sweep:
         self.count += 1
         return f"faulty://{self.folder}/run-{self.count}"
 
-    def arguments(self, url):
+    def arguments(self, url, *overrides):
         given = ["checkpoint.every=1", "checkpoint.keep=1", "cluster.workers=1", "cluster.placement={}"]
         address = f"cluster.address={self.address}"
-        return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address]
+        return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address, *overrides]
 
-    def run(self, url):
+    def run(self, url, *overrides):
         """Start the command in this process; it must succeed."""
         from siirl_dask.cli import main
 
-        main(self.arguments(url))
+        main(self.arguments(url, *overrides))
 
     def run_elsewhere(self, url):
         """Start the command in a process of its own, which may be killed, and return its output."""
@@ -174,6 +174,14 @@ def test_a_run_killed_while_it_writes_is_the_same_when_it_is_started_again(sweep
     expected, operations = straight
     at = max(index for index, (name, _) in enumerate(operations, start=1) if name == "create")  # the last commit
     check_equal(die_at(sweep, at, How.KILL_AFTER), expected)
+
+
+def test_checkpoints_that_cannot_be_deleted_cost_no_run(sweep, straight):
+    url = sweep.place()
+    sweep.plan.set(always="rm")
+    sweep.run(url, "storage.retry_seconds=0.2")
+    sweep.plan.set()
+    check_equal(url, straight[0])
 
 
 @pytest.mark.slow

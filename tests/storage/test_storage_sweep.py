@@ -1,0 +1,65 @@
+"""Every check of the conformance suite, on a store that fails at one operation, before or after it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from siirl_storage import TableNotFound, append, create_table, open_table
+from siirl_storage.conformance import CHECKS, sample, what_others_write_is_seen_after_a_listing
+from siirl_storage.faults import How, Plan, inject
+
+FAILURES = (How.BEFORE, How.AFTER)
+SWEPT = [check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing]  # it goes round open_fs
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
+    monkeypatch.setitem(fsspec.config.conf, "faulty", {})
+    plan = Plan(str(tmp_path / "plan.json"))
+    plan.set()
+    inject(plan.file)
+    return plan
+
+
+def sweep(check: Callable[[str], None], plan: Plan, folder: Path, every: int = 1) -> None:
+    """Run ``check`` with a failure at every ``every``-th of its operations."""
+    check(f"faulty://{folder}/straight")
+    count = len(plan.operations())
+    for at in range(1, count + 1, every):
+        for how in FAILURES:
+            plan.set(at, how)
+            check(f"faulty://{folder}/{how}-{at}")
+            assert len(plan.operations()) >= at, "the failure was not met"
+
+
+@pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)
+def test_conforms_with_a_failure_at_every_tenth_operation(
+    check: Callable[[str], None], plan: Plan, tmp_path: Path
+) -> None:
+    sweep(check, plan, tmp_path, every=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)
+def test_conforms_with_a_failure_at_any_operation(check: Callable[[str], None], plan: Plan, tmp_path: Path) -> None:
+    sweep(check, plan, tmp_path)
+
+
+def test_a_table_with_a_failure_at_any_operation_has_each_row_once(plan: Plan, tmp_path: Path) -> None:
+    def write(url: str) -> None:
+        create_table(url, [sample(0, 10)])
+        append(url, [sample(10, 10)])
+        assert open_table(url).to_table().equals(sample(0, 20))
+        assert open_table(url).version == 2
+
+    sweep(write, plan, tmp_path)
+
+
+def test_what_is_counted_is_what_is_done(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(TableNotFound):
+        open_table(f"faulty://{tmp_path}/nothing")
+    assert {name for name, _, _ in plan.operations()} == {"find"}
