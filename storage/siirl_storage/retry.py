@@ -54,6 +54,7 @@ _NETWORK = {
     "aiohttp.ClientPayloadError",
     "azure.ServiceRequestError",
     "azure.ServiceResponseError",
+    "botocore.ConnectionError",  # to an endpoint that refuses, or times out
     "botocore.HTTPClientError",
     "botocore.ResponseParserError",  # answers under throttling are not always XML
     "http.IncompleteRead",

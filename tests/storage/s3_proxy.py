@@ -33,6 +33,17 @@ class Proxy:
     times: int = 0
     seen: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    server: ThreadingHTTPServer | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self) -> None:
+        """Refuse connections from now on."""
+        assert self.server is not None
+        self.server.shutdown()
+        self.server.server_close()
 
     def fail(self, how: str, method: str, part: str, times: int = 1) -> None:
         self.how, self.method, self.part, self.times = how, method, part, times
@@ -48,8 +59,8 @@ class Proxy:
 
 
 @contextmanager
-def proxied(upstream: str) -> Iterator[Proxy]:
-    """Yield a proxy to ``upstream`` that listens on loopback."""
+def proxied(upstream: str, port: int = 0) -> Iterator[Proxy]:
+    """Yield a proxy to ``upstream`` that listens on loopback, on any free port for 0."""
     proxy = Proxy(upstream)
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,10 +109,10 @@ def proxied(upstream: str) -> Iterator[Proxy]:
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        proxy.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield proxy
-        finally:
-            server.shutdown()
+    proxy.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    proxy.url = f"http://127.0.0.1:{proxy.server.server_port}"
+    threading.Thread(target=proxy.server.serve_forever, daemon=True).start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()

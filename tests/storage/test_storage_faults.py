@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
 import duckdb
@@ -97,6 +98,20 @@ def test_no_operation_fails_by_an_error_that_passes(proxy: Proxy, place: str, op
             remove_tree(fs, root)
             assert list_files(fs, root) == {}
     assert not proxy.times, "the failures were not met"
+
+
+def test_a_gateway_that_is_away_for_a_second_costs_nothing(s3: str, place: str, proxy: Proxy) -> None:
+    fs, path = open_fs(join(place, "file"))
+    write_atomic(fs, path, b"here")
+    proxy.stop()
+    s3fs.S3FileSystem.clear_instance_cache()  # its connections stay
+    fs, path = open_fs(join(place, "file"))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fs.cat_file, path)
+        with pytest.raises(TimeoutError):
+            reading.result(timeout=1)
+        with proxied(proxy.upstream, proxy.port):
+            assert reading.result(timeout=60) == b"here"
 
 
 def test_what_does_not_pass_is_raised_when_the_time_is_over_and_says_how_often_it_was_tried(
