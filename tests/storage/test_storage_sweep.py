@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import fsspec
 import pytest
@@ -24,7 +25,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     return plan
 
 
-def sweep(check: Callable[[str], None], plan: Plan, folder: Path, every: int = 1) -> None:
+def sweep(check: Callable[[str], None], plan: Plan, folder: Path | str, every: int = 1) -> None:
     """Run ``check`` with a failure at every ``every``-th of its operations."""
     check(f"faulty://{folder}/straight")
     attempts = [(at, how) for at in range(1, len(plan.operations()) + 1, every) for how in FAILURES]
@@ -50,14 +51,22 @@ def test_conforms_with_a_failure_at_any_operation(check: Callable[[str], None], 
     sweep(check, plan, tmp_path)
 
 
-def test_a_table_with_a_failure_at_any_operation_has_each_row_once(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["file", "s3"])
+def test_a_table_with_a_failure_at_any_operation_has_each_row_once(
+    plan: Plan, tmp_path: Path, target: str, request: pytest.FixtureRequest
+) -> None:
+    folder = str(tmp_path)
+    if target == "s3":
+        folder = f"{request.getfixturevalue('s3').removeprefix('s3://')}/{uuid4().hex}"
+        inject(plan.file, target, use_listings_cache=False)
+
     def write(url: str) -> None:
         create_table(url, [sample(0, 10)])
         append(url, [sample(10, 10)])
         assert open_table(url).to_table().equals(sample(0, 20))
         assert open_table(url).version == 2
 
-    sweep(write, plan, tmp_path)
+    sweep(write, plan, folder)
 
 
 def test_what_is_counted_is_what_is_done(plan: Plan, tmp_path: Path) -> None:
