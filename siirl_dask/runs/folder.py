@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Conflict, StorageError, join, open_fs, write_atomic, write_exclusive
+from siirl_storage import Conflict, StorageError, join, open_fs, remove_file, write_atomic, write_exclusive
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import dump, load_text
@@ -159,9 +159,10 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
         yield name
     finally:
         with _refused(f"{option}={url!r}"):
-            fs.rm_file(f"{path}/{name}")
+            remove_file(fs, f"{path}/{name}")
             if not existed and fs.exists(path):  # object stores have no folders
-                fs.rmdir(path)
+                with suppress(OSError):  # it is not empty: a worker that died, or another start, wrote there
+                    fs.rmdir(path)
 
 
 @contextmanager
