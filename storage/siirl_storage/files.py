@@ -47,7 +47,11 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
         near = get_close_matches(get_protocol(url), known_implementations, n=1)
         hint = f"; did you mean {near[0]}://?" if near else ""
         raise StorageError(f"cannot open {url!r}: {error}{hint}") from error
-    return fs if isinstance(fs, (LocalFileSystem, MemoryFileSystem)) else RetryingFileSystem(fs), str(path)
+    if isinstance(fs, (LocalFileSystem, MemoryFileSystem)):
+        return fs, str(path)
+    if "s3" in fs.protocol:
+        fs.retries = 1  # its own loop around botocore's: five times five tries of a silent endpoint took 414 s
+    return RetryingFileSystem(fs), str(path)
 
 
 def absolute(url: str) -> str:
