@@ -21,7 +21,7 @@ from siirl_storage import open_fs, retry
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -120,12 +120,19 @@ def _load(url: str, state: dict[str, Any], **options: Any) -> None:
         raise _explained(f"{url} could not be read", error) from error
 
 
+def _file_system(url: str) -> FileSystem:
+    """Return DCP's adapter of the filesystem of ``url`` whose operations are repeated, which DCP would not open."""
+    files = FileSystem()
+    files.fs, _ = open_fs(url)
+    return files
+
+
 class _Writer(FsspecWriter):
     """Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte."""
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self.fs.fs, _ = open_fs(url)
+        self.fs: FileSystem = _file_system(url)
 
     def write_data(self, *args: Any) -> Any:
         return retry(super().write_data, *args)
@@ -137,7 +144,7 @@ class _Writer(FsspecWriter):
 class _Reader(FsspecReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.fs.fs, _ = open_fs(url)
+        self.fs: FileSystem = _file_system(url)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
