@@ -120,7 +120,7 @@ def _load(url: str, state: dict[str, Any], **options: Any) -> None:
         raise _explained(f"{url} could not be read", error) from error
 
 
-def _file_system(url: str) -> FileSystem:
+def _file_system(url: str) -> Any:
     """Return DCP's adapter of the filesystem of ``url`` whose operations are repeated, which DCP would not open."""
     files = FileSystem()
     files.fs, _ = open_fs(url)
@@ -132,7 +132,7 @@ class _Writer(FsspecWriter):
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self.fs: FileSystem = _file_system(url)
+        self.fs = _file_system(url)
 
     def write_data(self, *args: Any) -> Any:
         return retry(super().write_data, *args)
@@ -144,7 +144,7 @@ class _Writer(FsspecWriter):
 class _Reader(FsspecReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.fs: FileSystem = _file_system(url)
+        self.fs = _file_system(url)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
