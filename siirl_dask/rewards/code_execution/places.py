@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -61,20 +62,23 @@ def program_user() -> int | None:
     return _UNUSED_USERS[0] + secrets.randbelow(_UNUSED_USERS[1]) if whole else None
 
 
-def sandbox_command(isolate: bool | str, readable: Sequence[str], file_size: int, folder: str) -> list[str]:
-    """Return what comes before the command, in a sandbox of another program; nothing where none is asked for.
+def sandbox_command(isolate: bool | str, readable: Sequence[str], file_size: int, folder: str) -> tuple[list[str], int | None]:
+    """Return the command that runs one task in the sandbox that is asked for, and the user that runs it if not this one.
 
-    ConfigError when that program is not installed.
+    ConfigError when the sandbox is another program's, which is not installed.
     """
     if isolate not in _PROGRAMS:
-        return []
+        return python_command(), None
     program = shutil.which(_PROGRAMS[str(isolate)])
     if program is None:
         raise ConfigError(
             f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on PATH: install it (Debian's "
             f"package {isolate}), or pass isolate=True, which takes none"
         )
-    return _bubblewrap(program, readable, file_size) if isolate == "bubblewrap" else _runsc(program, readable, folder)
+    user = program_user()
+    if isolate == "runsc":  # it is to be started by root, and gives the number to the program
+        return _runsc(program, readable, file_size, folder, user), None
+    return [*_bubblewrap(program, readable, file_size), *python_command()], user
 
 
 def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[str]:
@@ -89,5 +93,36 @@ def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[s
     return [*command, "--"]
 
 
-def _runsc(program: str, readable: Sequence[str], folder: str) -> list[str]:
-    raise NotImplementedError
+def _runsc(program: str, readable: Sequence[str], file_size: int, folder: str, user: int | None) -> list[str]:
+    """Return runsc's arguments, after the description of the sandbox is written to ``folder``."""
+    root, own = Path(folder, "root"), f"size={file_size}"
+    root.mkdir()
+    Path(folder).chmod(0o755)  # runsc gives up being root before it opens it
+    for place in readable:
+        if os.path.islink(place):  # noqa: PTH114
+            link = root / place.lstrip("/")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.readlink(place))  # noqa: PTH115
+    shown = [place for place in readable if not os.path.islink(place)]  # noqa: PTH114
+    mounts = [{"destination": it, "type": "bind", "source": it, "options": ["ro", "rbind"]} for it in shown]
+    mounts += [{"destination": FOLDER, "type": "tmpfs", "source": "tmpfs", "options": [own, "mode=1777"]}]
+    process = {
+        "user": {"uid": user or 0, "gid": user or 0},
+        "args": python_command(),
+        "env": [f"PATH={os.defpath}", f"HOME={FOLDER}", f"TMPDIR={FOLDER}"],
+        "cwd": FOLDER,
+        "noNewPrivileges": True,
+        "capabilities": {},
+    }
+    namespaces = [{"type": kind} for kind in ("pid", "network", "ipc", "mount", "uts")]
+    description = {
+        "ociVersion": "1.0.0",
+        "process": process,
+        "root": {"path": "root", "readonly": True},
+        "mounts": mounts,
+        "linux": {"namespaces": namespaces},
+    }
+    Path(folder, "config.json").write_text(json.dumps(description))
+    flags = ["--network=none", "--ignore-cgroups", f"--root={folder}/state"]
+    flags += [] if os.geteuid() == 0 else ["--rootless"]
+    return [program, *flags, "run", f"--bundle={folder}", Path(folder).name]

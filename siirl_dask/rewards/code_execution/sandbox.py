@@ -108,10 +108,10 @@ def _run(task: dict[str, object], stdin: bytes, limits: Limits) -> bytes | None:
 @contextmanager
 def _started(limits: Limits) -> Iterator[Process]:
     with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder:
-        before = places.sandbox_command(limits.isolate, places.readable_places(limits.readable), limits.file_size, folder)
-        user = places.program_user() if before else None
-        home = FOLDER if limits.isolate else folder
-        with Process([*before, *places.python_command()], folder, home, user) as process:
+        readable = places.readable_places(limits.readable)
+        command, user = places.sandbox_command(limits.isolate, readable, limits.file_size, folder)
+        home = folder if limits.isolate in (False, "runsc") else FOLDER  # runsc itself writes there
+        with Process(command, folder, home, user) as process:
             yield process
 
 
