@@ -109,7 +109,7 @@ def test_pipes_and_devices_of_the_machine_cannot_be_opened(sandboxes, open_folde
     tried = [f"os.write(os.open({str(pipe)!r}, os.O_WRONLY | os.O_NONBLOCK), b'x')"]
     tried += [f"os.open({node!r}, {mode})" for node in nodes if node != "/dev/ptmx" for mode in ("os.O_RDONLY", "os.O_RDWR")]
     tried += ["os.mknod('node', 0o060666, os.makedev(254, 0)); os.open('node', os.O_RDONLY)"]
-    tried += ["os.mknod('node', 0o020666, os.makedev(1, 1)); os.open('node', os.O_RDONLY)"]
+    tried += ["os.mknod('other', 0o020666, os.makedev(1, 1)); os.open('other', os.O_RDONLY)"]
     if sandboxes.how == "runsc":  # its /dev/fuse is its own kernel's
         tried = [piece for piece in tried if "fuse" not in piece]
     assert set(attempts(sandboxes, tried)) <= REFUSED
@@ -241,7 +241,8 @@ for place in {places!r}:
     many = fill.format(places=places, most=5000, count="got += 1")
     (size,), (files,) = (attempts(sandboxes, [piece]) for piece in (full, many))
     assert 0 < size <= 2**20
-    assert 0 < files <= 1024
+    if sandboxes.how == "namespaces":  # the others' folders in memory have no such limit
+        assert 0 < files <= 1024
 
 
 def test_a_crash_leaves_no_core(sandboxes):

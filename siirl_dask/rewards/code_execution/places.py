@@ -105,9 +105,11 @@ def _runsc(program: str, readable: Sequence[str], file_size: int, folder: str, u
             link.symlink_to(os.readlink(place))  # noqa: PTH115
     shown = [place for place in readable if not os.path.islink(place)]  # noqa: PTH114
     mounts = [{"destination": it, "type": "bind", "source": it, "options": ["ro", "rbind"]} for it in shown]
+    if not any(place.startswith("/tmp/") for place in shown):  # runsc would put a folder there that anybody can fill
+        mounts += [{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["ro"]}]
     mounts += [{"destination": FOLDER, "type": "tmpfs", "source": "tmpfs", "options": [own, "mode=1777"]}]
     process = {
-        "user": {"uid": user or 0, "gid": user or 0},
+        "user": {"uid": user or _UNUSED_USERS[0], "gid": user or _UNUSED_USERS[0]},
         "args": python_command(),
         "env": [f"PATH={os.defpath}", f"HOME={FOLDER}", f"TMPDIR={FOLDER}"],
         "cwd": FOLDER,

@@ -27,7 +27,7 @@ _CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
 _NEWEST = 450  # calls that came after the tables below are refused, whatever they do: Linux 5.17 knows no higher number
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _SOCKETPAIR, _PRLIMIT = (56, 220), (435, 435), (53, 199), (302, 261)
+_CLONE, _CLONE3, _SOCKETPAIR, _PRLIMIT, _KILL, _TGKILL = (56, 220), (435, 435), (53, 199), (302, 261), (62, 129), (234, 131)
 _PROCESSES = (  # fork, vfork, unshare, setns, setpgid, setsid, prctl, execve, execveat, ptrace, seccomp
     *((57, None), (58, None), (272, 97), (308, 268), (109, 154), (112, 157), (157, 167), (59, 221), (322, 281)),
     *((101, 117), (317, 277)),
@@ -42,6 +42,7 @@ _REACH = (
     *((240, 180), (241, 181), (242, 182), (243, 183), (244, 184), (245, 185)),
     # process_vm_readv, process_vm_writev, process_madvise, kcmp, pidfd_open, pidfd_getfd, pidfd_send_signal
     *((310, 270), (311, 271), (440, 440), (312, 272), (434, 434), (438, 438), (424, 424)),
+    *((200, 130), (129, 138), (297, 240)),  # and tkill, rt_sigqueueinfo, rt_tgsigqueueinfo
     # keyctl, add_key, request_key, bpf, userfaultfd, perf_event_open, memfd_create, memfd_secret
     *((250, 219), (248, 217), (249, 218), (321, 280), (323, 282), (298, 241), (319, 279), (447, 447)),
     # mount, umount2, pivot_root, chroot, mount_setattr, move_mount, open_tree, fsopen, fsconfig, fsmount, fspick
@@ -87,6 +88,8 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
     if confined:  # a pair is what asyncio wakes itself with; one of datagrams could send to any address
         kind = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _SOCK_STREAM), _REFUSE, _ALLOW]
         rules += _on(_SOCKETPAIR[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, _AF_UNIX), _REFUSE, *kind)
+        for call_numbers in (_KILL, _TGKILL):  # only itself, as abort() does
+            rules += _on(call_numbers[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, os.getpid()), _REFUSE, _ALLOW)
         rules += _on(_PRLIMIT[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0), _REFUSE, _ALLOW)  # only its own limits
     return [*rules, _ALLOW]
 
