@@ -98,7 +98,9 @@ def python(who: str, how: str) -> str:
         return sys.executable
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         command = [*_as("user"), path, "-c", USABLE]
-        done = subprocess.run(command, capture_output=True, cwd="/", env={"PYTHONPATH": _path()}) if _there(path) else None
+        done = (
+            subprocess.run(command, capture_output=True, cwd="/", env={"PYTHONPATH": _path()}) if _there(path) else None
+        )
         if done is not None and done.returncode == 0:
             return path
     pytest.skip("no Python 3.11 that another user may run, or none of our own files that he may read")

@@ -34,7 +34,7 @@ def open_folder(tmp_path):
 
 def attempts(sandboxes, tried, **limits):
     """Run pieces of code in one program; return what came of each: its value, or the name of its error."""
-    code = f"""
+    code = """
 import ctypes, json, mmap, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *arguments):
@@ -107,7 +107,9 @@ def test_pipes_and_devices_of_the_machine_cannot_be_opened(sandboxes, open_folde
             os.mknod(open_folder / "node", 0o020666, os.makedev(1, 8))
             nodes.append(str(open_folder / "node"))
     tried = [f"os.write(os.open({str(pipe)!r}, os.O_WRONLY | os.O_NONBLOCK), b'x')"]
-    tried += [f"os.open({node!r}, {mode})" for node in nodes if node != "/dev/ptmx" for mode in ("os.O_RDONLY", "os.O_RDWR")]
+    tried += [
+        f"os.open({node!r}, {mode})" for node in nodes if node != "/dev/ptmx" for mode in ("os.O_RDONLY", "os.O_RDWR")
+    ]
     tried += ["os.mknod('node', 0o060666, os.makedev(254, 0)); os.open('node', os.O_RDONLY)"]
     tried += ["os.mknod('other', 0o020666, os.makedev(1, 1)); os.open('other', os.O_RDONLY)"]
     if sandboxes.how == "runsc":  # its /dev/fuse is its own kernel's
@@ -247,7 +249,10 @@ for place in {places!r}:
 
 def test_a_crash_leaves_no_core(sandboxes):
     # a limit of 0 would still start the machine's handler of cores; 1 starts none and writes none
-    pieces = ["got = resource.getrlimit(resource.RLIMIT_CORE)", "resource.setrlimit(resource.RLIMIT_CORE, (2**30, 2**30))"]
+    pieces = [
+        "got = resource.getrlimit(resource.RLIMIT_CORE)",
+        "resource.setrlimit(resource.RLIMIT_CORE, (2**30, 2**30))",
+    ]
     limit, raised = attempts(sandboxes, pieces)
     assert (limit, raised) == ([1, 1], "ValueError")
     assert sandboxes.output("import os; os.abort()") is None
@@ -333,7 +338,9 @@ def f(x): return 7
 
 
 @pytest.mark.parametrize("how", FORGERIES)
-@pytest.mark.parametrize("test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert 2 in [f(1)] and all([False])"])
+@pytest.mark.parametrize(
+    "test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert 2 in [f(1)] and all([False])"]
+)
 def test_a_pass_cannot_be_forged(sandboxes, how, test):
     if sandboxes.how == "runsc" and test != "assert f(1) == 2":
         pytest.skip("a second for each is too long")

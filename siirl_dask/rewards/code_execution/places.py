@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,11 +42,15 @@ def python_command() -> list[str]:
 def readable_places(more: Sequence[str]) -> list[str]:
     """Return the files and folders that a program can read: the system's programs and libraries, Python's, and ``more``.
 
-    ConfigError for one of ``more`` that is not there.
+    ConfigError for one of ``more`` that is not there, or that only its owner may read where root runs the programs.
     """
     for place in more:
         if not Path(place).is_absolute() or not Path(place).exists():
             raise ConfigError(f"readable names {place!r}: expected the absolute path of a file or folder that exists")
+        if os.geteuid() == 0 and not Path(place).stat().st_mode & stat.S_IROTH:
+            raise ConfigError(
+                f"readable names {place!r}, which others may not read, and root's programs run as another user"
+            )
     pythons = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, f"{_HERE}/inside"} - {"/"}
     places = sorted(place for place in {*_SYSTEM, *pythons, *more} if Path(place).exists())
     return [place for place in places if not any(str(above) in places for above in Path(place).parents)]
@@ -62,7 +67,9 @@ def program_user() -> int | None:
     return _UNUSED_USERS[0] + secrets.randbelow(_UNUSED_USERS[1]) if whole else None
 
 
-def sandbox_command(isolate: bool | str, readable: Sequence[str], file_size: int, folder: str) -> tuple[list[str], int | None]:
+def sandbox_command(
+    isolate: bool | str, readable: Sequence[str], file_size: int, folder: str
+) -> tuple[list[str], int | None]:
     """Return the command that runs one task in the sandbox that is asked for, and the user that runs it if not this one.
 
     ConfigError when the sandbox is another program's, which is not installed.

@@ -22,7 +22,9 @@ from siirl_dask.rewards.code_execution.inside.namespaces import FOLDER
 from siirl_dask.rewards.code_execution.processes import Flow, Process, carry
 
 _LONGEST_REASON = 2**16  # bytes
-_MEMORY_OF_MESSAGE = 16  # a message may have this part of the memory: what it is decoded to takes several times its bytes
+_MEMORY_OF_MESSAGE = (
+    16  # a message may have this part of the memory: what it is decoded to takes several times its bytes
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,10 @@ def passes(code: str, test: str, limits: Limits) -> bool:
     end = time.monotonic() + limits.seconds
     size = limits.memory // _MEMORY_OF_MESSAGE
     with ExitStack() as stack:
-        tasks: tuple[dict[str, object], ...] = ({"kind": "solution", "code": code}, {"kind": "examination", "test": test})
+        tasks: tuple[dict[str, object], ...] = (
+            {"kind": "solution", "code": code},
+            {"kind": "examination", "test": test},
+        )
         program, examination = (stack.enter_context(_started(limits)) for _ in tasks)
         into = [_header(task | {"message_size": size}, limits) for task in tasks]
         answers = Flow(source=program.stdout, sink=examination.stdin, waiting=into[1])
@@ -119,7 +124,9 @@ def _header(task: dict[str, object], limits: Limits) -> bytearray:
     own = limits.isolate in (True, "namespaces")
     user = places.program_user() if own else None
     confinement = {"isolate": "namespaces" if own else limits.isolate, "user": user}
-    text = json.dumps(task | asdict(limits) | confinement | {"readable": places.readable_places(limits.readable)}).encode()
+    text = json.dumps(
+        task | asdict(limits) | confinement | {"readable": places.readable_places(limits.readable)}
+    ).encode()
     return bytearray(struct.pack("<Q", len(text)) + text)
 
 
@@ -137,4 +144,6 @@ def _check(code: int | None, reason: Flow) -> None:
             "that does), or pass isolate=False, which leaves it network and files"
         )
     if code not in (None, PASSED, FAILED):
-        raise ConfigError(f"the process that was to run the code broke with exit code {code}: {why or 'it said nothing'}")
+        raise ConfigError(
+            f"the process that was to run the code broke with exit code {code}: {why or 'it said nothing'}"
+        )

@@ -40,7 +40,9 @@ _KINDS: dict[str, Callable[[Task], None]] = {
 
 def main() -> None:
     """Confine this process as its task says, run the task in a child, and end with the child's exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the first process of a namespace it is then out of a child's reach
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # as the first process of a namespace it is then out of a child's reach
     die_with_parent()
     task = json.loads(_read(struct.unpack("<Q", _read(8))[0]))
     if task["isolate"] == "namespaces":

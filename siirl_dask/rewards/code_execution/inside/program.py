@@ -102,7 +102,9 @@ class _Objects:
         before = {place: self._as_text(item) for place, item in held.items() if isinstance(item, _MUTABLE)}
         value = _OPERATIONS[request["ask"]](*arguments, **named)
         changed = {
-            place: encode(held[place], self._refer) for place, text in before.items() if self._as_text(held[place]) != text
+            place: encode(held[place], self._refer)
+            for place, text in before.items()
+            if self._as_text(held[place]) != text
         }
         return {"value": encode(value, self._refer), "changed": changed}
 

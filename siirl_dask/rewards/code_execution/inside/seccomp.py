@@ -27,7 +27,14 @@ _CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
 _NEWEST = 450  # calls that came after the tables below are refused, whatever they do: Linux 5.17 knows no higher number
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _SOCKETPAIR, _PRLIMIT, _KILL, _TGKILL = (56, 220), (435, 435), (53, 199), (302, 261), (62, 129), (234, 131)
+_CLONE, _CLONE3, _SOCKETPAIR, _PRLIMIT, _KILL, _TGKILL = (
+    (56, 220),
+    (435, 435),
+    (53, 199),
+    (302, 261),
+    (62, 129),
+    (234, 131),
+)
 _PROCESSES = (  # fork, vfork, unshare, setns, setpgid, setsid, prctl, execve, execveat, ptrace, seccomp
     *((57, None), (58, None), (272, 97), (308, 268), (109, 154), (112, 157), (157, 167), (59, 221), (322, 281)),
     *((101, 117), (317, 277)),
@@ -83,7 +90,9 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
         rules += [(_AT_LEAST, 0, 1, _NEWEST + 1), _UNKNOWN]
     for numbers in (*_PROCESSES, *_REACH) if confined else _PROCESSES:
         rules += _on(numbers[column], _REFUSE)
-    rules += _on(_CLONE3[column], _UNKNOWN)  # a filter cannot see its flags; clone's it can, and the C library falls back
+    rules += _on(
+        _CLONE3[column], _UNKNOWN
+    )  # a filter cannot see its flags; clone's it can, and the C library falls back
     rules += _on(_CLONE[column], (_LOAD, 0, 0, _FIRST), (_ANY_BIT, 1, 0, _CLONE_THREAD), _REFUSE, _ALLOW)
     if confined:  # a pair is what asyncio wakes itself with; one of datagrams could send to any address
         kind = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _SOCK_STREAM), _REFUSE, _ALLOW]
