@@ -1,4 +1,4 @@
-"""A program in a sandbox reaches nothing of the machine and cannot forge a pass: in every sandbox, as root and as a user."""
+"""A program in a sandbox reaches nothing of the machine and forges no pass: in every sandbox, as root and as a user."""
 
 import contextlib
 import json
@@ -277,7 +277,7 @@ def f(x):
     "leaving at exit": "import atexit, os; atexit.register(os._exit, 0)\ndef f(x): raise SystemExit",
     "leaving as what was refused": "import os; os._exit(97)",
     "leaving as what cannot be used": "import os; os._exit(96)",
-    "an answer that equals everything": "class Same:\n    def __eq__(self, other): return True\ndef f(x): return Same()",
+    "an answer that equals everything": "class Same:\n    def __eq__(self, x): return True\ndef f(x): return Same()",
     "an answer that calculates": """
 class Same:
     def __sub__(self, other): return 0
@@ -287,7 +287,7 @@ class Same:
     def __contains__(self, other): return True
 def f(x): return Same()
 """,
-    "a number that equals everything": "class Same(int):\n    def __eq__(self, other): return True\ndef f(x): return Same(1)",
+    "a number that equals everything": "class Same(int):\n    def __eq__(self, x): return 1\ndef f(x): return Same(1)",
     "other builtins": """
 import builtins, json, operator
 builtins.AssertionError = builtins.compile = builtins.isinstance = None

@@ -31,11 +31,11 @@ def code_execution(
     """Return the share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without one.
 
     A test is code that asserts, or ``{input, output}`` of a program, compared line by line without white space at the
-    ends. ``answer`` is one test, a list of tests, or that list as JSON. The program runs anew for each test, in a process
-    that can do no harm (see Limits) and that the test is not in: see docs/rewards.md for what a test may do, and for
-    ``forgeable``, which runs both in one. All tests of a response share ``seconds``: a test that no time is left for is
-    not passed. ValueError when ``answer`` holds no test, or one that cannot be run apart from the program; ConfigError
-    where the code cannot be isolated.
+    ends. ``answer`` is one test, a list of tests, or that list as JSON. The program runs anew for each test, in a
+    process that can do no harm (see Limits) and that the test is not in: see docs/rewards.md for what a test may do,
+    and for ``forgeable``, which runs both in one. All tests of a response share ``seconds``: a test that no time
+    is left for is not passed. ValueError when ``answer`` holds no test, or one that cannot be run apart from the
+    program; ConfigError where the code cannot be isolated.
     """
     tests = list(_tests(answer))
     limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate, readable=tuple(readable))

@@ -1,4 +1,4 @@
-"""What of the machine a program sees, and the command that starts it: by itself, or in a sandbox of another program's."""
+"""What of the machine a program sees, and the command that starts it: by itself or in another's sandbox."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def python_command() -> list[str]:
 
 
 def readable_places(more: Sequence[str]) -> list[str]:
-    """Return the files and folders that a program can read: the system's programs and libraries, Python's, and ``more``.
+    """Return the files and folders that a program can read: the system's and Python's libraries, and ``more``.
 
     ConfigError for one of ``more`` that is not there, or that only its owner may read where root runs the programs.
     """
@@ -59,7 +59,8 @@ def readable_places(more: Sequence[str]) -> list[str]:
 def program_user() -> int | None:
     """Return the number of a user that nobody is, for a program started by root; None for a program of anyone else.
 
-    The kernel excepts root from limits, and counts the threads of all programs of one user together. In a container with users of its own, root is another of the machine's users.
+    The kernel excepts root from limits, and counts the threads of all programs of one user together. In a container
+    with users of its own, root is another of the machine's users.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return None
@@ -70,7 +71,7 @@ def program_user() -> int | None:
 def sandbox_command(
     isolate: bool | str, readable: Sequence[str], file_size: int, folder: str
 ) -> tuple[list[str], int | None]:
-    """Return the command that runs one task in the sandbox that is asked for, and the user that runs it if not this one.
+    """Return the command that runs one task in the sandbox that is asked for, and the user for it if not this one.
 
     ConfigError when the sandbox is another program's, which is not installed.
     """
@@ -79,8 +80,8 @@ def sandbox_command(
     program = shutil.which(_PROGRAMS[str(isolate)])
     if program is None:
         raise ConfigError(
-            f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on PATH: install it (Debian's "
-            f"package {isolate}), or pass isolate=True, which takes none"
+            f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on PATH: install it "
+            f"(Debian's package {isolate}), or pass isolate=True, which takes none"
         )
     user = program_user()
     if isolate == "runsc":  # it is to be started by root, and gives the number to the program

@@ -44,7 +44,7 @@ class Flow:
 
 
 class Process:
-    """A process with all that it starts, in a session of its own; leaving the context kills them and waits for their end."""
+    """A process with all that it starts, in a session of its own; leaving the context ends them all."""
 
     def __init__(self, command: Sequence[str], folder: str, home: str, user: int | None) -> None:
         self._ended, held = os.pipe()  # its processes hold one side: the other one's end says that all are gone

@@ -135,13 +135,13 @@ def _check(code: int | None, reason: Flow) -> None:
     why = bytes(reason.waiting).decode(errors="replace").strip()
     if code == UNUSABLE:
         raise ValueError(
-            f"a test cannot be run apart from the program: {why}; mend it, or pass forgeable=True, which runs both in one "
-            "process, where a program that looks for it can pass without being right"
+            f"a test cannot be run apart from the program: {why}; mend it, or pass forgeable=True, which runs both in "
+            "one process, where a program that looks for it can pass without being right"
         )
     if code == REFUSED:
         raise ConfigError(
-            f"code cannot be confined here: {why}; allow unprivileged user namespaces (in a container, a seccomp profile "
-            "that does), or pass isolate=False, which leaves it network and files"
+            f"code cannot be confined here: {why}; allow unprivileged user namespaces (in a container, a seccomp "
+            "profile that does), or pass isolate=False, which leaves it network and files"
         )
     if code not in (None, PASSED, FAILED):
         raise ConfigError(

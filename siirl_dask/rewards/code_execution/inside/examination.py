@@ -1,4 +1,4 @@
-"""A test, run in a process that the program cannot reach: it calls the program's functions and compares what they return.
+"""A test, run in a process that the program cannot reach: it calls the program's functions and compares results.
 
 The test's code is not changed. The names that it uses and does not define stand for the program's: a function is called
 where the program runs, its arguments go there and its result comes back as data.
@@ -16,14 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from siirl_dask.rewards.code_execution.inside.channel import Channel
+from siirl_dask.rewards.code_execution.inside.errors import UnusableTestError
 from siirl_dask.rewards.code_execution.inside.program import module
 from siirl_dask.rewards.code_execution.inside.values import builtin_name, decode, encode
 
 _ENDED = 98  # as any failure: a test must not be able to catch the end of the program
-
-
-class UnusableTestError(BaseException):
-    """A test cannot be run apart from the program. It is no Exception, so that a test does not catch it."""
 
 
 def examine(task: dict[str, Any]) -> None:
@@ -146,8 +143,8 @@ class _Solution(ModuleType):
 
 
 class _Remote:
-    """A function or an object of the program. It cannot be compared with data, nor calculated with: that would be for the
-    program to decide. Two are equal when they are the same object.
+    """A function or an object of the program. It cannot be compared with data, nor calculated with: that would be for
+    the program to decide. Two are equal when they are the same object.
     """
 
     def __init__(self, program: _Program, number: int) -> None:

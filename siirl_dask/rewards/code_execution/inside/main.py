@@ -5,6 +5,7 @@ The process reads its task from standard input: eight bytes of length, then JSON
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from siirl_dask.rewards.code_execution.inside import examination, program
+from siirl_dask.rewards.code_execution.inside.errors import UnusableTestError
 from siirl_dask.rewards.code_execution.inside.linux import call, die_with_parent
 from siirl_dask.rewards.code_execution.inside.namespaces import become, leave_namespaces
 from siirl_dask.rewards.code_execution.inside.seccomp import install_filter
@@ -30,12 +31,13 @@ _OPEN_FILES, _TASKS = 64, 64
 _NO_CORE = 1  # 0 would still start the program that /proc/sys/kernel/core_pattern names
 
 Task = dict[str, Any]
-_KINDS: dict[str, Callable[[Task], None]] = {
-    "program": program.run_program,
-    "solution": program.serve_solution,
-    "examination": examination.examine,
-    "together": program.run_together,
+_KINDS = {
+    "program": ("program", "run_program"),
+    "solution": ("serving", "serve_solution"),
+    "examination": ("examination", "examine"),
+    "together": ("program", "run_together"),
 }
+"""Module and function of each kind of task. Only one is imported: a program ends in less time than that takes."""
 
 
 def main() -> None:
@@ -45,6 +47,8 @@ def main() -> None:
     )  # as the first process of a namespace it is then out of a child's reach
     die_with_parent()
     task = json.loads(_read(struct.unpack("<Q", _read(8))[0]))
+    module, function = _KINDS[task["kind"]]
+    run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     if task["isolate"] == "namespaces":
         _or_refuse(lambda: leave_namespaces(task["readable"], task["file_size"], task["user"]))
     confined, tell = os.pipe()
@@ -56,7 +60,7 @@ def main() -> None:
             _or_refuse(lambda: _confine(task))
             os.write(tell, b"!")
             os.close(tell)
-            code = _run(task)
+            code = _run(run, task)
         finally:
             os._exit(code)
     os.close(tell)
@@ -67,15 +71,15 @@ def main() -> None:
     os._exit(REFUSED if not was_run else PASSED if code == 0 else UNUSABLE if unusable else FAILED)
 
 
-def _run(task: Task) -> int:
+def _run(run: Callable[[Task], None], task: Task) -> int:
     nothing = os.open(os.devnull, os.O_WRONLY)
     why = os.dup(2)
     os.dup2(nothing, 2)
     if task["kind"] != "examination":
         os.close(why)
     try:
-        _KINDS[task["kind"]](task)
-    except examination.UnusableTestError as error:
+        run(task)
+    except UnusableTestError as error:
         os.write(why, str(error).encode())
         return UNUSABLE
     except BaseException:  # also SystemExit: a program that exits has not passed

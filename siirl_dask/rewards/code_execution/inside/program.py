@@ -1,35 +1,11 @@
-"""A program of a model, run by itself: as a script, or as a module whose functions a test calls from outside."""
+"""A program of a model, run by itself as a script, or in one module with its test."""
 
 from __future__ import annotations
 
-import builtins
-import json
-import operator
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-
-from siirl_dask.rewards.code_execution.inside.channel import Channel
-from siirl_dask.rewards.code_execution.inside.values import decode, encode
-
-_MUTABLE = (list, dict, set, bytearray)
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
-    "get": getattr,
-    "set": setattr,
-    "item": operator.getitem,
-    "put": operator.setitem,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "isinstance": isinstance,
-}
-"""What a test may ask of an object that stays with the program."""
 
 
 def run_program(task: dict[str, Any]) -> None:
@@ -47,26 +23,11 @@ def run_together(task: dict[str, Any]) -> None:
 
     The program shares its memory with the test and the token, so it can print that by itself.
     """
-    answer = _quiet()[1]
+    answer = silence()[1]
     names = module("solution")
     exec(compile(task["code"], "solution", "exec"), names)
     exec(compile(task["test"], "test", "exec"), names)
     os.write(answer, task["token"].encode())
-
-
-def serve_solution(task: dict[str, Any]) -> None:
-    """Run the program, not as the main module, then do what the test asks over standard input and output."""
-    channel = Channel(*_quiet(), task["message_size"])
-    names = module("solution")
-    objects = _Objects()
-    exec(compile(task["code"], "solution", "exec"), names)
-    while True:
-        request = channel.receive()
-        try:
-            reply = objects.answer(request, names)
-            channel.send(reply)
-        except Exception as error:  # whatever the program raises is the test's to catch
-            channel.send({"raised": [type(error).__name__, str(error)[:1000]]})
 
 
 def module(name: str) -> dict[str, Any]:
@@ -75,7 +36,7 @@ def module(name: str) -> dict[str, Any]:
     return vars(sys.modules[name])
 
 
-def _quiet() -> tuple[int, int]:
+def silence() -> tuple[int, int]:
     """Return copies of standard input and output, which read and write nothing from here on."""
     files = os.dup(0), os.dup(1)
     for file in (0, 1):
@@ -83,39 +44,3 @@ def _quiet() -> tuple[int, int]:
         os.dup2(nothing, file)
         os.close(nothing)
     return files
-
-
-class _Objects:
-    """The program's values that the test holds by number, because they cannot be sent."""
-
-    def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._numbers: dict[int, int] = {}
-
-    def answer(self, request: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-        if request["ask"] == "names":
-            found = {name: names[name] for name in request["names"] if name in names}
-            return {"names": {name: encode(value, self._refer) for name, value in found.items()}}
-        arguments = [decode(item, self._find) for item in request["arguments"]]
-        named = {name: decode(item, self._find) for name, item in request["named"].items()}
-        held = {str(place): item for place, item in enumerate(arguments)} | named
-        before = {place: self._as_text(item) for place, item in held.items() if isinstance(item, _MUTABLE)}
-        value = _OPERATIONS[request["ask"]](*arguments, **named)
-        changed = {
-            place: encode(held[place], self._refer)
-            for place, text in before.items()
-            if self._as_text(held[place]) != text
-        }
-        return {"value": encode(value, self._refer), "changed": changed}
-
-    def _as_text(self, value: Any) -> str:
-        return json.dumps(encode(value, self._refer))
-
-    def _refer(self, value: Any) -> dict[str, int]:
-        number = self._numbers.setdefault(id(value), len(self._values))
-        if number == len(self._values):
-            self._values.append(value)  # kept, so that its id stays its own
-        return {"object": number}
-
-    def _find(self, kind: str, name: Any) -> Any:
-        return self._values[name] if kind == "object" else getattr(builtins, name)

@@ -83,6 +83,6 @@ def decode(data: Any, find: Callable[[str, Any], Any]) -> Any:
 
 
 def builtin_name(value: Any) -> str | None:
-    """Return the name of a function or a class of Python's own, such as ``len`` or ``int``; None for any other value."""
+    """Return the name of a function or a class of Python's own, such as ``len`` or ``int``; None for others."""
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) and getattr(builtins, name, None) is value else None
