@@ -17,7 +17,13 @@ import pytest
 from siirl_dask.rewards.code_execution import places
 
 ROOT = Path(__file__).parents[2]
-KINDS = [(how, who) for how in ("namespaces", "bubblewrap", "runsc") for who in ("root", "user")]
+WHO = ("root", "user")
+KINDS = [pytest.param(("namespaces", who), id=f"namespaces-{who}") for who in WHO] + [
+    pytest.param((how, who), id=f"{how}-{who}", marks=pytest.mark.slow)
+    for how in ("bubblewrap", "runsc")
+    for who in WHO
+]
+"""Every kind of sandbox and who starts it. What takes another program to be installed runs with the slow tests."""
 USER = 54321  # of no account
 USABLE = """
 import os, sys, cloudpickle

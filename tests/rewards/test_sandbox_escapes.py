@@ -16,7 +16,7 @@ from tests.rewards.sandboxes import KINDS, Sandboxes
 SECRET = "the machine's secret"
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(kind))
+@pytest.fixture(scope="module", params=KINDS)
 def sandboxes(request):
     made = Sandboxes(*request.param)
     yield made
