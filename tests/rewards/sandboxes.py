@@ -23,7 +23,7 @@ KINDS = [pytest.param(("namespaces", who), id=f"namespaces-{who}") for who in WH
     for how in ("bubblewrap", "runsc")
     for who in WHO
 ]
-"""Every kind of sandbox and who starts it. What takes another program to be installed runs with the slow tests."""
+"""Every kind of sandbox and who starts it. What takes another program runs with the slow tests."""
 USER = 54321  # of no account
 USABLE = """
 import os, sys, cloudpickle

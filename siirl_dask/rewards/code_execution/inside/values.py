@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 _LONGEST_INT = 2**64  # a longer one is sent as hexadecimal digits, of which Python reads any number
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
