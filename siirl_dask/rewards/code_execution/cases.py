@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes
+from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 Test = str | tuple[str, str]
@@ -23,31 +23,35 @@ def code_execution(
     seconds: float = 10.0,
     memory: int = 2**30,
     file_size: int = 2**20,
-    isolate: bool = True,
+    isolate: bool | str = True,
+    readable: Sequence[str] = (),
+    forgeable: bool = False,
     **extra: object,
 ) -> float:
     """Return the share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without one.
 
     A test is code that asserts, or ``{input, output}`` of a program, compared line by line without white space at the
-    ends. ``answer`` is one test, a list of tests, or that list as JSON. Each test runs in a process of its own that can
-    do no harm (see Limits). All tests of a response share ``seconds``: a test that no time is left for is not passed.
-    ValueError when ``answer`` holds no test, ConfigError where the kernel does not allow the code to be isolated.
+    ends. ``answer`` is one test, a list of tests, or that list as JSON. The program runs anew for each test, in a
+    process that can do no harm (see Limits) and that the test is not in: see docs/rewards.md for what a test may do,
+    and for ``forgeable``, which runs both in one. All tests of a response share ``seconds``: a test that no time
+    is left for is not passed. ValueError when ``answer`` holds no test, or one that cannot be run apart from the
+    program; ConfigError where the code cannot be isolated.
     """
     tests = list(_tests(answer))
-    limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate)
+    limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate, readable=tuple(readable))
     blocks = _BLOCK.findall(response)
     if not blocks:
         return 0.0
     end, passed = time.monotonic() + seconds, 0
     for test in tests:
         left = end - time.monotonic()
-        passed += left > 0 and _passes(blocks[-1], test, replace(limits, seconds=left))
+        passed += left > 0 and _passes(blocks[-1], test, replace(limits, seconds=left), forgeable)
     return passed / len(tests)
 
 
-def _passes(code: str, test: Test, limits: Limits) -> bool:
+def _passes(code: str, test: Test, limits: Limits, forgeable: bool) -> bool:
     if isinstance(test, str):
-        return passes(code, test, limits)
+        return passes_together(code, test, limits) if forgeable else passes(code, test, limits)
     stdin, expected = test
     printed = output(code, stdin, limits)
     return printed is not None and _lines(printed) == _lines(expected)

@@ -1,29 +1,35 @@
 """The sandbox runs a Python program that nobody has read: with limits, without network, in an empty folder.
 
-Each program is a process of its own with a clean environment. The process confines itself: see sandboxed.py.
+What a program should have returned or printed never enters its sandbox: its input goes in, data comes out and is
+compared outside. Each process confines itself; see inside/.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
+import struct
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import IO
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.rewards.code_execution import sandboxed
+from siirl_dask.rewards.code_execution import places
+from siirl_dask.rewards.code_execution.inside.main import FAILED, PASSED, REFUSED, UNUSABLE
+from siirl_dask.rewards.code_execution.inside.namespaces import FOLDER
+from siirl_dask.rewards.code_execution.processes import Flow, Process, carry
+
+_LONGEST_REASON = 2**16  # bytes
+_MEMORY_OF_MESSAGE = (
+    16  # a message may have this part of the memory: what it is decoded to takes several times its bytes
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits of one program. ValueError unless each number is above 0."""
+    """The limits of one program. ValueError unless each number is above 0, ConfigError for any other isolation."""
 
     seconds: float = 10.0
     """Seconds of wall-clock time, and of CPU time."""
@@ -31,77 +37,113 @@ class Limits:
     """Bytes of address space."""
     file_size: int = 2**20
     """Most bytes of its output, of one file, and of all its files together."""
-    isolate: bool = True
-    """True cuts the program off from the network and from writing files but its own, and refuses to run it where the
-    kernel does not allow that.
+    isolate: bool | str = True
+    """``True``, or ``namespaces``, hides from the program the network, other processes and all files but ``readable``
+    and Python's, and refuses to run it where the kernel does not allow that. ``bubblewrap`` and ``runsc`` have that
+    program do it. ``False``: none does.
     """
+    readable: tuple[str, ...] = ()
+    """Files and folders that an isolated program can read, beside the system's libraries and Python's."""
 
     def __post_init__(self) -> None:
         for name in ("seconds", "memory", "file_size"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected more than 0")
+        if self.isolate not in places.ISOLATIONS:
+            names = ", ".join(map(str, places.ISOLATIONS))
+            raise ConfigError(f"isolate={self.isolate!r}: expected one of {names}")
 
 
 def passes(code: str, test: str, limits: Limits) -> bool:
-    """Return whether ``test``, run after ``code`` in the same module, comes to its end; leaving early is no pass."""
+    """Return whether ``test`` comes to its end, run in one sandbox with the functions of ``code`` in another.
+
+    The program's functions get data and return data, so the program cannot reach the test. ValueError when the test
+    passes them anything else.
+    """
+    end = time.monotonic() + limits.seconds
+    size = limits.memory // _MEMORY_OF_MESSAGE
+    with ExitStack() as stack:
+        tasks: tuple[dict[str, object], ...] = (
+            {"kind": "solution", "code": code},
+            {"kind": "examination", "test": test},
+        )
+        program, examination = (stack.enter_context(_started(limits)) for _ in tasks)
+        into = [_header(task | {"message_size": size}, limits) for task in tasks]
+        answers = Flow(source=program.stdout, sink=examination.stdin, waiting=into[1])
+        asked = Flow(source=examination.stdout, sink=program.stdin, waiting=into[0])
+        reasons = [Flow(source=process.stderr, most=_LONGEST_REASON) for process in (program, examination)]
+        flows: dict[Flow, Process | None] = {asked: program, answers: examination, reasons[0]: None, reasons[1]: None}
+        if carry(flows, [asked, reasons[1]], end) and examination.exit_code(end) == PASSED:
+            return True
+        # The program may still run; it ends when it reads the end of its input, and is heard for why it was not run.
+        ended = carry(flows, list(flows), end)
+        for process, reason in zip((program, examination), reasons, strict=True):
+            _check(process.exit_code(end) if ended else None, reason)
+        return False
+
+
+def passes_together(code: str, test: str, limits: Limits) -> bool:
+    """Return whether ``test``, run after ``code`` in the same module, comes to its end; leaving early is no pass.
+
+    The program shares the test's memory: one that looks for it can print what says that the test passed.
+    """
     token = secrets.token_hex(16)
-    return _run({"code": code, "test": test, "token": token}, limits) == token.encode()
+    return _run({"kind": "together", "code": code, "test": test, "token": token}, b"", limits) == token.encode()
 
 
 def output(code: str, stdin: str, limits: Limits) -> str | None:
     """Return the output of ``code``, run with ``stdin``; None when it fails, is too slow or prints too much."""
-    printed = _run({"code": code, "stdin": stdin}, limits)
+    printed = _run({"kind": "program", "code": code}, stdin.encode(), limits)
     return None if printed is None else printed.decode(errors="replace")
 
 
-def _run(task: dict[str, str], limits: Limits) -> bytes | None:
-    """Return the standard output; None when the program failed. ConfigError when it cannot be confined."""
-    with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder, tempfile.TemporaryFile() as printed:
-        late = False
-        with _started(folder, printed) as process:
-            try:
-                process.communicate(json.dumps(task | asdict(limits)).encode(), timeout=limits.seconds)
-            except subprocess.TimeoutExpired:
-                late = True
-        printed.seek(0)
-        if late or process.returncode == sandboxed.FAILED:
-            return None
-        if process.returncode == sandboxed.REFUSED:
-            raise ConfigError(
-                f"code cannot be confined here: {printed.read().decode()}; allow unprivileged user namespaces (in a "
-                "container, a seccomp profile that does), or pass isolate=False, which leaves it network and files"
-            )
-        if process.returncode:
-            raise RuntimeError(f"the process that was to run the code broke with exit code {process.returncode}")
-        return printed.read()
+def _run(task: dict[str, object], stdin: bytes, limits: Limits) -> bytes | None:
+    """Return the standard output of one process; None when it failed. ConfigError when it cannot be confined."""
+    end = time.monotonic() + limits.seconds
+    with _started(limits) as process:
+        given = Flow(sink=process.stdin, waiting=_header(task, limits) + stdin)
+        printed = Flow(source=process.stdout, most=limits.file_size)
+        reason = Flow(source=process.stderr, most=_LONGEST_REASON)
+        ended = carry({given: process, printed: None, reason: None}, [printed, reason], end)
+        code = process.exit_code(end) if ended else None
+        _check(code, reason)
+        return bytes(printed.waiting) if code == PASSED else None
 
 
 @contextmanager
-def _started(folder: str, printed: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process that runs a program; on the way out, kill it with all that it started."""
-    ended, held = os.pipe()  # the program's processes hold one side: the other one's end says that all are gone
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-X", "utf8", sandboxed.__file__],
-            stdin=subprocess.PIPE,
-            stdout=printed,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
-            pass_fds=[held],
-            start_new_session=True,
+def _started(limits: Limits) -> Iterator[Process]:
+    with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder:
+        readable = places.readable_places(limits.readable)
+        command, user = places.sandbox_command(limits.isolate, readable, limits.file_size, folder)
+        home = folder if limits.isolate in (False, "runsc") else FOLDER  # runsc itself writes there
+        with Process(command, folder, home, user) as process:
+            yield process
+
+
+def _header(task: dict[str, object], limits: Limits) -> bytearray:
+    own = limits.isolate in (True, "namespaces")
+    user = places.program_user() if own else None
+    confinement = {"isolate": "namespaces" if own else limits.isolate, "user": user}
+    text = json.dumps(
+        task | asdict(limits) | confinement | {"readable": places.readable_places(limits.readable)}
+    ).encode()
+    return bytearray(struct.pack("<Q", len(text)) + text)
+
+
+def _check(code: int | None, reason: Flow) -> None:
+    """Raise what an exit code says, beside that the code failed; None is that of a process that had no time to end."""
+    why = bytes(reason.waiting).decode(errors="replace").strip()
+    if code == UNUSABLE:
+        raise ValueError(
+            f"a test cannot be run apart from the program: {why}; mend it, or pass forgeable=True, which runs both in "
+            "one process, where a program that looks for it can pass without being right"
         )
-    except BaseException:
-        os.close(ended)
-        raise
-    finally:
-        os.close(held)
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        while os.read(ended, 4096):
-            pass
-        os.close(ended)
+    if code == REFUSED:
+        raise ConfigError(
+            f"code cannot be confined here: {why}; allow unprivileged user namespaces (in a container, a seccomp "
+            "profile that does), or pass isolate=False, which leaves it network and files"
+        )
+    if code not in (None, PASSED, FAILED):
+        raise ConfigError(
+            f"the process that was to run the code broke with exit code {code}: {why or 'it said nothing'}"
+        )
