@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import siirl_storage
 
 from siirl_dask.rewards.code_execution import places
 
@@ -26,7 +27,7 @@ KINDS = [pytest.param(("namespaces", who), id=f"namespaces-{who}") for who in WH
 """Every kind of sandbox and who starts it. What takes another program runs with the slow tests."""
 USER = 54321  # of no account
 USABLE = """
-import os, sys, cloudpickle
+import os, sys, cloudpickle, siirl_storage
 assert sys.version_info >= (3, 11) and os.access(sys.executable, os.X_OK) and os.access(sys.base_prefix, os.R_OK)
 """  # setpriv starts even a program that the user may not read
 SERVE = """
@@ -117,4 +118,5 @@ def _there(path: str) -> bool:
 
 
 def _path() -> str:
-    return os.pathsep.join([str(ROOT), str(Path(cloudpickle.__file__).parents[1])])
+    ours = (str(Path(siirl_storage.__file__).parents[1]), str(Path(cloudpickle.__file__).parents[1]))
+    return os.pathsep.join([str(ROOT), *ours])
