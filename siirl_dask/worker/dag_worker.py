@@ -107,9 +107,18 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             await self._plane.close()
 
-    def start(self) -> None:
-        """Join the process groups and build this worker's roles; runs as a task, once."""
+    @property
+    def port(self) -> int:
+        """The port where this worker listens for its peers."""
+        return self._plane.port
+
+    def start(self, ports: Sequence[int]) -> None:
+        """Join the process groups and build this worker's roles; runs as a task, once.
+
+        ``ports`` are those of all members, in rank order.
+        """
         self._plane.check()
+        self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
         self._await_earlier()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so

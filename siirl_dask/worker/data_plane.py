@@ -15,7 +15,7 @@ from distributed.comm.addressing import get_address_host
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
-from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve, stop_serving
+from siirl_dask.coordinator.transport.dask_streams import DaskStreams
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
@@ -84,13 +84,15 @@ class DataPlane:
         settings: DataSettings,
         hosts: Hosts | None = None,
     ) -> None:
+        self.port = 0
+        """Port of this worker's listener, once it has started."""
         self._worker = worker
         self._run = run
         self._limits = settings.limits
-        self._comms = DaskComms(worker, run, members, settings.peer_timeout)
+        self._streams = DaskStreams(worker, run, members, self._answer, settings.peer_timeout)
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
-        carriers = (self._links, self._comms) if self._listens else (self._comms,)
+        carriers = (self._links, self._streams) if self._listens else (self._streams,)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(
             run,
@@ -110,11 +112,14 @@ class DataPlane:
         """Begin to answer peers, with ``handler`` or with the databuffer's own."""
         self._handler = handler or self._handler
         _keep_freed_memory(self._limits.memory // 8)
-        await self._comms.start()
+        self.port = await self._streams.start()
         if self._listens:
             await self._links.start()
         await self.transport.start()
-        serve(self._worker, self._run, self._answer)
+
+    def meet(self, ports: Mapping[str, int]) -> None:
+        """Learn the port of every member's listener; peers are asked from then on."""
+        self._streams.meet(ports)
 
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:
@@ -133,7 +138,6 @@ class DataPlane:
 
     async def close(self) -> None:
         """Stop answering peers and free all rows."""
-        stop_serving(self._worker, self._run)
         self.databuffer.close()
         await self.transport.close()
 
