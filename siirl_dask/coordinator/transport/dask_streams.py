@@ -186,9 +186,12 @@ class DaskStreams:
             if await stream.read(_HELLO_SIZE) != _hello(self._run):
                 raise PeerError(f"it is no connection of run {self._run}")
         while True:
-            request = await stream.receive(wire.REQUEST)
-            head, frames = await answer_to(request.head, self._run, self._handler)
-            await stream.send(wire.pack(request.number, head, frames))
+            await self._answer_next(stream)  # a call of its own: frames that were sent must not stay until the next
+
+    async def _answer_next(self, stream: _Stream) -> None:
+        request = await stream.receive(wire.REQUEST)
+        head, frames = await answer_to(request.head, self._run, self._handler)
+        await stream.send(wire.pack(request.number, head, frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
