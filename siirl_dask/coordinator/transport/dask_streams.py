@@ -186,12 +186,15 @@ class DaskStreams:
             if await stream.read(_HELLO_SIZE) != _hello(self._run):
                 raise PeerError(f"it is no connection of run {self._run}")
         while True:
-            await self._answer_next(stream)  # a call of its own: frames that were sent must not stay until the next
+            await (await self._answer_next(stream))
 
-    async def _answer_next(self, stream: _Stream) -> None:
+    async def _answer_next(self, stream: _Stream) -> asyncio.Future[None]:
+        """Begin to send the answer to the next request. Nothing here refers to its frames any more: each is freed as
+        soon as its last byte is out.
+        """
         request = await stream.receive(wire.REQUEST)
         head, frames = await answer_to(request.head, self._run, self._handler)
-        await stream.send(wire.pack(request.number, head, frames))
+        return stream.send(wire.pack(request.number, head, frames))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -200,16 +203,16 @@ class _Stream:
 
     comm: Comm
 
-    async def send(self, buffers: Sequence[Frame]) -> None:
-        """Send buffers; they are referred to until the last byte is out. Waits until then."""
+    def send(self, buffers: Sequence[Frame]) -> asyncio.Future[None]:
+        """Begin to send buffers. What is returned is done when the last byte is out."""
         stream = self._stream()
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if sum(view.nbytes for view in views) <= _SMALL:
             views = [memoryview(b"".join(views))]
         for view in views:
             for piece in _pieces(view):
-                sent = stream.write(piece)
-        await sent
+                sent: asyncio.Future[None] = stream.write(piece)
+        return sent
 
     async def receive(self, bounds: wire.Bounds) -> wire.Message:
         """Return the next message. OSError at the end of the stream, PeerError for what is no message."""
