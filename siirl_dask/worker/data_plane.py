@@ -19,6 +19,7 @@ from siirl_dask.coordinator.transport.dask_streams import DaskStreams
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
+from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
 
@@ -51,6 +52,8 @@ class DataSettings:
     stream_bytes: int = 2**28
     """Largest table of a weight stream, unless one parameter is larger."""
     weight_sync: WeightSync = WeightSync.rows
+    ahead: int = 16
+    """Iterations that are handed out beyond the first that some worker has not completed."""
 
     @staticmethod
     def of(config: Config, addresses: Collection[str]) -> DataSettings:
@@ -69,6 +72,7 @@ class DataSettings:
             stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
             weight_sync=config.rollout.weight_sync,
+            ahead=config.run.lookahead + (config.rollout.steps_ahead or 0),
         )
 
 
@@ -86,6 +90,7 @@ class DataPlane:
     ) -> None:
         self.port = 0
         """Port of this worker's listener, once it has started."""
+        self.window = Window(settings.ahead)
         self._worker = worker
         self._run = run
         self._limits = settings.limits
@@ -105,6 +110,7 @@ class DataPlane:
             stall_timeout=settings.stall_timeout,
             hosts=hosts,
             prefetch=settings.prefetch,
+            window=self.window,
         )
         self._handler: Handler = self.databuffer.handle
 
@@ -120,6 +126,11 @@ class DataPlane:
     def meet(self, ports: Mapping[str, int]) -> None:
         """Learn the port of every member's listener; peers are asked from then on."""
         self._streams.meet(ports)
+
+    def begin(self, sequence: int, needed: int) -> None:
+        """Note the iteration that this worker begins, and forget those before sequence number ``needed``."""
+        self.window.begin(sequence)
+        self.databuffer.forget(needed)
 
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from reprlib import repr as short
 from typing import Any
 
 import msgpack
@@ -133,6 +134,27 @@ def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Messa
     except (ValueError, TypeError, IndexError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise PeerError(f"received bytes that are no message: {type(error).__name__}: {str(error)[:120]}") from None
     return Message(prelude.number, head, frames[:own])
+
+
+def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
+    """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
+    if not isinstance(data, bytes):
+        raise PeerError(f"received {short(data)}: expected bytes")
+    messages, at = list[Message](), 0
+    while at < len(data):
+        if len(messages) == at_most or len(data) - at < PRELUDE.size:
+            raise PeerError(f"received {len(data)} bytes: expected {at_most} whole messages at most")
+        prelude = read_prelude(data[at : at + PRELUDE.size], bounds)
+        start = at + PRELUDE.size + prelude.top
+        top = data[at + PRELUDE.size : start]
+        if len(top) < prelude.top:
+            raise PeerError("received a message that is cut off")
+        sizes = read_sizes(prelude, top, bounds)
+        at = start + sum(sizes)
+        if at > len(data):
+            raise PeerError("received a message that is cut off")
+        messages.append(read_message(prelude, top, split(memoryview(data)[start:at], sizes)))
+    return messages
 
 
 def _check_plain(value: object) -> None:
