@@ -105,6 +105,7 @@ class Plane(WorkerPlugin):
             return
         self._plane = DataPlane(worker, self._run, self._members, edges, settings, hosts)
         await self._plane.start()
+        self.port = self._plane.port
         self._server = await asyncio.start_server(self._serve, hosts[self._worker_name])
         self.listens_at: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
 
@@ -128,6 +129,9 @@ class Plane(WorkerPlugin):
         if self._worker_name in edge.targets:
             self._received = await databuffer.pull(edge, edge, iteration)
             touch(chunk.flatten().to_numpy() for name in COLUMNS for chunk in self._received[name].chunks)
+
+    def meet(self, ports: Mapping[str, int]) -> None:
+        self._loop.call_soon_threadsafe(self._plane.meet, ports)
 
     def usage(self) -> Usage:
         traffic = self._plane.databuffer.traffic
@@ -160,6 +164,14 @@ def _listens_at(plugin: str) -> tuple[str, int]:
     return _plane(plugin).listens_at
 
 
+def _port(plugin: str) -> int:
+    return _plane(plugin).port
+
+
+def _meet(plugin: str, ports: Mapping[str, int]) -> None:
+    _plane(plugin).meet(ports)
+
+
 def _usage(plugin: str) -> Usage:
     return _plane(plugin).usage()
 
@@ -181,6 +193,7 @@ class Transitions:
         self._cluster = cluster
         self._destinations = cluster.addresses[work.targets]
         self._sequence = 0
+        self._ask(_meet, None, dict(zip(cluster.members, self._ask(_port), strict=True)))
         self._links = [socket.create_connection(place, PATIENCE) for place in self._ask(_listens_at)]
 
     def usage(self) -> Usage:
@@ -213,10 +226,10 @@ class Transitions:
         for link in self._links:
             link.close()
 
-    def _ask(self, question: Callable[[str], _T], addresses: Sequence[str] | None = None) -> list[_T]:
+    def _ask(self, question: Callable[..., _T], addresses: Sequence[str] | None = None, *given: object) -> list[_T]:
         """Return the answers of all workers, or of some."""
         client, asked = self._cluster.client, self._cluster.addresses if addresses is None else addresses
-        futures = [client.submit(question, self._plugin, workers=[address], pure=False) for address in asked]
+        futures = [client.submit(question, self._plugin, *given, workers=[address], pure=False) for address in asked]
         answers: list[_T] = client.gather(futures)
         return answers
 

@@ -29,7 +29,7 @@ each other, but for the second line, which is the ground that all stand on."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUND = LAYERS[1]
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
-DASK = ("coordinator/transport/dask_comms.py", "worker/", "driver/")
+DASK = ("coordinator/transport/dask_streams.py", "worker/", "driver/")
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,

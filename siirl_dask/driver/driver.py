@@ -25,7 +25,7 @@ from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.supervisor import Supervisor
-from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
+from siirl_dask.worker.tasks import finish_worker, port_of, run_chain, save_worker, start_worker
 
 logger = logging.getLogger("siirl_dask.driver")
 _SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker
@@ -132,9 +132,11 @@ class Driver:
             )
             self._started = True
             client.register_plugin(DAGWorker(self._spec))
+            ports = client.run(port_of, plugin, workers=list(self._spec.members.values()))
         except OSError as error:
             raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
-        self._last = self._submit("start", start_worker)
+        in_order = [ports[address] for address in self._spec.members.values()]
+        self._last = self._submit("start", start_worker, ports=in_order)
         self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:

@@ -30,12 +30,14 @@ from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
+from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.runtime import WorkerRuntime
+from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
@@ -89,6 +91,7 @@ class LocalPool:
         self.workers = tuple(self.plan.chains)
         self._peers = {role: ThreadPeers(len(workers)) for role, workers in self.plan.placement.items()}
         self._stealings: dict[str, StealService] = {}
+        self._windows: dict[str, Window] = {}
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
         self._broadcasts = broadcasts(self.plan, self.stop, self.stream_bytes) if self.broadcast else {}
         self._runtimes = {worker: self._runtime(worker) for worker in self.workers}
@@ -134,6 +137,7 @@ class LocalPool:
         try:
             history = self._histories[worker]
             history.begin(iteration, iteration.sequence)
+            self._loop.call_soon_threadsafe(self._windows[worker].begin, iteration.sequence)
             calls = NodeCalls(self._runtimes[worker], iteration, self._loaders[worker])
             return ChainRun(calls, history).run(self.plan.chains[worker])
         except BaseException as error:
@@ -151,8 +155,10 @@ class LocalPool:
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
         settings: dict[str, Any] = {"hosts": self.plan.hosts, "prefetch": self.prefetch, "limits": self.limits}
-        databuffer = Databuffer(RUN, worker, edges, self.transport, **settings)
-        stealing = self._stealings[worker] = StealService(RUN, self.transport)
+        window = self._windows[worker] = Window(ahead=0)
+        databuffer = Databuffer(RUN, worker, edges, self.transport, **settings, window=window)
+        work = ExpectedWork(window, {f"train/{node.name}" for node in self.plan.dag.nodes})
+        stealing = self._stealings[worker] = StealService(RUN, self.transport, work)
 
         async def handle(request: Request) -> Reply:
             return await (stealing if request.op in (Op.STEAL, Op.RETURN) else databuffer).handle(request)

@@ -36,6 +36,7 @@ from siirl_dask.worker.release import Release
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
+from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
@@ -97,8 +98,10 @@ class DAGWorker(WorkerPlugin):
         self._store_port: asyncio.Future[int] = self._loop.create_future()
         hosts = self._phases[self.spec.builds_from][0].hosts
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
-        self._stealing = StealService(self.spec.run, self._plane.transport)
+        nodes = {f"{phase}/{node.name}" for phase, (plan, _) in self._phases.items() for node in plan.dag.nodes}
+        self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
         await self._plane.start(self._handle)
+        self.port = self._plane.port
 
     async def teardown(self, worker: Worker) -> None:
         self.abort("the run is over")
@@ -107,9 +110,13 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             await self._plane.close()
 
-    def start(self) -> None:
-        """Join the process groups and build this worker's roles; runs as a task, once."""
+    def start(self, ports: Sequence[int]) -> None:
+        """Join the process groups and build this worker's roles; runs as a task, once.
+
+        ``ports`` are those of all members, in rank order.
+        """
         self._plane.check()
+        self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
         self._await_earlier()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so
@@ -191,7 +198,7 @@ class DAGWorker(WorkerPlugin):
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         self._loop.call_soon_threadsafe(self._watch_next)  # not earlier: building roles may keep a peer from answering
         needed = self._lag_window.begin(iteration, completed)
-        self._loop.call_soon_threadsafe(self._plane.databuffer.forget, needed)
+        self._loop.call_soon_threadsafe(self._plane.begin, iteration.sequence, needed)
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
         return self._runtime
 

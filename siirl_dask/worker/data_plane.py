@@ -15,10 +15,11 @@ from distributed.comm.addressing import get_address_host
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
-from siirl_dask.coordinator.transport.dask_comms import DaskComms, serve, stop_serving
+from siirl_dask.coordinator.transport.dask_streams import DaskStreams
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
+from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
 
@@ -51,6 +52,8 @@ class DataSettings:
     stream_bytes: int = 2**28
     """Largest table of a weight stream, unless one parameter is larger."""
     weight_sync: WeightSync = WeightSync.rows
+    ahead: int = 16
+    """Iterations that are handed out beyond the first that some worker has not completed."""
 
     @staticmethod
     def of(config: Config, addresses: Collection[str]) -> DataSettings:
@@ -69,6 +72,7 @@ class DataSettings:
             stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
             weight_sync=config.rollout.weight_sync,
+            ahead=config.run.lookahead + (config.rollout.steps_ahead or 0),
         )
 
 
@@ -84,13 +88,16 @@ class DataPlane:
         settings: DataSettings,
         hosts: Hosts | None = None,
     ) -> None:
+        self.port = 0
+        """Port of this worker's listener, once it has started."""
+        self.window = Window(settings.ahead)
         self._worker = worker
         self._run = run
         self._limits = settings.limits
-        self._comms = DaskComms(worker, run, members, settings.peer_timeout)
+        self._streams = DaskStreams(worker, run, members, self._answer, settings.peer_timeout)
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
-        carriers = (self._links, self._comms) if self._listens else (self._comms,)
+        carriers = (self._links, self._streams) if self._listens else (self._streams,)
         self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
         self.databuffer = Databuffer(
             run,
@@ -103,6 +110,7 @@ class DataPlane:
             stall_timeout=settings.stall_timeout,
             hosts=hosts,
             prefetch=settings.prefetch,
+            window=self.window,
         )
         self._handler: Handler = self.databuffer.handle
 
@@ -110,11 +118,19 @@ class DataPlane:
         """Begin to answer peers, with ``handler`` or with the databuffer's own."""
         self._handler = handler or self._handler
         _keep_freed_memory(self._limits.memory // 8)
-        await self._comms.start()
+        self.port = await self._streams.start()
         if self._listens:
             await self._links.start()
         await self.transport.start()
-        serve(self._worker, self._run, self._answer)
+
+    def meet(self, ports: Mapping[str, int]) -> None:
+        """Learn the port of every member's listener; peers are asked from then on."""
+        self._streams.meet(ports)
+
+    def begin(self, sequence: int, needed: int) -> None:
+        """Note the iteration that this worker begins, and forget those before sequence number ``needed``."""
+        self.window.begin(sequence)
+        self.databuffer.forget(needed)
 
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:
@@ -133,7 +149,6 @@ class DataPlane:
 
     async def close(self) -> None:
         """Stop answering peers and free all rows."""
-        stop_serving(self._worker, self._run)
         self.databuffer.close()
         await self.transport.close()
 

@@ -6,7 +6,7 @@ it must not import torch, which would keep a scheduler from answering for second
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distributed import get_worker
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from siirl_dask.worker.dag_worker import DAGWorker
 
 
-def start_worker(plugin: str, turn: int) -> None:
-    """Build this worker's roles."""
-    _call(plugin, turn, lambda running: running.start())
+def start_worker(plugin: str, turn: int, ports: Sequence[int]) -> None:
+    """Build this worker's roles. ``ports`` are those of all workers, in rank order."""
+    _call(plugin, turn, lambda running: running.start(ports))
 
 
 def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
@@ -38,6 +38,12 @@ def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], c
 def finish_worker(plugin: str, turn: int) -> None:
     """Free the roles, now or as this task ends."""
     _call(plugin, turn, lambda running: running.release.end(0.0))
+
+
+def port_of(plugin: str, dask_worker: Worker) -> int:
+    """Return the port where the worker listens for its peers. Runs on the worker's event loop."""
+    running: DAGWorker = dask_worker.plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    return running.port
 
 
 def describe_position(plugin: str, dask_worker: Worker) -> str:

@@ -23,10 +23,10 @@ from siirl_dask.context import Codec, I, R
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Iteration, Node
+from siirl_dask.worker.shared_items import MAX_ITEMS, MESSAGE, ExpectedWork, messages_of, pack, read
 from siirl_dask.worker.stop import StopFlag, finished
 
 _MAX_PEERS = 16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
-_MAX_ITEMS = 2**12  # items in a message
 
 
 class WorkQueue(Generic[I, R]):
@@ -54,12 +54,21 @@ class WorkQueue(Generic[I, R]):
             numbers = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
         return [(number, self._items[number]) for number in numbers]
 
-    def steal(self, limit: int) -> list[tuple[int, I]]:
-        """Return the last items that wait, at most ``limit`` and half of them, to be computed by a peer."""
+    def steal(self, limit: int) -> bytes:
+        """Return the last items that wait, packed for a peer that computes them: at most ``limit``, half of them, and
+        what fits into a message.
+        """
+        stolen, size = list[bytes](), 0
         with self._changed:
-            numbers = [self._waiting.pop() for _ in range(min(limit, -(-len(self._waiting) // 2)))]
-            self._stolen.update(numbers)
-        return [(number, self._items[number]) for number in numbers]
+            for _ in range(min(limit, -(-len(self._waiting) // 2))):
+                number = self._waiting[-1]
+                packed = pack(number, self.codec.pack_item(self._items[number]))
+                size += len(packed)
+                if stolen and size > MESSAGE:
+                    break
+                self._stolen.add(self._waiting.pop())
+                stolen.append(packed)
+        return b"".join(stolen)
 
     def complete(self, number: int, result: R) -> None:
         """Store the result of an item that was begun here."""
@@ -95,6 +104,7 @@ class StealService:
 
     run: str
     transport: Transport
+    expected: ExpectedWork
     _queues: dict[TransitionKey, asyncio.Future[WorkQueue[Any, Any]]] = field(default_factory=dict)
     _forgotten: int = 0
     _aborted: str | None = None
@@ -109,24 +119,26 @@ class StealService:
         """Answer a peer, as soon as this worker has come to the node it asks about."""
         if request.key.run != self.run or request.key.sequence < self._forgotten:
             raise PeerError(f"refused {request.key}: there is no such work here")
+        self.expected.check(request.key)
         queue = await asyncio.shield(self._slot(request.key))
         if request.op == Op.STEAL:
             limit = request.body.get("limit")
-            if not isinstance(limit, int) or not 0 < limit <= _MAX_ITEMS:
-                raise PeerError(f"asked for {limit!r} items: expected 1 to {_MAX_ITEMS}")
-            return Reply({"items": [[number, queue.codec.pack_item(item)] for number, item in queue.steal(limit)]})
-        for number, result in _pairs(request.body.get("results")):
+            if not isinstance(limit, int) or not 0 < limit <= MAX_ITEMS:
+                raise PeerError(f"asked for {limit!r} items: expected 1 to {MAX_ITEMS}")
+            return Reply({"items": queue.steal(limit)})
+        for number, result in read(request.body.get("results")):
             queue.complete_stolen(number, queue.codec.read_result(result))
         return Reply()
 
     async def steal_from(self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
         """Return items of a peer that are now this worker's to compute; none when all of its items are begun."""
-        reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, _MAX_ITEMS)}))
-        return [(number, codec.read_item(item)) for number, item in _pairs(reply.header.get("items"))]
+        reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, MAX_ITEMS)}))
+        return [(number, codec.read_item(item)) for number, item in read(reply.header.get("items"))]
 
     async def return_results(self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]) -> None:
-        """Send the results of stolen items to their owner."""
-        await self.transport.request(peer, Request(Op.RETURN, key, {"results": [list(pair) for pair in results]}))
+        """Send the results of stolen items to their owner, in as many messages as they need."""
+        for message in messages_of(results):
+            await self.transport.request(peer, Request(Op.RETURN, key, {"results": message}))
 
     def forget(self, before: int) -> None:
         """Drop the queues of iterations before sequence number ``before``."""
@@ -243,16 +255,6 @@ class StealableQueue(Generic[I, R]):
             self._bridge.submit(self._service.return_results(owner, self._key, results))
             for owner, results in computed.items()
         ]
-
-
-def _pairs(value: object) -> list[tuple[int, object]]:
-    """Return numbered items or results that a peer sent. PeerError when ``value`` is no list of pairs."""
-    if not isinstance(value, list | tuple) or len(value) > _MAX_ITEMS:
-        raise PeerError(f"received {str(value)[:80]!r}: expected a list of at most {_MAX_ITEMS} items")
-    for pair in value:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], int):
-            raise PeerError(f"received {str(pair)[:80]!r}: expected a number and an item")
-    return [(pair[0], pair[1]) for pair in value]
 
 
 @dataclass(slots=True)

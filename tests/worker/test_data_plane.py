@@ -83,6 +83,14 @@ def plane(name):
     return get_worker().plugins[name]
 
 
+def port_of(name, dask_worker):
+    return dask_worker.plugins[name].plane.port
+
+
+def meet(name, ports, dask_worker):
+    dask_worker.plugins[name].plane.meet(ports)
+
+
 def publish_part(name, edge, sequence, index, rows, tokens):
     plane(name).publish(edge, sequence, make_part(index, len(edge.sources), rows, tokens))
 
@@ -155,6 +163,8 @@ def place(client, edges, **settings):
     members = {str(worker["name"]): address for address, worker in workers.items()}
     plugin = Plane(members, edges, DataSettings(**settings))
     client.register_plugin(plugin)
+    ports = client.run(port_of, plugin.name, workers=list(members.values()))
+    client.run(meet, plugin.name, {name: ports[address] for name, address in members.items()})
     return members, plugin.name
 
 

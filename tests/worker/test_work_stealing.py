@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from siirl_dask.context import Codec
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
+from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.testing.local_pool import LocalTransport
+from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack
 from siirl_dask.worker.stop import StopFlag, finished
 from siirl_dask.worker.work_stealing import LoopBridge, StealableQueue, StealService, WorkQueue
 
@@ -25,6 +27,7 @@ def plain(value):
     return value
 
 
+WORK = ExpectedWork(Window(ahead=3), {"train/rollout"})
 CODEC = Codec(plain, plain, plain, plain)
 
 
@@ -35,7 +38,7 @@ class Role:
         self.names = [f"w{i}" for i in range(workers)]
         self.handlers = {}
         transport = LocalTransport(self.handlers)
-        self.services = {name: StealService("run", transport) for name in self.names}
+        self.services = {name: StealService("run", transport, WORK) for name in self.names}
         self.handlers.update({name: service.handle for name, service in self.services.items()})
         self.stop = StopFlag()
         self.loop = asyncio.new_event_loop()
@@ -147,9 +150,13 @@ def test_a_worker_that_is_stopped_wakes_the_peers_that_ask_it():
     [
         (Request(Op.STEAL, KEY, {"limit": 0}), "asked for 0 items"),
         (Request(Op.STEAL, KEY, {"limit": "all"}), "asked for 'all' items"),
-        (Request(Op.RETURN, KEY, {"results": [[0, 1]]}), "item 0, which no peer has"),
-        (Request(Op.RETURN, KEY, {"results": [0]}), "expected a number and an item"),
-        (Request(Op.RETURN, KEY, {}), "expected a list"),
+        (Request(Op.RETURN, KEY, {"results": pack(0, 1)}), "item 0, which no peer has"),
+        (Request(Op.RETURN, KEY, {"results": pack(0, 1)[:-1]}), "cut off"),
+        (Request(Op.RETURN, KEY, {"results": b"x"}), "whole messages"),
+        (Request(Op.STEAL, TransitionKey("run", 4, KEY.edge), {"limit": 1}), "iteration 4: expected at most 3"),
+        (Request(Op.STEAL, TransitionKey("run", 3, "train/rollout/1024"), {"limit": 1}), "no such work here"),
+        (Request(Op.STEAL, TransitionKey("run", 3, "train/other/0"), {"limit": 1}), "no such work here"),
+        (Request(Op.RETURN, KEY, {}), "expected bytes"),
         (Request(Op.STEAL, TransitionKey("other", 3, KEY.edge), {"limit": 1}), "no such work here"),
         (Request(Op.STEAL, TransitionKey("run", 1, KEY.edge), {"limit": 1}), "no such work here"),
     ],
@@ -160,3 +167,31 @@ def test_malformed_requests_of_a_peer_are_refused(request_, message):
         role.loop.call_soon_threadsafe(role.services["w0"].forget, 2)
         with pytest.raises(PeerError, match=message):
             role.call(role.services["w0"].handle(request_))
+
+
+def test_results_larger_than_a_message_come_back_in_several():
+    """64 results of 65,536 tokens were one message, larger than a link took."""
+    sizes, large = [], b"x" * (MESSAGE // 2)
+    with Role(2) as role:
+        handle = role.handlers["w0"]
+
+        async def weigh(request):
+            sizes.append(len(request.body.get("results", b"")))
+            return await handle(request)
+
+        role.handlers["w0"] = weigh
+        busy, idle = role.work("w0", list(range(10))), role.work("w1", [])
+        for ticket, _ in idle.next(5, wait=True):
+            idle.complete(ticket, large)
+        assert idle.results() == []
+        for ticket, _ in busy.next(5, wait=True):
+            busy.complete(ticket, large)
+        assert busy.results() == [large] * 10
+    assert len([size for size in sizes if size]) == 5
+    assert max(sizes) <= MESSAGE
+
+
+def test_no_more_items_are_stolen_than_a_message_holds():
+    with Role(2) as role:
+        role.work("w0", [b"x" * (MESSAGE // 3)] * 20)
+        assert len(role.work("w1", []).next(10, wait=True)) == 2

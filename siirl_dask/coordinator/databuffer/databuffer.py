@@ -31,10 +31,11 @@ from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.early import Early
+from siirl_dask.coordinator.databuffer.expected import ExpectedKeys
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published, spill
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.relay import Relays, without_relay
+from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.databuffer.slots import Slots
@@ -51,8 +52,11 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
+from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import Aborted, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
+
+_AHEAD = 16  # iterations that peers may be ahead, where nobody knows better
 
 
 class Databuffer:
@@ -63,6 +67,7 @@ class Databuffer:
         quadratic_from: See ``assign_owners``.
         hosts: Host of each worker, as planned; None: all are on one.
         prefetch: See ``data.prefetch``.
+        window: The iterations that peers may name; None: a few from those on that this worker is in.
         stall_timeout: Seconds that peers may take to ack a part.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
@@ -81,18 +86,18 @@ class Databuffer:
         stall_timeout: float = 600.0,
         hosts: Hosts | None = None,
         prefetch: bool | None = None,
+        window: Window | None = None,
     ) -> None:
         for edge in edges.values():
             check_types(edge.schema)
         self._run = run
         self._worker = worker
-        self._edges = edges
+        self._expected = ExpectedKeys(run, edges, window or Window(_AHEAD))
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
         self._stall_timeout = stall_timeout
         self._slots = Slots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
-        self._forgotten = 0
         self._way = way
         self._hosts = hosts or {}
         self._copy_threads = CopyThreads()
@@ -121,7 +126,9 @@ class Databuffer:
 
     def key(self, edge: Edge, iteration: Iteration, part: int | None = None) -> TransitionKey:
         name = f"{iteration.phase}/{edge.name}"
-        return TransitionKey(self._run, iteration.sequence, name if part is None else f"{name}/{part}")
+        key = TransitionKey(self._run, iteration.sequence, name if part is None else f"{name}/{part}")
+        self._expected.own(key, part)
+        return key
 
     async def publish(self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
@@ -197,14 +204,11 @@ class Databuffer:
 
         PeerError refuses requests of another run, of an iteration that is over, and for rows that were not published.
         """
-        edge = self._edge(request.key)
-        if request.key.run != self._run or edge is None:
-            raise PeerError(f"refused {request.key}: worker {self._worker!r} runs {self._run!r}")
+        edge = self._expected.edge(request.key)
         if request.op == Op.ACK:  # first: it may come when its iteration is forgotten and its rows are freed
             return self._take_acks(request.body.get("acks"))
-        if request.key.sequence < self._forgotten:
-            raise PeerError(f"refused {request.key}: every worker has completed that iteration")
-        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and not without_relay(request.key.edge)[1]:
+        self._expected.check_iteration(request.key)
+        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and relay_of(request.key.edge)[1] is None:
             return await self._statistics_tree.answer(edge, request)
         if request.op == Op.EARLY:
             return await self._early.answer(edge, request)
@@ -227,7 +231,7 @@ class Databuffer:
 
         Tables that peers may still be reading in shared memory stay until they are acked, and go at a later call.
         """
-        self._forgotten = max(self._forgotten, before)
+        self._expected.forget(before)
         self._statistics_tree.forget(before)
         self._slots.forget(before)
         self._early.forget(before)
@@ -249,12 +253,6 @@ class Databuffer:
         self._puller.acks.close()
         self._copy_threads.close()
 
-    def _edge(self, key: TransitionKey) -> Edge | None:
-        """Return the edge that a key names, of a part and of a relay as well."""
-        whole, _ = without_relay(key.edge)
-        name, _, part = whole.rpartition("/")
-        return self._edges.get(whole) or (self._edges.get(name) if part.isdecimal() else None)
-
     def _shares(self, edge: Edge) -> bool:
         """Tell whether one copy in shared memory replaces several: where peers on this host get the same rows."""
         several = edge.rows is Rows.REPLICATED and count_near(self._worker, edge, self._hosts) > 1
@@ -262,8 +260,7 @@ class Databuffer:
 
     async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
         """Wait until this worker has published, and return what it tells everyone about its rows."""
-        published, edge = await self._slots.wait(key), self._edge(key)
-        assert edge is not None
+        published, edge = await self._slots.wait(key), self._expected.edge(key)
         if published.table is None:
             return GatheredStatistics(published.statistics)
         source, max_bytes = edge.sources.index(self._worker), self._limits.inline_lengths // len(edge.sources)

@@ -262,7 +262,8 @@ class Puller:
         """Ask a source for rows: to write them to ``target``, or without one to send them."""
         positions = pack_ints(rows.positions[message.rows])
         body = {"rows": positions, "columns": list(message.columns), "others": message.others, "target": target}
-        reply = await self._transport.request(rows.source, Request(Op.FETCH, rows.key, body))
+        row_bytes = 0 if target is not None else message.nbytes
+        reply = await self._transport.request(rows.source, Request(Op.FETCH, rows.key, body, row_bytes))
         self.traffic.add_message(rows.source, reply.nbytes)
         return reply
 

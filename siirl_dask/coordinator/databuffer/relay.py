@@ -129,7 +129,7 @@ class Relays:
             self._puller.acks.flush()  # the source makes the next part when this one is acked
 
 
-def without_relay(name: str) -> tuple[str, bool]:
-    """Return the name of an edge or a part without a relay's index, and whether it had one."""
+def relay_of(name: str) -> tuple[str, int | None]:
+    """Return the name of an edge or a part without a relay's index, and that index; None where it has none."""
     bare, mark, index = name.rpartition(_MARK)
-    return (bare, True) if mark and index.isdecimal() else (name, False)
+    return (bare, int(index)) if mark and index.isdecimal() and index == str(int(index[:9])) else (name, None)

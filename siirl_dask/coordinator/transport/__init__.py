@@ -1,1 +1,1 @@
-"""Messages between workers: over Unix sockets within a host, over Dask's comms between hosts."""
+"""Messages between workers: over Unix sockets within a host, over streams of Dask's comms between hosts."""

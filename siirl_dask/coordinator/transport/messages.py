@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from reprlib import repr as short
 from typing import Any, Protocol
 
 import numpy as np
 
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.errors import PeerError
+from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Bounds, Message
+from siirl_dask.errors import Aborted, PeerError, SiirlError
+
+logger = logging.getLogger("siirl_dask.coordinator")
+_MAX_REPLY = 2**28  # bytes of frames, beyond those of the rows that are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,12 @@ class Request:
     op: str
     key: TransitionKey
     body: Mapping[str, Any] = field(default_factory=dict)
+    row_bytes: int = 0
+    """Bytes of rows that the reply will have; one with much more is refused. This is not sent."""
+
+    @property
+    def reply_bounds(self) -> Bounds:
+        return Bounds(MAX_REPLY_HEAD, _MAX_REPLY + self.row_bytes)
 
     def pack(self) -> list[Any]:
         return [str(self.op), self.key.sequence, self.key.edge, dict(self.body)]
@@ -75,7 +87,7 @@ def read_request(run: str, packed: object) -> Request:
     match packed:
         case [str(op), int(sequence), str(edge), dict(body)]:
             return Request(op, TransitionKey(run, sequence, edge), body)
-    raise PeerError(f"received {str(packed)[:120]!r}, which is no request")
+    raise PeerError(f"received {short(packed)}, which is no request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +97,33 @@ class Reply:
     header: dict[str, Any] = field(default_factory=dict)
     frames: Sequence[Frame] = ()
 
+    @staticmethod
+    def of(message: Message) -> Reply:
+        """Return the reply that a message holds. PeerError when it is a refusal, with the peer's words."""
+        if not isinstance(message.head, dict):
+            raise PeerError(message.head if isinstance(message.head, str) else "an answer that is none")
+        return Reply(message.head, message.frames)
+
     @property
     def nbytes(self) -> int:
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
+
+
+async def answer_to(packed: object, run: str, handler: Handler) -> tuple[object, Sequence[Frame]]:
+    """Return the head and the frames of the message that answers a request. Aborted when the run is being stopped."""
+    try:
+        reply = await handler(read_request(run, packed))
+    except Aborted:
+        raise
+    except SiirlError as error:
+        return str(error), ()  # a head of text is a refusal
+    except Exception:
+        logger.exception("a request of run %s failed", run)
+        return "it failed on a bug: see the worker's log", ()
+    return reply.header, reply.frames
 
 
 class Transport(Protocol):

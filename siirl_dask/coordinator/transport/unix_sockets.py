@@ -4,9 +4,8 @@ Shared memory moves rows in a few milliseconds; the messages about them must not
 abstract names (Linux): a process that is killed leaves nothing in any folder, and only processes of the same user are
 answered.
 
-A message is the length of its head (4 bytes, little-endian), the head (msgpack) and its frames. Requests and replies
-carry a number, so many can be under way on one connection, and a late answer to a request that was given up finds
-nobody who waits for it.
+The format is that of ``wire``. Requests and replies carry a number, so many can be under way on one connection, and a
+late answer to a request that was given up finds nobody who waits for it.
 """
 
 from __future__ import annotations
@@ -17,21 +16,16 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate, count, pairwise
-from typing import Any
+from itertools import count
 
-import msgpack
-
-from siirl_dask.coordinator.host import physical_memory, shared_memory_domain
+from siirl_dask.coordinator.host import shared_memory_domain
+from siirl_dask.coordinator.transport import wire
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, read_request
-from siirl_dask.errors import Aborted, PeerError, SiirlError
+from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, answer_to
+from siirl_dask.errors import Aborted, PeerError
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_MAX_HEAD_BYTES = 64 * 2**20
-_LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
 
 
@@ -94,22 +88,16 @@ class UnixSockets:
         self._served.add(channel)
         return channel
 
-    def _serve(self, channel: _Channel, message: _Message) -> None:
+    def _serve(self, channel: _Channel, message: wire.Message) -> None:
         channel.keep(asyncio.create_task(self._answer(channel, message)))
 
-    async def _answer(self, channel: _Channel, message: _Message) -> None:
+    async def _answer(self, channel: _Channel, message: wire.Message) -> None:
         try:
-            reply = await self._handler(read_request(self._run, message.head))
-            head: Any = reply.header
+            head, frames = await answer_to(message.head, self._run, self._handler)
         except Aborted:
             channel.close()  # the peer is being aborted as well
-            return
-        except SiirlError as error:
-            head, reply = str(error), Reply()  # a head of text is a refusal
-        except Exception:
-            logger.exception("a request of run %s failed", self._run)
-            head, reply = "it failed on a bug: see the worker's log", Reply()
-        channel.send(message.number, head, reply.frames)
+        else:
+            channel.send(message.number, head, frames)
 
 
 class _Connection:
@@ -127,30 +115,25 @@ class _Connection:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self.channel.send(number, request.pack(), ())
+            self.channel.allow(request.reply_bounds)
+            self.channel.send(number, request.pack())
             return await answer
         finally:
             self._waiting.pop(number, None)
 
-    def _on_message(self, channel: _Channel, message: _Message) -> None:
+    def _on_message(self, channel: _Channel, message: wire.Message) -> None:
         answer = self._waiting.get(message.number)
-        if answer is not None and not answer.done():
-            if isinstance(message.head, dict):
-                answer.set_result(Reply(message.head, message.frames))
-            else:
-                answer.set_exception(PeerError(str(message.head)))
+        if answer is None or answer.done():
+            return
+        try:
+            answer.set_result(Reply.of(message))
+        except PeerError as refusal:
+            answer.set_exception(refusal)
 
     def _on_close(self, channel: _Channel) -> None:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ConnectionError(f"the connection was closed: {channel.lost}"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    number: int
-    head: object
-    frames: Sequence[Frame]
 
 
 class _Channel(asyncio.Protocol):
@@ -159,12 +142,15 @@ class _Channel(asyncio.Protocol):
     ``on_message`` is called with each message, ``on_close`` once the connection is closed, for the reason in ``lost``.
     """
 
-    def __init__(self, on_message: Callable[[_Channel, _Message], None], on_close: Callable[[_Channel], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[_Channel, wire.Message], None], on_close: Callable[[_Channel], None]
+    ) -> None:
         self.lost: Exception | None = None
         self._on_message = on_message
         self._on_close = on_close
+        self._bounds = wire.REQUEST
         self._received = bytearray()
-        self._needed = _LENGTH.size
+        self._needed = wire.PRELUDE.size
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -189,11 +175,14 @@ class _Channel(asyncio.Protocol):
             task.cancel()
         self._on_close(self)
 
-    def send(self, number: int, head: object, frames: Sequence[Frame]) -> None:
-        views = [memoryview(frame).cast("B") for frame in frames]
-        packed = msgpack.packb([number, head, [view.nbytes for view in views]])
+    def send(self, number: int, head: object, frames: Sequence[Frame] = ()) -> None:
+        buffers = wire.pack(number, head, frames)
         if self.lost is None and not self._transport.is_closing():
-            self._transport.writelines([_LENGTH.pack(len(packed)), packed, *views])
+            self._transport.writelines(buffers)
+
+    def allow(self, bounds: wire.Bounds) -> None:
+        """Allow for replies of this size: this side has asked for one. An earlier one may be on its way still."""
+        self._bounds = wire.Bounds(max(bounds.head, self._bounds.head), max(bounds.frames, self._bounds.frames))
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task until it is done, and cancel it when the connection is lost."""
@@ -210,38 +199,24 @@ class _Channel(asyncio.Protocol):
         self._received.clear()
         self._transport.abort()
 
-    def _next(self) -> _Message | None:
+    def _next(self) -> wire.Message | None:
         """Return the next message once all of it is there; until then, note how many bytes are needed to go on."""
-        (length,) = _LENGTH.unpack_from(self._received)
-        if length > _MAX_HEAD_BYTES:
-            raise PeerError(f"received the head of a message of {length} bytes: expected at most {_MAX_HEAD_BYTES}")
-        start = _LENGTH.size + length
+        prelude = wire.read_prelude(self._received, self._bounds)
+        first, start = wire.PRELUDE.size, wire.PRELUDE.size + prelude.top
         if len(self._received) < start:
             self._needed = start
             return None
-        number, head, sizes = _read_head(bytes(self._received[_LENGTH.size : start]))
+        top = bytes(self._received[first:start])
+        sizes = wire.read_sizes(prelude, top, self._bounds)
         end = start + sum(sizes)
         if len(self._received) < end:
             self._needed = end
             return None
-        bounds = list(accumulate(sizes, initial=start))
         with memoryview(self._received) as received:  # released below: a bytearray with a view cannot shrink
-            frames = [bytes(received[first:last]) for first, last in pairwise(bounds)]
+            frames = [bytes(frame) for frame in wire.split(received[start:end], sizes)]
         del self._received[:end]
-        self._needed = _LENGTH.size
-        return _Message(number, head, frames)
-
-
-def _read_head(packed: bytes) -> tuple[int, object, list[int]]:
-    """Return the number, the head and the sizes of the frames. PeerError when ``packed`` is no head of a message."""
-    try:
-        number, head, sizes = msgpack.unpackb(packed, strict_map_key=False)
-        valid = isinstance(number, int) and all(isinstance(size, int) and size >= 0 for size in sizes)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise PeerError(f"received bytes that are no message: {error!r}") from error
-    if not valid or sum(sizes) > physical_memory():
-        raise PeerError(f"received frames of {str(sizes)[:80]} bytes: more than this machine's memory")
-    return number, head, sizes
+        self._needed = wire.PRELUDE.size
+        return wire.read_message(prelude, top, frames)
 
 
 async def _connect(name: str) -> _Connection | None:

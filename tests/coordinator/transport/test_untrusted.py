@@ -236,3 +236,23 @@ def test_text_that_is_not_utf8_is_refused():
 
     with pytest.raises(PeerError, match=r"is no table|UTF"):
         pull_from_liar(spoil, "large messages", count=30)
+
+
+@pytest.mark.parametrize("op", [Op.FETCH, Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS, Op.PASSED_ON, Op.EARLY])
+@pytest.mark.parametrize(
+    ("sequence", "name"),
+    [
+        (2**40, "{}"), (-1, "{}"), (100, "{}"), (0, "{}/17"), (0, "{}/00"), (0, "{}/-1"), (0, "{}/" + "9" * 5000),
+        (0, "{}/²"), (0, "{}@1"), (0, "{}@" + "9" * 5000), (0, "{}/0@7"), (0, "{}@0@0"), (0, "{}/1/1"), (0, "other"),
+        (0, "x" * 2**20),
+    ],
+)  # fmt: skip
+def test_a_key_that_no_plan_has_is_refused_at_once_and_nothing_waits_for_it(op, sequence, name):
+    async def ask():
+        buffers, _ = buffers_of([EDGE], "messages")
+        key = TransitionKey("run", sequence, name.format(f"train/{EDGE.name}"))
+        await asyncio.wait_for(buffers["0"].handle(Request(op, key, {"rows": pack_ints(np.arange(1))})), 5)
+
+    with pytest.raises(PeerError, match=r"refused|asked for early") as refused:
+        asyncio.run(ask())
+    assert len(str(refused.value)) < 300

@@ -1,0 +1,176 @@
+"""The format of messages between workers, the same over Unix sockets within a host and over streams between hosts.
+
+A message is a prelude (bytes of the head, number of frames, number of the message; little-endian), the size of each
+frame (8 bytes each), the head (msgpack) and the frames. Its head is plain data; bytes in it that are long travel as
+frames of their own, and an extension type says which. There are no other types: nothing is unpickled, nothing is
+decompressed, and every size is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from reprlib import repr as short
+from typing import Any
+
+import msgpack
+
+from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.errors import PeerError
+
+PRELUDE = struct.Struct("<IIQ")
+MAX_REQUEST_HEAD, MAX_REPLY_HEAD = 2**20, 2**23
+"""Bytes of a head. Statistics of a thousand sources make a reply's; a list of empty lists takes 64 times its bytes."""
+MAX_REQUEST_FRAMES = 2**26
+"""Bytes of all frames of a request: numbers of rows, and results of work that was taken over."""
+_MAX_FRAMES = 2**16
+_MAX_DEPTH = 32  # of lists and mappings within each other
+_LONG = 2**10  # bytes from which a value of the head travels as a frame
+_FRAME = 1  # extension type: the index of the frame that holds the value
+_INDEX = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bytes that a message may have."""
+
+    head: int
+    frames: int
+
+
+REQUEST = Bounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """What is known of a message before it is there."""
+
+    head: int
+    """Bytes of the head."""
+    frames: int
+    """Number of frames."""
+    number: int
+
+    @property
+    def top(self) -> int:
+        """Bytes of the sizes and the head, which follow."""
+        return _SIZE * self.frames + self.head
+
+
+_SIZE = 8  # bytes of a frame's size
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that has arrived."""
+
+    number: int
+    head: object
+    """Plain data: numbers, text, bytes, lists, mappings."""
+    frames: Sequence[Frame]
+
+
+def pack(number: int, head: object, frames: Sequence[Frame] = ()) -> list[Frame]:
+    """Return the buffers of a message: the last ones are the frames themselves, not copies."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    own = len(views)
+    packed = msgpack.packb([own, _outlined(head, views)])
+    sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    return [PRELUDE.pack(len(packed), len(views), number) + sizes + packed, *views]
+
+
+def _outlined(value: Any, frames: list[memoryview]) -> Any:
+    """Return ``value`` with an extension type in place of long bytes, which are appended to ``frames``."""
+    if isinstance(value, dict):
+        return {key: _outlined(item, frames) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_outlined(item, frames) for item in value]
+    if isinstance(value, bytes | bytearray | memoryview) and memoryview(value).nbytes >= _LONG:
+        frames.append(memoryview(value).cast("B"))
+        return msgpack.ExtType(_FRAME, _INDEX.pack(len(frames) - 1))
+    return value
+
+
+def read_prelude(data: bytes | bytearray, bounds: Bounds) -> Prelude:
+    """Return the prelude at the start of ``data``. PeerError for a head or a number of frames beyond the bounds."""
+    head, frames, number = PRELUDE.unpack_from(data)
+    if head > bounds.head or frames > _MAX_FRAMES:
+        raise PeerError(
+            f"received a message with a head of {head} bytes and {frames} frames: expected at most {bounds.head} bytes "
+            f"and {_MAX_FRAMES} frames"
+        )
+    return Prelude(head, frames, number)
+
+
+def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: Bounds) -> tuple[int, ...]:
+    """Return the sizes of the frames, from what follows the prelude. PeerError when they are beyond the bounds."""
+    sizes = struct.unpack_from(f"<{prelude.frames}Q", top)
+    if sum(sizes) > bounds.frames:
+        raise PeerError(f"received frames of {sum(sizes)} bytes together: expected at most {bounds.frames}")
+    return sizes
+
+
+def split(body: memoryview, sizes: Sequence[int]) -> list[Frame]:
+    """Return the frames that lie one after the other in ``body``."""
+    return [body[first:last] for first, last in pairwise(accumulate(sizes, initial=0))]
+
+
+def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Message:
+    """Return the message that ``pack`` packed. PeerError when its head is no plain data."""
+
+    def frame(kind: int, index: bytes) -> bytes:
+        if kind != _FRAME or len(index) != _INDEX.size:
+            raise PeerError(f"received a value of extension type {kind}: expected plain data")
+        return bytes(frames[_INDEX.unpack(index)[0]])
+
+    packed = memoryview(top)[_SIZE * prelude.frames :]
+    try:
+        own, head = msgpack.unpackb(packed, strict_map_key=False, ext_hook=frame)
+        if not isinstance(own, int) or not 0 <= own <= len(frames):
+            raise ValueError(f"{own!r} frames of {len(frames)}")
+        _check_plain(head)
+    except (ValueError, TypeError, IndexError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise PeerError(f"received bytes that are no message: {type(error).__name__}: {str(error)[:120]}") from None
+    return Message(prelude.number, head, frames[:own])
+
+
+def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
+    """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
+    if not isinstance(data, bytes):
+        raise PeerError(f"received {short(data)}: expected bytes")
+    messages, at = list[Message](), 0
+    while at < len(data):
+        if len(messages) == at_most or len(data) - at < PRELUDE.size:
+            raise PeerError(f"received {len(data)} bytes: expected {at_most} whole messages at most")
+        prelude = read_prelude(data[at : at + PRELUDE.size], bounds)
+        start = at + PRELUDE.size + prelude.top
+        top = data[at + PRELUDE.size : start]
+        if len(top) < prelude.top:
+            raise PeerError("received a message that is cut off")
+        sizes = read_sizes(prelude, top, bounds)
+        at = start + sum(sizes)
+        if at > len(data):
+            raise PeerError("received a message that is cut off")
+        messages.append(read_message(prelude, top, split(memoryview(data)[start:at], sizes)))
+    return messages
+
+
+def _check_plain(value: object) -> None:
+    """Raise ValueError for values within each other more than 32 times, TypeError for any that is no plain data."""
+    level, depth = [value], 0
+    while level:
+        if (depth := depth + 1) > _MAX_DEPTH:
+            raise ValueError(f"values within values more than {_MAX_DEPTH} times")
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+                if not all(isinstance(key, str | int) for key in item):
+                    raise TypeError("keys that are neither text nor numbers")
+            elif isinstance(item, list):
+                below.extend(item)
+            elif not (item is None or isinstance(item, str | bytes | int | float)):
+                raise TypeError(f"a value of type {type(item).__name__}")
+        level = below

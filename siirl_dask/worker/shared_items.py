@@ -1,0 +1,69 @@
+"""Items and results of shared work as they travel, and which work peers may name.
+
+They travel as bytes: numbered messages one after the other, in which each long value is a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from siirl_dask.coordinator.transport import wire
+from siirl_dask.coordinator.transport.messages import TransitionKey
+from siirl_dask.coordinator.transport.window import Window
+from siirl_dask.errors import PeerError
+
+MAX_ITEMS = 2**12
+"""Items or results in a message."""
+MESSAGE = 2**24
+"""Bytes of items or results in a message; one that is larger travels alone."""
+
+
+_CALLS = frozenset(map(str, range(2**10)))  # queues of a node in an iteration
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWork:
+    """The work that the plan can have."""
+
+    window: Window
+    nodes: Collection[str]
+    """The nodes, as ``phase/node``."""
+
+    def check(self, key: TransitionKey) -> None:
+        """Raise PeerError for other work: each key that is asked for too early makes something that waits."""
+        self.window.check(key)
+        node, _, call = key.edge.rpartition("/")
+        if node not in self.nodes or call not in _CALLS:
+            raise PeerError(f"refused {short(key.edge)}: there is no such work here")
+
+
+def pack(number: int, value: object) -> bytes:
+    """Return a numbered item or result as bytes. PeerError when it is too large to travel."""
+    packed = b"".join(wire.pack(number, value))
+    if len(packed) > wire.MAX_REQUEST_FRAMES:
+        raise PeerError(
+            f"an item of shared work takes {len(packed)} bytes: expected at most {wire.MAX_REQUEST_FRAMES}; set "
+            "rollout.work_stealing=false for rows as long as this"
+        )
+    return packed
+
+
+def messages_of(results: Sequence[tuple[int, Any]]) -> Iterator[bytes]:
+    """Yield numbered results as bytes, cut into messages."""
+    packed, size = list[bytes](), 0
+    for number, result in results:
+        one = pack(number, result)
+        if packed and (size + len(one) > MESSAGE or len(packed) == MAX_ITEMS):
+            yield b"".join(packed)
+            packed, size = [], 0
+        packed.append(one)
+        size += len(one)
+    yield b"".join(packed)
+
+
+def read(packed: object) -> list[tuple[int, object]]:
+    """Return numbered items or results that a peer sent. PeerError when ``packed`` holds anything else."""
+    return [(message.number, message.head) for message in wire.read_messages(packed, wire.REQUEST, MAX_ITEMS)]

@@ -1,0 +1,253 @@
+"""Whoever reaches a worker's listener, or answers in a peer's place, runs no code there and takes no memory."""
+
+import asyncio
+import os
+import resource
+import struct
+from contextlib import asynccontextmanager, suppress
+
+import msgpack
+import pytest
+from distributed import Scheduler, Worker
+from distributed.comm import connect, listen
+from distributed.protocol.serialize import ToPickle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.coordinator.transport import wire
+from siirl_dask.coordinator.transport.dask_streams import DaskStreams, _hello
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.errors import ConfigError, PeerError
+from siirl_dask.testing.carriers import KEY, RUN
+from tests.coordinator.transport.test_carriers import MALFORMED, streaming
+
+ASKED = Request(Op.STORE, KEY)
+
+
+class Command:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.fixture
+def pickle(tmp_path):
+    """What makes the file ``ran`` when it is unpickled."""
+    return ToPickle(Command(f"touch {tmp_path}/ran"))
+
+
+async def fine(request):
+    return Reply({"fine": 1})
+
+
+@asynccontextmanager
+async def asker_of(answer):
+    """A worker's streams; ``answer(reader, writer)`` speaks in the place of its peer "b"."""
+    server = await asyncio.start_server(answer, "127.0.0.1")
+    async with streaming(fine) as (here, *_):
+        here.meet({"b": server.sockets[0].getsockname()[1]})
+        try:
+            yield here
+        finally:
+            server.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["handshake", "reply"])
+def test_a_reply_that_dask_would_unpickle_runs_nothing_in_the_asker(pickle, tmp_path, at_once):
+    async def speak(comm):
+        await comm.read()
+        await comm.write({"header": pickle, "payload": None})
+
+    async def work():
+        info = {"handshake_overrides": {"python": pickle}} if at_once else {}
+        async with listen("tcp://127.0.0.1:0", speak) as listener, streaming(fine) as (here, *_):
+            greet, listener.on_connection = listener.on_connection, lambda comm: greet(comm, **info)
+            here.meet({"b": listener.get_host_port()[1]})
+            with pytest.raises((PeerError, OSError)):
+                await asyncio.wait_for(here.ask("b", ASKED), 20)
+
+    asyncio.run(work())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_request_that_dask_would_unpickle_runs_nothing_in_the_listener(pickle, tmp_path):
+    async def work():
+        async with streaming(fine) as (here, _, port):
+            with suppress(OSError, asyncio.TimeoutError):
+                overrides = {"python": pickle}
+                await asyncio.wait_for(connect(f"tcp://127.0.0.1:{port}", handshake_overrides=overrides), 5)
+            return (await here.ask("b", ASKED)).header
+
+    assert asyncio.run(work()) == {"fine": 1}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_connection_of_another_run_is_closed():
+    async def work():
+        async with streaming(fine) as (_, there, port):
+            other = DaskStreams(there._worker, "another", {"b": there._worker.address}, fine, timeout=5)
+            other.meet({"b": port})
+            with pytest.raises(OSError):  # noqa: PT011  # reset, closed
+                await other.ask("b", ASKED)
+            await other.close()
+
+    asyncio.run(work())
+
+
+async def read_what_comes(port, sent):
+    """Send bytes to a listener after the right greeting, and return what it answers until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(OSError):
+        writer.write(_hello(RUN) + sent)
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), 10)
+    return b""
+
+
+def test_any_bytes_are_refused_and_the_next_request_is_served():
+    async def work():
+        async with streaming(fine) as (here, _, port):
+            loop = asyncio.get_running_loop()
+
+            @settings(max_examples=150, deadline=None)
+            @given(MALFORMED, st.booleans())
+            def attack(sent, greets):
+                whole = sent if greets else sent + b"\0" * 64
+                asyncio.run_coroutine_threadsafe(read_what_comes(port, whole), loop).result(30)
+                assert asyncio.run_coroutine_threadsafe(here.ask("b", ASKED), loop).result(30).header == {"fine": 1}
+
+            await asyncio.to_thread(attack)
+
+    asyncio.run(work())
+
+
+def test_any_answer_is_refused_by_name_or_is_a_reply():
+    async def work():
+        sent = []
+
+        async def answer(reader, writer):
+            with suppress(OSError, asyncio.IncompleteReadError):
+                await reader.readexactly(len(_hello(RUN)))
+                await reader.read(1)
+                writer.write(sent[-1])
+                writer.close()
+
+        async with asker_of(answer) as here:
+            loop = asyncio.get_running_loop()
+
+            async def ask():
+                try:
+                    return await asyncio.wait_for(here.ask("b", ASKED), 20)
+                except (PeerError, ConnectionError, OSError) as refusal:
+                    return refusal
+
+            @settings(max_examples=150, deadline=None)
+            @given(MALFORMED)
+            def attack(message):
+                sent.append(message)
+                got = asyncio.run_coroutine_threadsafe(ask(), loop).result(30)
+                assert isinstance(got, Reply | PeerError | OSError)
+                assert not isinstance(got, TimeoutError)
+
+            await asyncio.to_thread(attack)
+
+    asyncio.run(work())
+
+
+def message(head, sizes=(), body=b""):
+    return struct.pack(f"<IIQ{len(sizes)}Q", len(head), len(sizes), 0, *sizes) + head + body
+
+
+def nested(depth):
+    return b"\x91" * depth + b"\x90"
+
+
+def empty_dicts(nbytes):
+    return b"\x92\x00\xdd" + struct.pack(">I", nbytes) + b"\x80" * nbytes
+
+
+BOMBS = {
+    "a head beyond the bound": (struct.pack("<IIQ", 2**32 - 1, 0, 0), "a head of 4294967295 bytes"),
+    "frames beyond the bound": (struct.pack("<IIQ", 0, 2**32 - 1, 0), "4294967295 frames"),
+    "bytes beyond the bound": (message(b"", [2**62, 2**62]), "bytes together: expected at most"),
+    "lists within lists": (message(nested(2**15)), "no message"),
+    "lists as deep as msgpack goes": (message(b"\x92\x00" + nested(500)), "within values more than 32 times"),
+    "an extension type": (message(msgpack.packb([0, msgpack.ExtType(7, b"x")])), "extension type 7"),
+    "a time": (message(msgpack.packb([0, msgpack.Timestamp(1)])), "type Timestamp"),
+    "a frame that is not there": (message(msgpack.packb([0, msgpack.ExtType(1, b"\1\0\0\0")])), "no message"),
+    "keys of lists": (message(b"\x92\x00\x81\x90\x01"), "no message"),
+    "a pickle by Dask's name": (message(msgpack.packb([0, {"__Pickled__": 1}]), [1], b"x"), "no request"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_are_refused_by_name(bomb, caplog):
+    sent, said = BOMBS[bomb]
+
+    async def work():
+        async with streaming(fine) as (here, _, port):
+            answer = await read_what_comes(port, sent)
+            assert (await here.ask("b", ASKED)).header == {"fine": 1}
+            return answer
+
+    answer = asyncio.run(work())
+    assert said in caplog.text + answer.decode("latin1")
+
+
+def test_a_head_of_nothing_but_empty_mappings_takes_bounded_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    async def work():
+        async with streaming(fine) as (here, _, port):
+            for _ in range(5):
+                await read_what_comes(port, message(empty_dicts(wire.MAX_REQUEST_HEAD - 64)))
+            assert (await here.ask("b", ASKED)).header == {"fine": 1}
+
+    asyncio.run(work())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024  # KiB
+
+
+def test_frames_that_are_announced_and_never_come_take_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    async def work():
+        async with streaming(fine) as (here, _, port):
+            links = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _, writer in links:
+                writer.write(_hello(RUN) + message(b"", [wire.MAX_REQUEST_FRAMES]))
+                await writer.drain()
+            assert (await here.ask("b", ASKED)).header == {"fine": 1}
+            for _, writer in links:
+                writer.close()
+
+    asyncio.run(work())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB; all would be 1.3 GiB
+
+
+def test_more_rows_than_were_asked_for_are_refused_before_they_come():
+    async def boast(reader, writer):
+        await reader.readexactly(len(_hello(RUN)) + wire.PRELUDE.size)
+        writer.write(message(b"", [2**40]))
+
+    async def work():
+        async with asker_of(boast) as here:
+            await here.ask("b", ASKED)
+
+    with pytest.raises(PeerError, match=f"frames of {2**40} bytes together: expected at most"):
+        asyncio.run(work())
+
+
+def test_a_cluster_whose_comms_are_no_byte_streams_is_refused_by_name():
+    async def work():
+        async with (
+            Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0") as scheduler,
+            Worker(scheduler.address, name="a") as worker,
+        ):
+            await DaskStreams(worker, RUN, {"a": worker.address}, fine, timeout=5).start()
+
+    with pytest.raises(ConfigError, match=r"worker 'a' is at inproc://.*protocol tcp or tls"):
+        asyncio.run(work())
