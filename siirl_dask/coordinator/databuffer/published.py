@@ -80,6 +80,8 @@ class Published:
     """The place where targets on this host read the rows. They ack when they have dropped their last reference."""
     all_acked: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once every row is acked, or nobody will ack any more."""
+    _told: bool = field(default=False, init=False)
+    """True once peers may know where the rows lie."""
     _split: _Columns | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -97,8 +99,11 @@ class Published:
 
     @property
     def is_shared(self) -> bool:
-        """True while peers may still read the table where it lies, even after its iteration."""
-        return self.shared_table is not None and self.table is not None
+        """True while peers may still read the table where it lies, even after its iteration.
+
+        Peers of which none has asked where the rows are will not: those who did not ask in the iteration never do.
+        """
+        return self.shared_table is not None and self.table is not None and self._told
 
     @property
     def bytes_in_chunks(self) -> int:
@@ -132,7 +137,7 @@ class Published:
 
     def row_lengths(self, source: int, max_bytes: int) -> RowLengths:
         """Return what travels with the statistics: the lengths of all rows, unless they exceed ``max_bytes``."""
-        split = self._columns()
+        self._told, split = True, self._columns()
         known = split.lengths if sum(lengths.nbytes for lengths in split.lengths) <= max_bytes else None
         domain = shared_memory_domain()
         return RowLengths(source, domain, split.other_row_bytes, split.group_of, known, self.shared_table)

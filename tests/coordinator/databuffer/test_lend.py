@@ -77,6 +77,24 @@ def test_memory_is_reused_only_when_every_target_has_dropped_it():
     asyncio.run(work())
 
 
+def test_shared_rows_that_no_target_asked_for_are_freed_with_their_iteration():
+    """As weights are that no engine takes: those of the steps before a checkpoint, with rollout.max_staleness."""
+
+    async def work():
+        buffers, _ = buffers_of([EDGE], "shared tables")
+        await buffers["0"].publish(EDGE, ITERATION, make_rows(30, seed=1))
+        assert buffers["0"].arena.in_use > 0
+        buffers["0"].forget(ITERATION.sequence)
+        assert await publish_and_pull(buffers, NEXT, make_rows(30, seed=2)) == [make_rows(30, seed=2)] * 3
+        buffers["0"].forget(NEXT.sequence + 1)
+        gc.collect()
+        await until(lambda: buffers["0"].unacked_bytes == 0)
+        buffers["0"].forget(NEXT.sequence + 1)
+        assert buffers["0"].arena.in_use == 0
+
+    asyncio.run(work())
+
+
 def test_a_part_is_acked_only_when_nobody_reads_it_any_more():
     table = make_rows(30)
 
