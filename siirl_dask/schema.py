@@ -122,6 +122,27 @@ IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
 """Columns that every table has and every edge carries: the id of a row, its group, its cost."""
 
 
+def with_large_offsets(kind: DataType) -> DataType:
+    """Return the type with offsets of 64 bits, in what it nests as well: a column may then hold any number of elements.
+
+    Maps stay as they are, since Arrow has none with such offsets.
+    """
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.large_list(_with_large_offsets(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_with_large_offsets(kind.value_field), kind.list_size)
+    if types.is_struct(kind):
+        return pa.struct([_with_large_offsets(field) for field in kind])
+    if types.is_string(kind):
+        return pa.large_string()
+    return pa.large_binary() if types.is_binary(kind) else kind
+
+
+def _with_large_offsets(field: pa.Field) -> pa.Field:
+    return field.with_type(with_large_offsets(field.type))
+
+
 def fields(*names: str) -> dict[str, pa.DataType]:
     """Return the types of built-in columns, for a node's ``writes``."""
     return {name: TYPES[name] for name in names}
