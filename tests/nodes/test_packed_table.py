@@ -36,3 +36,16 @@ def test_a_null_is_refused(read):
     column = pa.chunked_array([pa.array([[1], None], LISTS) if read is packed else pa.array([1.0, None])])
     with pytest.raises(ValueError, match="null"):
         read(column)
+
+
+def test_a_column_beyond_two_billion_elements_is_packed_and_made_again():
+    """16,384 rows of 128k tokens are more than offsets of 32 bits can tell: booleans of eight to the byte, here."""
+    rows, length = 8, 2**28 + 1
+    bits = pa.Array.from_buffers(pa.bool_(), length, [None, pa.py_buffer(bytes(length // 8 + 1))])
+    ends = pa.array([0, length], pa.int64())
+    row = pa.LargeListArray.from_arrays(ends, bits)
+    column = pa.chunked_array([row] * rows)
+    joined = packed_table._one_chunk(column)
+    assert len(joined.values) == rows * length > 2**31
+    offsets = torch.arange(rows + 1) * length
+    assert joined.offsets.to_pylist() == offsets.tolist()
