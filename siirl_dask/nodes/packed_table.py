@@ -106,7 +106,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
 
     The values tensor shares Arrow's memory: do not write to it. ValueError if a row is null.
     """
-    array = _one_chunk(column)
+    array = one_chunk(column)
     if array.null_count:
         raise ValueError(
             f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
@@ -117,7 +117,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
 
 def values(column: pa.ChunkedArray) -> Tensor:
     """Return a column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
-    array = _one_chunk(column)
+    array = one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
     return _tensor(array)
@@ -141,7 +141,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def one_chunk(column: pa.ChunkedArray) -> pa.Array:
     """Return the column in one piece, with offsets of 64 bits where it came in several."""
     if column.num_chunks != 1:
         column = column.cast(with_large_offsets(column.type))
