@@ -129,14 +129,14 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
         raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
     if missing := [name for name in columns if name not in output.column_names]:
         raise NodeError(f"node {node.name!r} did not give {missing} (it gave {output.column_names})")
-    output = _with_large_offsets(output)
+    made = _with_large_offsets(output)
     for name, kind in declared.items():
-        if name in output.column_names and output[name].type != kind:
-            raise NodeError(f"node {node.name!r} gave {name!r} as {output[name].type}: its contract says {kind}")
-    same = contract.new_rows or output[ROW_ID].equals(table[ROW_ID])
-    if not same and sorted(output[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
+        if name in made.column_names and made[name].type != kind:
+            raise NodeError(f"node {node.name!r} gave {name!r} as {made[name].type}: its contract says {kind}")
+    same = contract.new_rows or made[ROW_ID].equals(table[ROW_ID])
+    if not same and sorted(made[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
         raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
-    return output.select(columns)
+    return made.select(columns)
 
 
 def _with_large_offsets(table: pa.Table) -> pa.Table:
