@@ -160,7 +160,9 @@ def test_later_steps_follow_the_prompts_that_were_drawn_beyond_a_step(url, worke
 def blobs(folder, *, groups=4, rows=64, size=2**15):
     """A dataset of row groups that are much larger than a step's rows."""
     schema = pa.schema({"q": pa.string(), "a": pa.string(), "blob": pa.binary()})
-    with pq.ParquetWriter(folder / "blobs.parquet", schema, use_dictionary=False, compression="none") as writer:
+    with pq.ParquetWriter(
+        folder / "blobs.parquet", schema, use_dictionary=False, compression="none", write_batch_size=16
+    ) as writer:
         for group in range(groups):
             numbers = range(group * rows, group * rows + rows)
             values = [bytes([i % 251]) * size for i in numbers]

@@ -94,9 +94,10 @@ def test_the_rows_that_are_asked_for_come_and_no_others(tmp_path: Path, format: 
             snapshot.read_row_group(second, rows=rows)
 
 
-def test_one_row_of_a_large_row_group_takes_the_memory_of_a_batch(tmp_path: Path) -> None:
+def test_one_row_of_a_large_row_group_takes_the_memory_of_a_batch_and_its_pages(tmp_path: Path) -> None:
     blobs = pa.table({"a": [bytes([number % 251]) * 2**20 for number in range(64)]})
-    pq.write_table(blobs, tmp_path / "a.parquet", row_group_size=64, compression="none", use_dictionary=False)
+    small_pages = {"write_batch_size": 4, "compression": "none", "use_dictionary": False}
+    pq.write_table(blobs, tmp_path / "a.parquet", row_group_size=64, **small_pages)
     snapshot, row = open_table(str(tmp_path)), blobs.take([50])
     expected = blobs.nbytes
     del blobs
