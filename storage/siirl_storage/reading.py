@@ -37,8 +37,8 @@ def read_rows(
 ) -> pa.Table:
     """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
 
-    ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the pages
-    that the batch is in: pyarrow's writer makes them of 1,024 values.
+    ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
+    pages that the batch is in: pyarrow's writer makes them of 1,024 values.
 
     CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
     group or the rows take more than ``max_bytes`` (None: the machine's memory).
