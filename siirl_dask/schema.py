@@ -88,32 +88,32 @@ TYPES: Mapping[str, pa.DataType] = {
     ROW_ID: pa.int64(),
     GROUP_ID: pa.int64(),
     TOKENS: pa.int64(),
-    PROMPT_IDS: pa.list_(pa.int32()),
-    RESPONSE_IDS: pa.list_(pa.int32()),
-    PROMPT_TEXT: pa.string(),
-    RESPONSE: pa.string(),
-    ROLLOUT_LOGPROBS: pa.list_(pa.float32()),
-    FINISH_REASON: pa.string(),
+    PROMPT_IDS: pa.large_list(pa.int32()),
+    RESPONSE_IDS: pa.large_list(pa.int32()),
+    PROMPT_TEXT: pa.large_string(),
+    RESPONSE: pa.large_string(),
+    ROLLOUT_LOGPROBS: pa.large_list(pa.float32()),
+    FINISH_REASON: pa.large_string(),
     WEIGHTS_VERSION: pa.int64(),
-    TOKEN_VERSIONS: pa.list_(pa.int64()),
-    WORKER: pa.string(),
+    TOKEN_VERSIONS: pa.large_list(pa.int64()),
+    WORKER: pa.large_string(),
     REWARD: pa.float32(),
     REWARD_PARTS: pa.map_(pa.string(), pa.float32()),
-    OLD_LOGPROBS: pa.list_(pa.float32()),
-    REFERENCE_LOGPROBS: pa.list_(pa.float32()),
+    OLD_LOGPROBS: pa.large_list(pa.float32()),
+    REFERENCE_LOGPROBS: pa.large_list(pa.float32()),
     GREEDY: pa.bool_(),
     GREEDY_REWARD: pa.float32(),
-    RESPONSE_MASK: pa.list_(pa.bool_()),
-    KL_PENALTY: pa.list_(pa.float32()),
-    VALUES: pa.list_(pa.float32()),
+    RESPONSE_MASK: pa.large_list(pa.bool_()),
+    KL_PENALTY: pa.large_list(pa.float32()),
+    VALUES: pa.large_list(pa.float32()),
     ADVANTAGE: pa.float32(),
-    ADVANTAGES: pa.list_(pa.float32()),
-    RETURNS: pa.list_(pa.float32()),
-    COVARIANT: pa.list_(pa.bool_()),
+    ADVANTAGES: pa.large_list(pa.float32()),
+    RETURNS: pa.large_list(pa.float32()),
+    COVARIANT: pa.large_list(pa.bool_()),
     MINIBATCH: pa.int32(),
-    PARAMETER: pa.string(),
-    PARAMETER_DTYPE: pa.string(),
-    PARAMETER_SHAPE: pa.list_(pa.int64()),
+    PARAMETER: pa.large_string(),
+    PARAMETER_DTYPE: pa.large_string(),
+    PARAMETER_SHAPE: pa.large_list(pa.int64()),
     PARAMETER_DATA: pa.large_binary(),
 }
 """Type of each built-in column; ``PROMPT`` and ``ANSWER`` have the dataset's types."""
@@ -122,11 +122,32 @@ IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
 """Columns that every table has and every edge carries: the id of a row, its group, its cost."""
 
 
+def with_large_offsets(kind: DataType) -> DataType:
+    """Return the type with offsets of 64 bits, in what it nests as well: a column may then hold any number of elements.
+
+    Maps stay as they are, since Arrow has none with such offsets.
+    """
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.large_list(_with_large_offsets(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_with_large_offsets(kind.value_field), kind.list_size)
+    if types.is_struct(kind):
+        return pa.struct([_with_large_offsets(field) for field in kind])
+    if types.is_string(kind):
+        return pa.large_string()
+    return pa.large_binary() if types.is_binary(kind) else kind
+
+
+def _with_large_offsets(field: pa.Field) -> pa.Field:
+    return field.with_type(with_large_offsets(field.type))
+
+
 def fields(*names: str) -> dict[str, pa.DataType]:
     """Return the types of built-in columns, for a node's ``writes``."""
     return {name: TYPES[name] for name in names}
 
 
 def make_schema(types: Mapping[str, pa.DataType]) -> Schema:
-    """Return the Arrow schema of columns and their types."""
-    return pa.schema(dict(types))
+    """Return the Arrow schema of columns and their types, with offsets of 64 bits."""
+    return pa.schema({name: with_large_offsets(pa.field(name, kind).type) for name, kind in types.items()})

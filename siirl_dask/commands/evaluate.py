@@ -144,7 +144,7 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
 
 def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
     """Return the DAG and its dataset. DataError or PlanError for unusable data, source or columns."""
-    source = Source(url=config.data.url, prompt=config.data.prompt, answer=config.data.answer)
+    source = Source.of(config.data)
     schema = open_source(source).schema
     if config.validation.source_column is not None:  # a field of a struct, which the plan does not check
         source_schema(schema, replace(source, answer=config.validation.source_column))

@@ -58,6 +58,10 @@ class DataConfig:
     """Rows that an engine has finished travel while it generates others. None: between hosts only."""
     memory_limit: str = "2GiB"
     """Memory of a worker for moving rows, beyond its own rows and the result; partitions that exceed it spill."""
+    read_limit: str | None = None
+    """Largest size, once decoded, of a row group of the dataset or of a worker's prompts of a step. None: as
+    ``memory_limit``.
+    """
     spill_directory: str | None = None
     """Folder on every worker's machine for partitions that spill. None: the folder for temporary files."""
     quadratic_from: int = 0
@@ -69,5 +73,6 @@ class DataConfig:
         self.url = absolute(self.url)
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         at_least("data", 0, quadratic_from=self.quadratic_from)
-        if parse_bytes("data.memory_limit", self.memory_limit) < 2**20:
-            raise ConfigError(f"data.memory_limit={self.memory_limit!r}: expected at least 1MiB")
+        for key, value in {"data.memory_limit": self.memory_limit, "data.read_limit": self.read_limit}.items():
+            if value is not None and parse_bytes(key, value) < 2**20:
+                raise ConfigError(f"{key}={value!r}: expected at least 1MiB")

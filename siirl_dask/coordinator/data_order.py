@@ -25,6 +25,8 @@ class RowPosition:
     position: int
     group: int
     row: int
+    number: int
+    """Number of the prompt, from which its stream follows."""
 
 
 class GlobalOrder:
@@ -60,13 +62,25 @@ class GlobalOrder:
 
     def row_position(self, number: int, position: int) -> RowPosition:
         """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
+        epoch, at, slot = self._place(number)
+        groups, starts = self._epoch(epoch)
+        group = int(groups[slot])
+        return RowPosition(position, group, int(self._within(epoch, group)[at - int(starts[slot])]), number)
+
+    def following_rows(self, number: int) -> Ints:
+        """Return the rows of the same row group that the stream of prompt ``number`` gives after it, in order."""
+        epoch, at, slot = self._place(number)
+        groups, starts = self._epoch(epoch)
+        group, start = int(groups[slot]), int(starts[slot])
+        stream_end = self._streams[number % self._rows % len(self._streams)][1]
+        return self._within(epoch, group)[at + 1 - start : stream_end - start]
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """Return the epoch of prompt ``number``, its index in the epoch's order, and its group's."""
         epoch, within_epoch = divmod(number, self._rows)
         epoch_step, stream = divmod(within_epoch, len(self._streams))
-        groups, starts = self._epoch(epoch)
         at = self._streams[stream][0] + epoch_step
-        slot = int(np.searchsorted(starts, at, side="right")) - 1
-        group = int(groups[slot])
-        return RowPosition(position, group, int(self._within(epoch, group)[at - int(starts[slot])]))
+        return epoch, at, int(np.searchsorted(self._epoch(epoch)[1], at, side="right")) - 1
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the row groups in this epoch's order, and the global index of each one's first row."""

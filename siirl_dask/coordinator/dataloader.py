@@ -14,13 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import RowGroup, Snapshot, StorageError, open_table
+from siirl_storage import Snapshot, StorageError, open_table
 
+from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.data_order import GlobalOrder, RowPosition
 from siirl_dask.coordinator.layout.balance import split
+from siirl_dask.coordinator.row_reader import RowReader
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.errors import DataError, did_you_mean
-from siirl_dask.schema import ANSWER, GROUP_ID, IDENTITY, PROMPT, ROW_ID, TOKENS, TYPES
+from siirl_dask.schema import ANSWER, GROUP_ID, IDENTITY, PROMPT, ROW_ID, TOKENS, TYPES, with_large_offsets
+
+_ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,25 @@ class Source:
     answer: str
     batch_size: int | None = None
     seed: int | None = None
+    read_limit: int = 2 * 2**30
+    """Bytes that a worker's rows of a step, or a row group, may take once decoded."""
+    keep: int = 2**28
+    """Bytes of rows that a worker holds for later steps."""
+
+    @staticmethod
+    def of(data: DataConfig, *, batch_size: int | None = None, seed: int | None = None) -> Source:
+        """Return the dataset that ``data`` describes."""
+        memory = parse_bytes("data.memory_limit", data.memory_limit)
+        limit = memory if data.read_limit is None else parse_bytes("data.read_limit", data.read_limit)
+        return Source(
+            url=data.url,
+            prompt=data.prompt,
+            answer=data.answer,
+            batch_size=batch_size,
+            seed=seed,
+            read_limit=limit,
+            keep=memory // 8,
+        )
 
 
 def open_source(source: Source) -> Snapshot:
@@ -52,20 +75,30 @@ def open_source(source: Source) -> Snapshot:
     if snapshot.num_rows == 0:
         raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
     source_schema(snapshot.schema, source)
+    longest = max(snapshot.row_groups(), key=lambda group: group.rows)
+    if longest.rows * _ROW > source.read_limit:
+        raise DataError(
+            f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, more than the "
+            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise it, or write the "
+            "dataset with smaller row groups"
+        )
     return snapshot
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader gives: identity, ``prompt``, ``answer``, and all others as they are.
 
+    Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
+
     DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
     """
     fields = {name: TYPES[name] for name in IDENTITY}
-    fields |= {PROMPT: _column_type(schema, source.prompt, source), ANSWER: _column_type(schema, source.answer, source)}
+    paths = {PROMPT: source.prompt, ANSWER: source.answer}
+    fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}
     for field in schema:
         if field.name in IDENTITY:
             raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
-        fields.setdefault(field.name, field.type)
+        fields.setdefault(field.name, with_large_offsets(field.type))
     loaded = pa.schema(fields)
     check_types(loaded)
     return loaded
@@ -95,10 +128,10 @@ class Dataloader:
         self._source = source
         self._snapshot = open_source(source)
         self._schema = source_schema(self._snapshot.schema, source)
-        self._groups = self._snapshot.row_groups()
+        self._rows = RowReader(source.url, self._snapshot, source.read_limit, source.keep)
+        sizes = [group.rows for group in self._snapshot.row_groups()]
         batch_size = source.batch_size or self._snapshot.num_rows
-        self._order = GlobalOrder([group.rows for group in self._groups], batch_size, source.seed)
-        self._cache: dict[tuple[int, tuple[str, ...]], pa.Table] = {}  # touched by the reader's thread alone
+        self._order = GlobalOrder(sizes, batch_size, source.seed)
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
         self._ahead: dict[tuple[range, tuple[str, ...], int, int], Future[pa.Table]] = {}
         self._drawn = range(position or 0, position or 0)  # numbers of the last step's prompts
@@ -145,21 +178,10 @@ class Dataloader:
 
     def _read_rows(self, rows: Sequence[RowPosition], columns: tuple[str, ...]) -> pa.Table:
         names = self._dataset_columns(columns)
-        used = {(row.group, names) for row in rows}
-        self._cache = {key: table for key, table in self._cache.items() if key in used}
-        slices = [self._group(row.group, names).slice(row.row, 1) for row in rows] if names else []
-        return self._shape(pa.concat_tables(slices) if slices else None, rows, columns)
-
-    def _group(self, group: int, columns: tuple[str, ...]) -> pa.Table:
-        if (group, columns) not in self._cache:
-            self._cache[group, columns] = self._read_group(self._groups[group], columns)
-        return self._cache[group, columns]
-
-    def _read_group(self, group: RowGroup, columns: tuple[str, ...]) -> pa.Table:
-        try:
-            return self._snapshot.read_row_group(group, columns)
-        except StorageError as error:
-            raise DataError(f"dataset {self._source.url!r}: {error}") from error
+        if not names or not rows:
+            return self._shape(None, rows, columns)
+        following = [self._order.following_rows(row.number) for row in rows]
+        return self._shape(self._rows.read(rows, following, names), rows, columns)
 
     def _dataset_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
         """Return the dataset's own names of the columns, without what only the dataloader knows."""

@@ -6,8 +6,8 @@
     tables      peak of the live tables, over the nodes of the chain: see planner/explain/memory.py
     moving      rows published and received by the steps that run at once; at most data.memory_limit
 
-Not counted: activations, transformers' key-value cache, columns without a bound (texts of the dataset), and the row
-groups that the dataloader caches.
+Not counted: activations, transformers' key-value cache, columns without a bound (texts of the dataset), and the prompts
+that the dataloader holds ahead (an eighth of data.memory_limit at most).
 """
 
 from __future__ import annotations

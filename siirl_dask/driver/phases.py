@@ -37,13 +37,7 @@ def plan_phases(
     the configuration names.
     """
     _check(config, dag, validation)
-    training = Source(
-        url=config.data.url,
-        prompt=config.data.prompt,
-        answer=config.data.answer,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-    )
+    training = Source.of(config.data, batch_size=config.data.batch_size, seed=config.run.seed)
     sources = {Phase.TRAIN: (dag, training)}
     if validation is not None and config.validation.url:
         whole = replace(training, url=config.validation.url, batch_size=None, seed=None)

@@ -134,7 +134,7 @@ def _check_column(source: Source, column: str, *, required: bool) -> None:
     first = 0
     for group in snapshot.row_groups():
         try:
-            lengths = snapshot.read_row_group(group, [column])[column]
+            lengths = snapshot.read_row_group(group, [column], max_bytes=source.read_limit)[column]
         except StorageError as error:
             raise DataError(f"dataset {source.url!r}: {error}") from error
         check_expected(lengths, label, first)

@@ -193,7 +193,7 @@ _SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
 
 def eval_table_schema(prompt: DataType, answer: DataType) -> Schema:
     """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the dataset's types."""
-    own = {SAMPLE: pa.int64(), SOURCE: pa.string()}
+    own = {SAMPLE: pa.int64(), SOURCE: pa.large_string()}
     return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED)})
 
 
@@ -205,5 +205,5 @@ def eval_table(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO
     """
     shown = {name: table[name] for name in (*IDENTITY, PROMPT, ANSWER, *_SAMPLED)}
     shown[SAMPLE] = pa.array(table[ROW_ID].to_numpy() % n, pa.int64())
-    shown[SOURCE] = pa.array(source.texts(table), pa.string())
+    shown[SOURCE] = pa.array(source.texts(table), pa.large_string())
     return pa.table(shown)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.errors import DataError
-from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
+from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, with_large_offsets
 from siirl_dask.training import PackedRows
 
 
@@ -39,7 +39,7 @@ class PackedTable:
 
         DataError for lists of other lengths than the responses.
         """
-        if not pa.types.is_list(table[name].type):
+        if not _is_list(table[name].type):
             return self.spread(values(table[name]))
         flat, offsets = packed(table[name])
         if not torch.equal(offsets, self.response_offsets):
@@ -106,7 +106,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
 
     The values tensor shares Arrow's memory: do not write to it. ValueError if a row is null.
     """
-    array = _one_chunk(column)
+    array = one_chunk(column)
     if array.null_count:
         raise ValueError(
             f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
@@ -117,7 +117,7 @@ def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
 
 def values(column: pa.ChunkedArray) -> Tensor:
     """Return a column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
-    array = _one_chunk(column)
+    array = one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
     return _tensor(array)
@@ -133,9 +133,16 @@ def _tensor(array: pa.Array) -> Tensor:
 def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> pa.Array:
     """Return a list column of ``kind`` whose row r is ``flat[offsets[r]:offsets[r + 1]]``."""
     flat_array = pa.array(flat.detach().cpu().numpy(), kind.value_type)
-    ends = torch.as_tensor(offsets).to("cpu", torch.int32).numpy()
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), flat_array, type=kind)
+    ends = torch.as_tensor(offsets).to("cpu", torch.int64).numpy()
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), flat_array, type=with_large_offsets(kind))
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    """Return the column in one piece, with offsets of 64 bits where it came in several."""
+    if column.num_chunks != 1:
+        column = column.cast(with_large_offsets(column.type))
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([pa.array([], column.type), *column.chunks])

@@ -60,7 +60,7 @@ def encode_prompts(
     costs = sampling_costs(table, [*map(len, ids)], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
-    return table.append_column(PROMPT_TEXT, pa.array(texts, pa.string()))
+    return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:

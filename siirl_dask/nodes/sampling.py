@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.nodes.prompts import limits_of
+from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
@@ -41,7 +42,7 @@ def make_requests(
 ) -> tuple[pa.Table, list[GenerationRequest]]:
     """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row."""
     n = len(samplings)
-    rows = table.take(np.repeat(np.arange(table.num_rows), n))
+    rows = _repeated(table, n)
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     limits = limits_of(rows)
@@ -50,6 +51,19 @@ def make_requests(
         for at, (row_id, prompt) in enumerate(zip(row_ids.tolist(), rows[PROMPT_IDS].to_pylist(), strict=True))
     ]
     return rows, requests
+
+
+def _repeated(table: pa.Table, n: int) -> pa.Table:
+    """Return each row ``n`` times. Blobs are not copied: each of the rows is a slice of the one that the table has."""
+    index = pa.array(np.repeat(np.arange(table.num_rows), n))
+    repeated = {name: _again(table[name], n) for name in table.column_names if is_blob(table[name].type)}
+    columns = [repeated[name] if name in repeated else table[name].take(index) for name in table.column_names]
+    return pa.table(columns, schema=table.schema)
+
+
+def _again(column: pa.ChunkedArray, n: int) -> pa.ChunkedArray:
+    rows = [chunk.slice(row, 1) for chunk in column.chunks for row in range(len(chunk))]
+    return pa.chunked_array([row for row in rows for _ in range(n)], column.type)
 
 
 def generate_all(

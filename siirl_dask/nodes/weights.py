@@ -179,7 +179,7 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
         GROUP_ID: index,
         TOKENS: pa.array([parameter.numel for parameter in parameters], pa.int64()),
         PARAMETER: pa.array([parameter.name for parameter in parameters], TYPES[PARAMETER]),
-        PARAMETER_DTYPE: pa.array([str(p.dtype).removeprefix("torch.") for p in parameters], pa.string()),
+        PARAMETER_DTYPE: pa.array([str(p.dtype).removeprefix("torch.") for p in parameters], TYPES[PARAMETER_DTYPE]),
         PARAMETER_SHAPE: pa.array([list(parameter.shape) for parameter in parameters], TYPES[PARAMETER_SHAPE]),
         PARAMETER_DATA: data,
     }

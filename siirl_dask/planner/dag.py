@@ -22,7 +22,7 @@ from siirl_dask.planner.contract import (
     options_of,
 )
 from siirl_dask.planner.names import canonical_text, function_name
-from siirl_dask.schema import IDENTITY, Schema
+from siirl_dask.schema import IDENTITY, Schema, make_schema
 
 BuildFn = Callable[..., Any]
 """``(Device, Rank, **options) -> resource``."""
@@ -109,6 +109,8 @@ class Node:
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
+        if self.writes is not None:
+            object.__setattr__(self, "writes", make_schema({field.name: field.type for field in self.writes}))
         object.__setattr__(self, "rows", self._checked_rows())
         if not self.after and self.rows is not Rows.ANYWHERE:
             raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")

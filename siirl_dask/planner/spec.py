@@ -137,6 +137,7 @@ def _schema(value: Any, label: str) -> Schema | None:
         return None
     lists = {str(kind): kind for kind in TYPES.values()}
     lists |= {text.replace("item: ", ""): kind for text, kind in lists.items()}
+    lists |= {text.removeprefix("large_"): kind for text, kind in lists.items()}
     try:
         return make_schema({name: lists.get(kind, kind) for name, kind in value.items()})
     except (AttributeError, TypeError, ValueError) as error:

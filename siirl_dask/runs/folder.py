@@ -38,6 +38,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "data.transport",
     "data.prefetch",
     "data.memory_limit",
+    "data.read_limit",
     "data.spill_directory",
     "rollout.weight_bucket",
     "rollout.weight_sync",

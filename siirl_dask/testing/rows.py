@@ -69,11 +69,11 @@ def fill(ctx: Context, table: pa.Table, *, tokens: int) -> pa.Table:
     """Give each row a response of ``tokens`` tokens that count up from its row id and step."""
     first = table["row_id"].to_numpy() + 1000 * ctx.step
     values = (first[:, None] + np.arange(tokens)).astype(np.int32).reshape(-1)
-    offsets = pa.array(np.arange(table.num_rows + 1, dtype=np.int32) * tokens)
+    offsets = pa.array(np.arange(table.num_rows + 1, dtype=np.int64) * tokens)
     table = table.set_column(
         table.column_names.index(TOKENS), TOKENS, pa.array(np.full(table.num_rows, tokens), pa.int64())
     )
-    return table.append_column(RESPONSE_IDS, pa.ListArray.from_arrays(offsets, values, type=TYPES[RESPONSE_IDS]))
+    return table.append_column(RESPONSE_IDS, pa.LargeListArray.from_arrays(offsets, values, type=TYPES[RESPONSE_IDS]))
 
 
 @columns(reads=[RESPONSE_IDS])

@@ -14,7 +14,7 @@ from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import Edge, Input, Iteration, Load, Node
-from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES
+from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
 
@@ -129,10 +129,17 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
         raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
     if missing := [name for name in columns if name not in output.column_names]:
         raise NodeError(f"node {node.name!r} did not give {missing} (it gave {output.column_names})")
+    made = _with_large_offsets(output)
     for name, kind in declared.items():
-        if name in output.column_names and output[name].type != kind:
-            raise NodeError(f"node {node.name!r} gave {name!r} as {output[name].type}: its contract says {kind}")
-    same = contract.new_rows or output[ROW_ID].equals(table[ROW_ID])
-    if not same and sorted(output[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
+        if name in made.column_names and made[name].type != kind:
+            raise NodeError(f"node {node.name!r} gave {name!r} as {made[name].type}: its contract says {kind}")
+    same = contract.new_rows or made[ROW_ID].equals(table[ROW_ID])
+    if not same and sorted(made[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
         raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
-    return output.select(columns)
+    return made.select(columns)
+
+
+def _with_large_offsets(table: pa.Table) -> pa.Table:
+    """Return the table with offsets of 64 bits; values are not copied."""
+    schema = make_schema({field.name: field.type for field in table.schema})
+    return table if table.schema.types == schema.types else table.cast(schema)

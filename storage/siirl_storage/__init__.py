@@ -4,7 +4,7 @@ A table is a folder of Parquet or Arrow parts; a snapshot's manifest is written 
 reader sees a whole version or none. Plain files that somebody else wrote open as tables too. See docs/storage.md.
 """
 
-from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
+from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound, TooLarge
 from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
 from siirl_storage.formats import ROWS_PER_GROUP, Format
 from siirl_storage.parts import Part, complete_parts, parse_part_name, part_name, write_part
@@ -24,6 +24,7 @@ __all__ = [
     "Snapshot",
     "StorageError",
     "TableNotFound",
+    "TooLarge",
     "append",
     "commit",
     "complete_parts",

@@ -25,3 +25,19 @@ class CorruptPart(StorageError):
 
     def __str__(self) -> str:
         return f"{self.path} cannot be read: {self.reason}. Restore it from a copy, or delete it and write it again"
+
+
+class TooLarge(StorageError):
+    """A row group, or the rows that were asked for, take more memory once decoded than the reader allows."""
+
+    def __init__(self, where: str, nbytes: int, bound: int) -> None:
+        super().__init__(where, nbytes, bound)  # all in args, so that the exception survives a trip between processes
+        self.where = where
+        self.nbytes = nbytes
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where} takes at least {self.nbytes} bytes once decoded, and at most {self.bound} may be read at "
+            "once. Write it with smaller row groups, or raise the bound"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -67,50 +67,26 @@ def encode(table: pa.Table, kind: Format, rows_per_group: int) -> pa.Buffer:
 
 def decode_footer(buffer: pa.Buffer, kind: Format) -> Footer:
     """Return the footer of a part that ``encode`` has just made."""
-    return _footer(pa.BufferReader(buffer), kind)
+    return footer_of(pa.BufferReader(buffer), kind)
 
 
 def read_footer(fs: AbstractFileSystem, path: str) -> Footer:
     """Return schema and row groups of the part at ``path``, without data. CorruptPart if it is missing or damaged."""
-    with _damage(fs, path), open_input(fs, path) as file:
-        footer = _footer(file, _known(path))
+    with damage(fs, path), open_input(fs, path) as file:
+        footer = footer_of(file, known_format(path))
         str(footer.schema)  # names are decoded only when they are looked at
     check_schema(footer.schema, full_name(fs, path))
     return footer
 
 
-def read_groups(
-    fs: AbstractFileSystem, path: str, indices: Sequence[int], columns: Sequence[str], groups: Sequence[int]
-) -> pa.Table:
-    """Return the row groups ``indices`` of the part at ``path``, with those of ``columns`` that it has, in its types.
-
-    CorruptPart if it is missing or damaged, or if the rows of its groups are not ``groups``.
-    """
-    with _damage(fs, path), open_input(fs, path) as file:
-        footer = _footer(file, _known(path))
-        if footer.groups != tuple(groups):
-            says = f"{sum(footer.groups)} rows in {len(footer.groups)} row groups"
-            expected = f"{sum(groups)} in {len(groups)}"
-            raise CorruptPart(full_name(fs, path), f"it has {says}, and should have {expected}")
-        present = [name for name in columns if name in footer.schema.names]
-        match _known(path):
-            case Format.PARQUET:
-                reader = pq.ParquetFile(file, page_checksum_verification=True)
-                table = reader.read_row_groups(list(indices), columns=present)
-            case Format.ARROW:
-                table = _read_batches(file, indices, present)
-        table.validate(full=True)  # a damaged offset must end here, not in the code that follows it
-        return table.select(present)
-
-
-def _known(path: str) -> Format:
+def known_format(path: str) -> Format:
     kind = format_of(path)
     if kind is None:
         raise StorageError(f"{path} is not a part: its name does not end in {ENDINGS}")
     return kind
 
 
-def _footer(file: pa.NativeFile, kind: Format) -> Footer:
+def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
     match kind:
         case Format.PARQUET:
             parquet = pq.ParquetFile(file)
@@ -127,16 +103,8 @@ def _footer(file: pa.NativeFile, kind: Format) -> Footer:
             return Footer(schema, tuple(reader.get_batch(i).num_rows for i in range(reader.num_record_batches)))
 
 
-def _read_batches(file: pa.NativeFile, indices: Sequence[int], columns: Sequence[str]) -> pa.Table:
-    schema = pa.ipc.open_file(file).schema
-    # An empty list would mean every field
-    wanted = sorted(schema.get_field_index(name) for name in columns) or [0]
-    reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
-    return pa.Table.from_batches([reader.get_batch(index) for index in indices], reader.schema)
-
-
 @contextmanager
-def _damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
+def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     """Convert Arrow's errors on bad bytes to CorruptPart; errors of the store itself pass through."""
     try:
         yield

@@ -11,10 +11,11 @@ import pyarrow.fs as pafs
 from fsspec import AbstractFileSystem
 
 from siirl_storage import hive
-from siirl_storage.errors import CorruptPart, StorageError
+from siirl_storage.errors import CorruptPart, StorageError, TooLarge
 from siirl_storage.files import at, full_name, join, open_fs, open_input
-from siirl_storage.formats import Format, format_of, read_groups
+from siirl_storage.formats import Format, format_of
 from siirl_storage.parts import Part
+from siirl_storage.reading import read_rows
 from siirl_storage.schemas import difference
 
 
@@ -58,21 +59,40 @@ class Snapshot:
             RowGroup(part.path, index, rows) for part in self.parts for index, rows in enumerate(part.groups) if rows
         )
 
-    def read_row_group(self, group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read the rows of ``group`` with all columns, or those named, and nothing else of the part.
+    def read_row_group(
+        self,
+        group: RowGroup,
+        columns: Sequence[str] | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        max_bytes: int | None = None,
+    ) -> pa.Table:
+        """Read ``group`` with all columns, or those named, and nothing else of the part.
 
-        CorruptPart if the part is missing, damaged, or not what the snapshot says; StorageError for a column or a
-        group that the table has not.
+        ``rows`` are the numbers of the rows to return, in ascending order; None: all. Others are decoded on the way, a
+        batch at a time, and are not kept.
+
+        CorruptPart if the part is missing, damaged, or not what the snapshot says; TooLarge if the row group takes more
+        than ``max_bytes`` (None: the machine's memory); StorageError for a column, a group or a row that there is not.
         """
         part = next((part for part in self.parts if part.path == group.part), None)
         if part is None or not 0 <= group.index < len(part.groups):
             raise StorageError(f"{self.url} has no row group {group.index} in a part {group.part!r}")
-        return self._read(part, [group.index], self._projection(columns))
+        count = part.groups[group.index]
+        if rows is not None and not _ascending(rows, count):
+            raise StorageError(f"rows {list(rows)[:8]} of {count} in {group.part!r}: expected ascending row numbers")
+        return self._read(part, group.index, self._projection(columns), rows, max_bytes)
 
-    def to_table(self, columns: Sequence[str] | None = None) -> pa.Table:
+    def to_table(self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None) -> pa.Table:
         """Read the whole table into memory. Errors as in ``read_row_group``."""
         schema = self._projection(columns)
-        tables = [self._read(part, range(len(part.groups)), schema) for part in self.parts if part.rows]
+        tables, total = [], 0
+        for part in self.parts:
+            for index in (index for index, rows in enumerate(part.groups) if rows):
+                tables.append(self._read(part, index, schema, None, max_bytes))
+                total += tables[-1].nbytes
+                if max_bytes is not None and total > max_bytes:
+                    raise TooLarge(self.url, total, max_bytes)
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def dataset(self) -> ds.Dataset:
@@ -98,16 +118,22 @@ class Snapshot:
             raise StorageError(f"{self.url} has no columns {unknown} to read (it has: {', '.join(self.schema.names)})")
         return pa.schema([self.schema.field(name) for name in columns], self.schema.metadata)
 
-    def _read(self, part: Part, indices: Sequence[int], schema: pa.Schema) -> pa.Table:
+    def _read(
+        self, part: Part, index: int, schema: pa.Schema, rows: Sequence[int] | None, max_bytes: int | None
+    ) -> pa.Table:
         fs, root = open_fs(self.base)
         path = at(root, part.path)
-        table = read_groups(fs, path, indices, schema.names, part.groups)
-        rows = sum(part.groups[index] for index in indices)
+        table = read_rows(fs, path, index, schema.names, part.groups, rows=rows, max_bytes=max_bytes)
         for name, value in hive.values(part.path).items():
             if name in schema.names and name not in table.column_names:
                 constant = hive.scalar(value, schema.field(name).type)
-                table = table.append_column(name, pa.repeat(constant, rows))
+                count = part.groups[index] if rows is None else len(rows)
+                table = table.append_column(name, pa.repeat(constant, count))
         return _as_promised(table, schema, fs, path)
+
+
+def _ascending(rows: Sequence[int], count: int) -> bool:
+    return all(before < after for before, after in zip([-1, *rows], [*rows, count], strict=True))
 
 
 def _as_promised(table: pa.Table, schema: pa.Schema, fs: AbstractFileSystem, path: str) -> pa.Table:

@@ -264,7 +264,7 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     assert train["placement"]["rollout"] == ["0", "1"]
     assert train["contracts"]["old_logprobs"] == {
         "reads": ["prompt_ids", "response_ids"],
-        "writes": {"old_logprobs": "list<item: float>"},
+        "writes": {"old_logprobs": "large_list<item: float>"},
     }
     chain = next(chain for chain in train["chains"] if chain["workers"] == ["3"])
     assert [(link["do"], link["what"]) for link in chain["links"]] == [

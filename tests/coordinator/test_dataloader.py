@@ -1,11 +1,15 @@
+from collections import Counter
+from dataclasses import replace
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
 from siirl_storage import Snapshot
 
+from siirl_dask.config import DataConfig
 from siirl_dask.coordinator.dataloader import Dataloader, Source, open_source, source_schema
-from siirl_dask.errors import DataError
+from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.schema import ROW_ID
 
 COLUMNS = ("row_id", "group_id", "tokens", "prompt", "answer", "extra")
@@ -67,9 +71,9 @@ def test_without_a_batch_size_everything_comes_in_table_order(url):
 def test_only_the_columns_asked_for_are_read(url, monkeypatch):
     read, read_row_group = [], Snapshot.read_row_group
 
-    def recorded(snapshot, group, columns):
+    def recorded(snapshot, group, columns, **options):
         read.append(tuple(columns))
-        return read_row_group(snapshot, group, columns)
+        return read_row_group(snapshot, group, columns, **options)
 
     monkeypatch.setattr(Snapshot, "read_row_group", recorded)
     loader = Dataloader(source(url))
@@ -151,3 +155,77 @@ def test_later_steps_follow_the_prompts_that_were_drawn_beyond_a_step(url, worke
     assert len(set(drawn[50:])) == len(drawn[50:])
     one = [load(url, step, 1)["answer"].to_pylist() for step in range(7)]
     assert drawn[:50] == [i for step in one for i in step]
+
+
+def blobs(folder, *, groups=4, rows=64, size=2**15):
+    """A dataset of row groups that are much larger than a step's rows."""
+    schema = pa.schema({"q": pa.string(), "a": pa.string(), "blob": pa.binary()})
+    with pq.ParquetWriter(
+        folder / "blobs.parquet", schema, use_dictionary=False, compression="none", write_batch_size=16
+    ) as writer:
+        for group in range(groups):
+            numbers = range(group * rows, group * rows + rows)
+            values = [bytes([i % 251]) * size for i in numbers]
+            columns = {"q": [str(i) for i in numbers], "a": ["x"] * rows, "blob": values}
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=rows)
+    return source(str(folder / "blobs.parquet"), answer="a", batch_size=4)
+
+
+def test_a_loader_holds_a_few_steps_and_not_the_row_groups_they_come_from(tmp_path):
+    """It held a whole row group for each prompt of a step."""
+    group_bytes, keep = 1024 * 2**15, 2**19
+    loader = Dataloader(replace(blobs(tmp_path, groups=3, rows=1024), keep=keep))
+    first = pa.total_allocated_bytes()
+    for step in range(8):
+        table = loader.load(step, ("row_id", "prompt", "blob"), 0, 1)
+        assert table.nbytes >= 4 * 2**15
+        # the next step is being read meanwhile: a batch of 8 MiB, and what is read ahead of it
+        assert pa.total_allocated_bytes() - first < group_bytes
+    loader.close()
+
+
+@pytest.mark.parametrize("keep", [0, 2**17, 2**19, 2**30])
+def test_rows_are_the_same_however_much_is_held_ahead(tmp_path, keep):
+    whole = Dataloader(blobs(tmp_path))
+    loader = Dataloader(replace(blobs(tmp_path), keep=keep))
+    for step in (0, 1, 2, 3, 40, 41, 63, 64, 65, 129):
+        columns = ("row_id", "prompt", "blob")
+        table = loader.load(step, columns, 0, 1)
+        assert table.equals(whole.load(step, columns, 0, 1))
+        assert table["blob"].to_pylist() == [bytes([int(q) % 251]) * 2**15 for q in table["prompt"].to_pylist()]
+    loader.close()
+    whole.close()
+
+
+def test_a_row_group_is_decoded_once_for_many_steps(tmp_path, monkeypatch):
+    read, read_row_group = Counter(), Snapshot.read_row_group
+
+    def counted(snapshot, group, *arguments, **options):
+        read[group.index] += 1
+        return read_row_group(snapshot, group, *arguments, **options)
+
+    monkeypatch.setattr(Snapshot, "read_row_group", counted)
+    loader = Dataloader(blobs(tmp_path))
+    for step in range(60):
+        loader.load(step, ("row_id", "prompt", "blob"), 0, 1)
+    loader.close()
+    assert sum(read.values()) < 20
+
+
+def test_a_row_group_that_unpacks_to_more_than_the_limit_is_refused_by_file_size_and_key(tmp_path):
+    rows = {"q": pa.nulls(2**20, pa.string()).fill_null(""), "a": pa.nulls(2**20, pa.string()).fill_null("")}
+    pq.write_table(pa.table(rows), tmp_path / "small.parquet", row_group_size=2**20)
+    small = Source.of(DataConfig(url=str(tmp_path), prompt="q", answer="a", read_limit="1MiB"), batch_size=4)
+    with pytest.raises(DataError, match=r"small\.parquet' has 1048576 rows.* 1048576 bytes .*data\.read_limit"):
+        open_source(small)
+    loader = Dataloader(replace(blobs(tmp_path, size=2**17), read_limit=2**20))
+    with pytest.raises(DataError, match=r"row group \d of .*blobs\.parquet takes .*1048576.*data\.read_limit"):
+        loader.load(0, ("row_id", "prompt", "blob"), 0, 1)
+    loader.close()
+
+
+def test_the_limit_of_what_is_read_at_once_is_that_of_moving_rows_where_none_is_given():
+    assert Source.of(DataConfig(url="x", memory_limit="1GiB")).read_limit == 2**30
+    assert Source.of(DataConfig(url="x", memory_limit="1GiB", read_limit="3GiB")).read_limit == 3 * 2**30
+    with pytest.raises(ConfigError, match=r"data\.read_limit='9': expected at least 1MiB"):
+        DataConfig(url="x", read_limit="9")

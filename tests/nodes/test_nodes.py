@@ -1,7 +1,9 @@
 """Tests of the built-in nodes, each with the smallest resource that shows what it does."""
 
+import mmap
 from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -18,7 +20,8 @@ from siirl_dask.nodes import (
     publish_weights,
 )
 from siirl_dask.nodes.packed_table import pack_rows
-from siirl_dask.rollout import FinishReason, Generation
+from siirl_dask.nodes.sampling import make_requests
+from siirl_dask.rollout import FinishReason, Generation, Sampling
 from siirl_dask.schema import TYPES
 from siirl_dask.training import TokenScores
 
@@ -102,6 +105,24 @@ def test_every_row_is_handed_over_once_as_it_is_in_the_table():
     assert len(handed) == whole.num_rows
     assert early.equals(whole.select(early.column_names))
     assert set(early.column_names) >= {"response_ids", "rollout_logprobs"}
+
+
+def test_samples_share_the_images_of_their_prompt_beyond_two_billion_bytes():
+    """64 images of 4 MiB, sampled 8 times: copies would not fit into offsets of 32 bits, and are not made."""
+    images = pa.Array.from_buffers(
+        pa.binary(),
+        64,
+        [None, pa.py_buffer(np.arange(65, dtype=np.int32) * 2**22), pa.py_buffer(mmap.mmap(-1, 2**28))],
+    )
+    table = rows(prompt_ids=[[1, 2]] * 64).append_column("image", images)
+    table = table.append_column("images", pa.ListArray.from_arrays(pa.array(range(65), pa.int32()), images))
+    before = pa.total_allocated_bytes()
+    made, _ = make_requests(context(), table, [Sampling(max_tokens=4)] * 8)
+    assert pa.total_allocated_bytes() - before < 2**20
+    assert made["row_id"].to_pylist() == list(range(512))
+    assert made["image"].nbytes > 2**31
+    for name in ("image", "images"):
+        assert [chunk.offset for chunk in made[name].chunks] == [row // 8 for row in range(512)]
 
 
 def test_another_step_draws_other_samples():

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import ipc
 
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.acks import Acks
 from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMap
-from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable
+from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable, unpack_others
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
 from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, other_columns_schema
@@ -95,7 +94,7 @@ class SharedTableReader:
                 ) from error
             logger.warning("rows of worker %r are fetched, because its memory cannot be read: %s", worker, error)
             return None
-        except (pa.ArrowException, IndexError) as error:
+        except (pa.ArrowException, IndexError, PeerError) as error:
             error.__traceback__ = None  # its frames refer to the memory, which would never be acked
             raise PeerError(f"edge {edge.name}: what worker {worker!r} shares is no table: {error}") from error
 
@@ -160,10 +159,9 @@ def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
     """Return the other columns, from a copy that the source cannot change while it is validated."""
     if not len(schema):
         return pa.table({"": pa.nulls(rows)}).select([])  # a table without columns that has rows nevertheless
-    table = ipc.open_stream(stream.tobytes()).read_all()
-    if table.schema != schema or table.num_rows != rows:
-        raise pa.ArrowInvalid(f"{table.num_rows} rows of {table.schema.names} instead of {rows} of {schema.names}")
-    table.validate(full=True)
+    table = unpack_others(stream.tobytes(), schema)
+    if table.num_rows != rows:
+        raise pa.ArrowInvalid(f"{table.num_rows} rows of {schema.names} instead of {rows}")
     return table
 
 

@@ -229,7 +229,8 @@ class Databuffer:
     def forget(self, before: int) -> None:
         """Drop everything of iterations before sequence number ``before``, which all workers have completed.
 
-        Tables that peers may still be reading in shared memory stay until they are acked, and go at a later call.
+        Tables that peers may still be reading in shared memory stay until they are acked, and go at a later call. Those
+        that no peer asked for go at once, such as weights that a node with a lag skipped because the pipeline drained.
         """
         self._expected.forget(before)
         self._statistics_tree.forget(before)

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.limits import Allowance
-from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, starts_of
+from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged
 from siirl_dask.coordinator.layout.preference import preferred_targets
 from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import Reply, pack_ints
@@ -134,13 +134,12 @@ class EarlyRows:
         """
         node = self._edge.early.node if self._edge.early else self._edge.source
         place = {row: at for at, row in enumerate(ids)}
-        starts = {name: starts_of(column.lengths) for name, column in columns.items()}
         for row, told in self._told.items():
             at = place.get(row)
             for name, fingerprint in told.items():
                 if name not in columns:  # it has nulls in other rows: then no target uses what came early
                     continue
-                if at is None or _fingerprint_at(columns[name], starts[name], at) != fingerprint:
+                if at is None or _fingerprint_at(columns[name], at) != fingerprint:
                     raise NodeError(
                         f"node {node!r} handed over row {row} early and gave another {name!r} for it in its table: "
                         "a row that is handed over (Context.hand_over) must be in the table unchanged"
@@ -186,6 +185,6 @@ def _fingerprint(values: np.ndarray[Any, np.dtype[np.uint8]], column: RaggedColu
     return length, zlib.crc32(values[: length * column.width].data)
 
 
-def _fingerprint_at(column: RaggedColumn, starts: np.ndarray[Any, np.dtype[np.int64]], at: int) -> _Told:
-    first, length = int(starts[at]) * column.width, int(column.lengths[at])
+def _fingerprint_at(column: RaggedColumn, at: int) -> _Told:
+    first, length = int(column.starts[at]) * column.width, int(column.lengths[at])
     return length, zlib.crc32(column.values[first : first + length * column.width].data)

@@ -12,16 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
 import pyarrow as pa
-from pyarrow import ipc
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Block, Handle, unpack_handle
 from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, build_column, element_width
+from siirl_dask.coordinator.transport.frames import from_frames, to_frames
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
 ALIGNMENT = 64
+_HEAD_LENGTH = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class SharedTable:
     starts: Mapping[str, int]
     """First byte of each variable-length column; its rows follow one another."""
     others_start: int
-    """First byte of an Arrow stream that holds the other columns."""
+    """First byte of the other columns (see ``pack_others``)."""
     others_size: int
-    """Bytes of that stream, 0 where there are no other columns."""
+    """Bytes of them, 0 where there are no other columns."""
 
     def pack(self) -> list[Any]:
         return [self.handle.pack(), dict(self.starts), self.others_start, self.others_size]
@@ -64,8 +66,8 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
     others = table.select([name for name in table.column_names if name not in ragged and name not in IDENTITY])
     if not ragged or sum(sizes.values()) < min_row_bytes * table.num_rows * len(ragged):
         return None
-    stream = _stream_of(others)
-    places = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes.values(), stream.size))])
+    packed = pack_others(others)
+    places = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes.values(), len(packed)))])
     block = arena.allocate(int(places[-1]))
     if block.segment.handle is None:
         return None
@@ -73,12 +75,12 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
     for name, chunks in ragged.items():
         _copy(chunks, block, starts[name])
     others_start = int(places[len(ragged)])
-    block.bytes[others_start : others_start + stream.size] = np.frombuffer(stream, np.uint8)
+    block.bytes[others_start : others_start + len(packed)] = np.frombuffer(packed, np.uint8)
     shared = SharedTable(
         block.segment.handle,
         {name: block.offset + start for name, start in starts.items()},
         block.offset + others_start,
-        stream.size,
+        len(packed),
     )
     return _over_block(table, ragged, sizes, starts, block), shared
 
@@ -96,13 +98,43 @@ def _size(column: RaggedColumn) -> int:
     return int(column.lengths.sum()) * column.width
 
 
-def _stream_of(table: pa.Table) -> pa.Buffer:
+def pack_others(table: pa.Table) -> bytes:
+    """Return a table as a head and its frames, each aligned; empty for one without columns.
+
+    An Arrow stream may be compressed: a peer that reads a few bytes of one could unpack gigabytes.
+    """
     if not table.num_columns:
-        return pa.py_buffer(b"")
-    sink = pa.BufferOutputStream()
-    with ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
+        return b""
+    header, frames = to_frames(table)
+    views = [memoryview(frame).cast("B") for frame in frames]
+    head = msgpack.packb([header, [view.nbytes for view in views]])
+    pieces = [len(head).to_bytes(_HEAD_LENGTH, "little") + head, *views]
+    return b"".join(bytes(piece) + bytes(-len(piece) % ALIGNMENT) for piece in pieces)
+
+
+def unpack_others(packed: bytes, schema: pa.Schema) -> pa.Table:
+    """Return what ``pack_others`` packed. PeerError for anything that is no table of ``schema``."""
+    try:
+        start = _HEAD_LENGTH + int.from_bytes(packed[:_HEAD_LENGTH], "little")
+        header, sizes = msgpack.unpackb(packed[_HEAD_LENGTH:start])
+        if any(not isinstance(size, int) or size < 0 for size in sizes):
+            raise ValueError(f"bytes of its frames: {str(sizes)[:80]}")
+        places = _places(start, sizes)
+        if places[-1] > len(packed):
+            raise ValueError(f"{places[-1]} bytes of frames in {len(packed)}")
+        view = memoryview(packed)
+        frames = [view[place : place + size] for place, size in zip(places, sizes, strict=False)]
+    except (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        raise PeerError(f"other columns that are no table of {schema.names}: {error!r}") from error
+    return from_frames(header, frames, schema)
+
+
+def _places(start: int, sizes: Sequence[int]) -> list[int]:
+    """Return where each frame begins, and where the last one ends."""
+    places = [-(-start // ALIGNMENT) * ALIGNMENT]
+    for size in sizes:
+        places.append(-(-(places[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return places
 
 
 def _copy(chunks: Sequence[RaggedColumn], block: Block, start: int) -> None:

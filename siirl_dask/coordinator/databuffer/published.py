@@ -19,9 +19,9 @@ from siirl_dask.coordinator.databuffer.ragged import (
     CopyPlan,
     RaggedColumn,
     as_ragged,
+    as_shared_ragged,
     element_width,
     starts_of,
-    with_large_offsets,
 )
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.host import shared_memory_domain
@@ -30,7 +30,7 @@ from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame, to_frames
 from siirl_dask.coordinator.transport.messages import unpack_ints
 from siirl_dask.errors import PeerError
-from siirl_dask.schema import IDENTITY
+from siirl_dask.schema import IDENTITY, with_large_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Columns:
     lengths: list[Ints]
     """Elements of each row, [rows] an offset group."""
     starts: list[Ints]
-    """Elements before each row, [rows] an offset group."""
+    """Elements before each row, [rows] an offset group. Columns of a group have both in common."""
     others: list[str]
     """Columns that are not variable-length, or have nulls, and are not told by the statistics already."""
     other_row_bytes: int
@@ -53,12 +53,17 @@ class _Columns:
     def of(table: pa.Table) -> _Columns:
         columns = {name: _in_one_piece(table[name]) for name in table.column_names if name not in IDENTITY}
         ragged = {name: column for name, column in columns.items() if column is not None}
-        groups: dict[bytes, int] = {}  # the lengths themselves are the key: equal lengths, one group
-        group_of = {name: groups.setdefault(c.lengths.tobytes(), len(groups)) for name, c in ragged.items()}
-        lengths = [np.frombuffer(group, np.int64) for group in groups]
+        groups: dict[bytes, int] = {}  # lengths and starts themselves are the key: where both are equal, one group
+        keys = {name: np.concatenate([c.lengths, c.starts]).tobytes() for name, c in ragged.items()}
+        group_of = {name: groups.setdefault(key, len(groups)) for name, key in keys.items()}
+        lengths, starts = [], []
+        for key in groups:
+            both = np.frombuffer(key, np.int64)
+            lengths.append(both[: table.num_rows])
+            starts.append(both[table.num_rows :])
         others = [name for name in columns if name not in ragged]
         other_row_bytes = -(-sum(table[name].nbytes for name in others) // max(1, table.num_rows))
-        return _Columns(ragged, group_of, lengths, list(map(starts_of, lengths)), others, other_row_bytes)
+        return _Columns(ragged, group_of, lengths, starts, others, other_row_bytes)
 
 
 @dataclass(slots=True)
@@ -80,6 +85,8 @@ class Published:
     """The place where targets on this host read the rows. They ack when they have dropped their last reference."""
     all_acked: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once every row is acked, or nobody will ack any more."""
+    _told: bool = field(default=False, init=False)
+    """True once peers may know where the rows lie."""
     _split: _Columns | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -92,13 +99,18 @@ class Published:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory: 0 when the table is spilled or freed."""
-        return 0 if self.table is None or self.spilled is not None else int(self.table.nbytes)
+        """Bytes in memory, those that rows share once: 0 when the table is spilled or freed."""
+        if self.table is None or self.spilled is not None:
+            return 0
+        return min(int(self.table.nbytes), int(self.table.get_total_buffer_size()))
 
     @property
     def is_shared(self) -> bool:
-        """True while peers may still read the table where it lies, even after its iteration."""
-        return self.shared_table is not None and self.table is not None
+        """True while peers may still read the table where it lies, even after its iteration.
+
+        Peers of which none has asked where the rows are will not: those who did not ask in the iteration never do.
+        """
+        return self.shared_table is not None and self.table is not None and self._told
 
     @property
     def bytes_in_chunks(self) -> int:
@@ -132,7 +144,7 @@ class Published:
 
     def row_lengths(self, source: int, max_bytes: int) -> RowLengths:
         """Return what travels with the statistics: the lengths of all rows, unless they exceed ``max_bytes``."""
-        split = self._columns()
+        self._told, split = True, self._columns()
         known = split.lengths if sum(lengths.nbytes for lengths in split.lengths) <= max_bytes else None
         domain = shared_memory_domain()
         return RowLengths(source, domain, split.other_row_bytes, split.group_of, known, self.shared_table)
@@ -232,6 +244,8 @@ class Published:
 def _in_one_piece(column: pa.ChunkedArray) -> RaggedColumn | None:
     if element_width(column.type) is None:
         return None
+    if column.num_chunks > 1 and (shared := as_shared_ragged(column.chunks)) is not None:
+        return shared
     if column.num_chunks != 1:  # together the chunks may have more elements than offsets of 32 bits span
         large = with_large_offsets(column.type)
         column = pa.chunked_array([pa.concat_arrays([pa.array([], large), *column.cast(large).chunks])])

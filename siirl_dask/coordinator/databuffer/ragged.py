@@ -6,6 +6,7 @@ rows have the same lengths (an offset group: a response's ids, log-probs, values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,12 +36,14 @@ def element_width(kind: pa.DataType) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumn:
-    """A variable-length column without nulls: row r is ``lengths[r]`` elements of ``width`` bytes after row r - 1."""
+    """A variable-length column without nulls: row r is ``lengths[r]`` elements of ``width`` bytes at ``starts[r]``."""
 
     values: Bytes
-    """Bytes from the first row on; there may be more after the last."""
+    """Bytes that have the rows; there may be more after the last."""
     lengths: Ints
     """[rows] elements."""
+    starts: Ints
+    """[rows] elements before each row: rows follow one another, but for those that several rows share."""
     width: int
 
 
@@ -63,7 +66,30 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
     else:
         data, first = array.buffers()[2], 0
     values = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return RaggedColumn(values[(int(bounds[0]) + first) * width :], np.diff(bounds), width)
+    return RaggedColumn(values[(int(bounds[0]) + first) * width :], np.diff(bounds), bounds[:-1] - bounds[0], width)
+
+
+def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
+    """Return a view of chunks that are slices of one array, such as one row again and again; None for any others."""
+    columns: list[RaggedColumn] = []
+    for chunk in chunks:
+        column = as_ragged(chunk) if _data_of(chunk) == _data_of(chunks[0]) else None
+        if column is None:
+            return None
+        columns.append(column)
+    filled = [column for column in columns if len(column.values)]
+    if not filled:
+        return None
+    first = max(filled, key=lambda column: len(column.values))  # all end where the array's values do
+    starts = [column.starts + (len(first.values) - len(column.values)) // first.width for column in columns]
+    lengths = [column.lengths for column in columns]
+    return RaggedColumn(first.values, np.concatenate(lengths), np.concatenate(starts), first.width)
+
+
+def _data_of(array: pa.Array) -> tuple[int, int] | None:
+    """Return address and size of the buffer that has the array's values."""
+    data = (array.values if pa.types.is_nested(array.type) else array).buffers()[-1]
+    return None if data is None else (data.address, data.size)
 
 
 def build_column(kind: pa.DataType, lengths: Ints, values: pa.Buffer, max_elements: int = 2**31 - 1) -> pa.ChunkedArray:
@@ -164,16 +190,6 @@ def _merge(sources: Ints, targets: Ints, lengths: Ints) -> tuple[Ints, Ints, Int
     joined = (sources[1:] == sources[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
     return sources[first], targets[first], np.add.reduceat(lengths, first)
-
-
-def with_large_offsets(kind: pa.DataType) -> pa.DataType:
-    """Return the type with the same rows and offsets of 64 bits, for one that has an ``element_width``."""
-    types = pa.types
-    if types.is_list(kind):
-        return pa.large_list(kind.value_field)
-    if types.is_string(kind):
-        return pa.large_string()
-    return pa.large_binary() if types.is_binary(kind) else kind
 
 
 def _has_large_offsets(kind: pa.DataType) -> bool:

@@ -114,7 +114,7 @@ def times_of(node: Node) -> int | None:
     return times if isinstance(times, int) else None
 
 
-_OFFSET = 4  # bytes per row that Arrow spends on where a list or string ends
+_OFFSET = 8  # bytes per row that Arrow spends on where a list or string ends
 _FINISH_REASONS = len("length")
 _PER_RESPONSE_TOKEN = (
     RESPONSE_IDS,

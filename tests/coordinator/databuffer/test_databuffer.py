@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics
 from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, pack_ints
 from siirl_dask.errors import Aborted, DataError, PeerError
 from siirl_dask.planner import Iteration, Rows
@@ -49,6 +50,24 @@ def test_each_row_arrives_once_and_nothing_is_left_behind(s, t, shift, rows, cou
     assert [buffer.unacked_bytes for buffer in buffers.values()] == [0] * len(buffers)
     del part, got
     assert [buffer.arena.in_use for buffer in buffers.values()] == [0] * len(buffers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_share_a_blob_are_published_without_copies_of_it(way):
+    """As the samples of a prompt with an image are: each is a slice of the one that the prompt has."""
+    blobs = pa.array([bytes([number]) * 2**14 for number in range(16)], pa.large_binary())
+    shared = pa.chunked_array([blobs.slice(row // 8, 1) for row in range(128)])
+    table = make_rows(128)
+    table = table.set_column(table.column_names.index("image"), "image", shared)
+    whole = table.combine_chunks()
+    e = edge(("0",), ("1", "2"), Rows.BALANCED)
+    published = Published(row_statistics(table, 0), table, table.num_rows)
+    assert published.nbytes < blobs.nbytes + 2**16 < whole["image"].nbytes / 4
+    before = pa.total_allocated_bytes()
+    published.ragged_columns()
+    assert pa.total_allocated_bytes() - before < 2**16
+    got, _, _ = asyncio.run(move(e, {"0": table}, way))
+    assert pa.concat_tables(got.values()).sort_by("row_id").equals(whole)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20), st.sampled_from([*WAYS, "shared tables"]))

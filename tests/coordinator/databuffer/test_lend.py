@@ -1,6 +1,7 @@
 """Several targets of a host read a shared table where its source has put it."""
 
 import asyncio
+import contextlib
 import gc
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, Handle
-from siirl_dask.coordinator.databuffer.lend import share, unpack_shared_table
+from siirl_dask.coordinator.databuffer.lend import pack_others, share, unpack_others, unpack_shared_table
 from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.row_lengths import unpack_row_lengths
@@ -77,6 +78,24 @@ def test_memory_is_reused_only_when_every_target_has_dropped_it():
     asyncio.run(work())
 
 
+def test_shared_rows_that_no_target_asked_for_are_freed_with_their_iteration():
+    """As weights are that no engine takes: those of the steps before a checkpoint, with rollout.max_staleness."""
+
+    async def work():
+        buffers, _ = buffers_of([EDGE], "shared tables")
+        await buffers["0"].publish(EDGE, ITERATION, make_rows(30, seed=1))
+        assert buffers["0"].arena.in_use > 0
+        buffers["0"].forget(ITERATION.sequence)
+        assert await publish_and_pull(buffers, NEXT, make_rows(30, seed=2)) == [make_rows(30, seed=2)] * 3
+        buffers["0"].forget(NEXT.sequence + 1)
+        gc.collect()
+        await until(lambda: buffers["0"].unacked_bytes == 0)
+        buffers["0"].forget(NEXT.sequence + 1)
+        assert buffers["0"].arena.in_use == 0
+
+    asyncio.run(work())
+
+
 def test_a_part_is_acked_only_when_nobody_reads_it_any_more():
     table = make_rows(30)
 
@@ -120,6 +139,27 @@ def test_short_rows_and_rows_sent_as_messages_are_not_shared(way, share_from):
         assert buffers["0"].arena.held == 0
 
     asyncio.run(work())
+
+
+def test_other_columns_of_a_peer_that_are_compressed_are_refused_and_not_unpacked():
+    """An Arrow stream of 200 kB may unpack to gigabytes."""
+    schema = pa.schema({"minibatch": pa.int64()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(pa.table({"minibatch": np.zeros(2**24, np.int64)}))
+    before = pa.total_allocated_bytes()
+    with pytest.raises(PeerError, match="no table of"):
+        unpack_others(sink.getvalue().to_pybytes(), schema)
+    assert pa.total_allocated_bytes() - before < 2**20
+
+
+@given(st.binary(max_size=64), st.integers(0, 200), st.integers(1, 9))
+def test_other_columns_that_are_damaged_are_refused_or_valid(noise, place, rows):
+    table = make_rows(rows).select(["minibatch", "pair", "messages", "maybe"])
+    packed = pack_others(table)
+    assert unpack_others(packed, table.schema).equals(table)
+    with contextlib.suppress(PeerError):
+        unpack_others(packed[:place] + noise + packed[place + len(noise) :], table.schema).validate(full=True)
 
 
 def test_a_table_in_many_chunks_is_shared_as_one():

@@ -85,7 +85,7 @@ def test_bold_is_what_moves_and_labels_say_what(plan):
     assert any(text.startswith("rollout to reward, rows stay: ") for text in lines)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert "prompt_ids, response_ids" in texts
-    assert "256 rows balanced, at most 161.8 kB" in texts
+    assert "256 rows balanced, at most 163.9 kB" in texts
 
 
 def test_a_colour_for_each_role(plan):

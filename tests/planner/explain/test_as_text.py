@@ -38,15 +38,15 @@ def test_bytes_are_counted_from_types_lengths_and_given_widths(grpo, source):
     rows = 32 * 8
     assert found["prompts", "rollout"].rows == 32
     assert found["rollout", "old"].rows == rows
-    assert found["rollout", "old"].bytes == rows * (IDS + (4 + 4 * 100) + (4 + 4 * 50))
-    assert found["ref", "advantage"].bytes == rows * (IDS + 4 + 4 * 50)
+    assert found["rollout", "old"].bytes == rows * (IDS + (8 + 4 * 100) + (8 + 4 * 50))
+    assert found["ref", "advantage"].bytes == rows * (IDS + 8 + 4 * 50)
     assert found["reward", "advantage"].unknown == ("prompt", "answer", "response")
     assert found["rollout", "reward"].bytes == 0
     assert found["weights", "load"].bytes == 2 * 1_600_001
     known = replace(SIZES, token_bytes=8, widths={"prompt": 300, "answer": 20})
     bounded = estimate(plan, known)["reward", "advantage"]
     assert bounded.unknown == ()
-    per_row = IDS + 300 + 20 + 4 + (4 + 50 * 4) + (4 + 50 * 8) + 4  # prompt answer level logprobs response reward
+    per_row = IDS + 300 + 20 + 4 + (8 + 50 * 4) + (8 + 50 * 8) + 4  # prompt answer level logprobs response reward
     assert bounded.bytes == rows * per_row
 
 
@@ -91,10 +91,10 @@ def test_text_in_full():
         " saves rollouts)",
         "w2 far (from make; to join)",
         "make -> near 64 anywhere local - -",
-        "make -> far 64 grouped w0, w1 -> w0..w2 (3) <= 27.4 kB prompt?, prompt_ids",
+        "make -> far 64 grouped w0, w1 -> w0..w2 (3) <= 27.7 kB prompt?, prompt_ids",
         "near -> join 64 anywhere local, guide - -",
-        "far -> join 64 anywhere w0..w2 (3) -> w0, w1 <= 27.4 kB prompt?, prompt_ids",
-        "Between workers: at most 54.8 kB a step, and columns marked '?', whose size is not known.",
+        "far -> join 64 anywhere w0..w2 (3) -> w0, w1 <= 27.7 kB prompt?, prompt_ids",
+        "Between workers: at most 55.3 kB a step, and columns marked '?', whose size is not known.",
     ):
         assert line in " ".join(flat), f"{line}\n\n{text}"
 

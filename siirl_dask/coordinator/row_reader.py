@@ -1,0 +1,140 @@
+"""Reads a dataset's rows out of its row groups, and holds the next ones of each group within a budget.
+
+A row group is decoded batch by batch. Rows that the following steps need are taken out of it in the same pass, as many
+as fit into the budget, so that it is not decoded once for each row; all others are dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+
+import pyarrow as pa
+from siirl_storage import RowGroup, Snapshot, StorageError, TooLarge
+
+from siirl_dask.coordinator.data_order import RowPosition
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.errors import DataError
+from siirl_dask.schema import with_large_offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Rows of a row group, in ascending order."""
+
+    table: pa.Table
+    index: Mapping[int, int]
+    """Where each of the group's rows is in the table."""
+
+
+class RowReader:
+    """Reads rows of one snapshot. Belongs to one thread.
+
+    Args:
+        name: The dataset, for errors.
+        read_limit: Bytes that the rows of one call, or a row group, may take once decoded.
+        keep: Bytes of rows that are held for later calls.
+    """
+
+    def __init__(self, name: str, snapshot: Snapshot, read_limit: int, keep: int) -> None:
+        self._name = name
+        self._snapshot = snapshot
+        self._groups: Sequence[RowGroup] = snapshot.row_groups()
+        self._limit = read_limit
+        self._keep = keep
+        self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
+        self._read_rows = 0
+        self._read_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the rows that are held."""
+        return sum(int(held.table.nbytes) for held in self._held.values())
+
+    def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
+        """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
+
+        ``following`` are, for each row, those of the same row group that will be asked for next, in order.
+
+        DataError for a file that cannot be read, or rows that take more than the limit.
+        """
+        slices, size = [], 0
+        by_group: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
+            by_group.setdefault(row.group, []).append(number)
+        places: list[tuple[pa.Table, int] | None] = [None] * len(rows)
+        for group, numbers in by_group.items():
+            budget = self._keep * len(numbers) // len(rows)
+            wanted = [rows[number].row for number in numbers]
+            held = self._hold((group, columns), wanted, [following[number] for number in numbers], budget)
+            for number in numbers:
+                places[number] = (held.table, held.index[rows[number].row])
+        for place in places:
+            assert place is not None
+            slices.append(place[0].slice(place[1], 1))
+            size += int(slices[-1].nbytes)
+            if size > self._limit:
+                raise self._too_large(f"a step of {len(rows)} rows", size)
+        return pa.concat_tables(slices).combine_chunks()
+
+    def _hold(
+        self, key: tuple[int, tuple[str, ...]], wanted: Sequence[int], following: Sequence[Ints], budget: int
+    ) -> _Held:
+        """Return a group's rows with those that are wanted, read now if they are not held already."""
+        held = self._held.pop(key, None)
+        if held is None or any(row not in held.index for row in wanted):
+            held = self._read(*key, wanted, following, budget)
+        self._held[key] = held  # at the end: the dict's order is that of use
+        self._shrink()
+        return held
+
+    def _read(
+        self,
+        group: int,
+        columns: tuple[str, ...],
+        wanted: Sequence[int],
+        following: Sequence[Ints],
+        budget: int,
+    ) -> _Held:
+        fitting = budget * self._read_rows // max(1, self._read_bytes)  # so many rows of the mean size
+        chosen = _with_following(wanted, following, fitting)
+        table = self._decode(self._groups[group], columns, chosen)
+        self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + int(table.nbytes)
+        if table.nbytes > budget:  # rows here are longer than those before
+            place = {row: number for number, row in enumerate(chosen)}
+            chosen = _with_following(wanted, following, len(chosen) * budget // int(table.nbytes))
+            table = table.take(pa.array([place[row] for row in chosen], pa.int64()))
+        return _Held(table, {row: number for number, row in enumerate(chosen)})
+
+    def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Sequence[int]) -> pa.Table:
+        try:
+            table = self._snapshot.read_row_group(group, columns, rows=rows, max_bytes=self._limit)
+        except TooLarge as error:
+            raise self._too_large(error.where, error.nbytes) from error
+        except StorageError as error:
+            raise DataError(f"dataset {self._name!r}: {error}") from error
+        large = pa.schema([pa.field(field.name, with_large_offsets(field.type)) for field in table.schema])
+        return table.cast(large).combine_chunks()
+
+    def _too_large(self, what: str, nbytes: int) -> DataError:
+        return DataError(
+            f"dataset {self._name!r}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
+            f"{self._limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, lower "
+            "data.batch_size, or write the dataset with smaller row groups"
+        )
+
+    def _shrink(self) -> None:
+        """Drop what was not used for longest, until the rest fits the budget."""
+        size = self.held_bytes
+        for key in list(self._held):
+            if size <= self._keep:
+                return
+            size -= int(self._held.pop(key).table.nbytes)
+
+
+def _with_following(wanted: Sequence[int], following: Sequence[Ints], count: int) -> list[int]:
+    """Return the rows that are wanted, and up to ``count`` with those that are wanted soonest, in ascending order."""
+    soonest: Iterator[int | None] = (row for rows in zip_longest(*following) for row in rows)
+    ahead = islice((int(row) for row in soonest if row is not None), max(0, count - len(wanted)))
+    return sorted({*wanted, *ahead})

@@ -1,0 +1,146 @@
+"""Reads rows of a part batch by batch, with a bound on the bytes that they take once decoded.
+
+A file says little about its size: dictionaries, runs and compression let a kilobyte become a gigabyte. So the size that
+a Parquet footer tells is compared with the bound before anything is decoded, and what comes out is counted on the way.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+
+from siirl_storage.errors import CorruptPart, TooLarge
+from siirl_storage.files import full_name, open_input
+from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
+
+_BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
+_BATCH_ROWS = 2**16
+_BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
+_ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
+
+
+def read_rows(
+    fs: AbstractFileSystem,
+    path: str,
+    index: int,
+    columns: Sequence[str],
+    groups: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    max_bytes: int | None = None,
+) -> pa.Table:
+    """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
+
+    ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
+    pages that the batch is in: pyarrow's writer makes them of 1,024 values.
+
+    CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
+    group or the rows take more than ``max_bytes`` (None: the machine's memory).
+    """
+    bound = _machine_memory() if max_bytes is None else max_bytes
+    where = f"row group {index} of {full_name(fs, path)}"
+    with damage(fs, path), open_input(fs, path) as file:
+        kind = known_format(path)
+        footer = footer_of(file, kind)
+        _check_groups(footer, groups, full_name(fs, path))
+        present = [name for name in columns if name in footer.schema.names]
+        match kind:
+            case Format.PARQUET:
+                schema, batches = _parquet_batches(file, index, present, bound, where)
+            case Format.ARROW:
+                schema, batches = _arrow_batches(file, index, present)
+        selected = list(_select(batches, rows, bound, where))
+        table = pa.Table.from_batches(selected, schema).select(present)
+    expected = groups[index] if rows is None else len(rows)
+    if table.num_rows != expected:
+        raise CorruptPart(full_name(fs, path), f"row group {index} gave {table.num_rows} rows instead of {expected}")
+    return table
+
+
+def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
+    if footer.groups != tuple(groups):
+        says = f"{sum(footer.groups)} rows in {len(footer.groups)} row groups"
+        expected = f"{sum(groups)} in {len(groups)}"
+        raise CorruptPart(where, f"it has {says}, and should have {expected}")
+
+
+def _select(
+    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted."""
+    first, at, total = 0, 0, 0
+    for batch in batches:
+        batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
+        if rows is not None:
+            end = bisect_left(rows, first + batch.num_rows)
+            wanted = pa.array([row - first for row in rows[at:end]], pa.int64())
+            first, at = first + batch.num_rows, end
+            batch = batch.take(wanted) if len(wanted) else batch.slice(0, 0)
+        total += batch.nbytes
+        if total > bound:
+            raise TooLarge(where, total, bound)
+        if batch.num_rows:
+            yield batch
+        if rows is not None and at == len(rows):
+            return
+
+
+def _parquet_batches(
+    file: pa.NativeFile, index: int, columns: Sequence[str], bound: int, where: str
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
+    reader = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
+    group = reader.metadata.row_group(index)
+    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
+    if size > bound:
+        raise TooLarge(where, size, bound)
+    mean = max(1, size // max(1, group.num_rows))
+    rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, bound // max(1, repeatable))
+    schema = pa.schema([reader.schema_arrow.field(name) for name in columns])
+    batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns))
+    return schema, (batch.select(list(columns)) for batch in batches)  # they come in the file's order
+
+
+def _decoded_size(group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequence[str]) -> tuple[int, int]:
+    """Return bytes that ``columns`` of a row group take once decoded, as far as its footer tells, and bytes that each
+    row may repeat: texts and blobs that are stored once, in a dictionary.
+    """
+    stored, repeatable = dict.fromkeys(columns, 0), 0
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        name = next((name for name in columns if (chunk.path_in_schema + ".").startswith(name + ".")), None)
+        if name is not None:
+            width = _WIDTHS.get(chunk.physical_type)
+            stored[name] += chunk.total_uncompressed_size if width is None else chunk.num_values * width
+            if width is None and chunk.has_dictionary_page:
+                repeatable += chunk.total_uncompressed_size
+    sizes = (max(size, group.num_rows * _row_bytes(schema.field(name).type)) for name, size in stored.items())
+    return sum(sizes), repeatable
+
+
+def _row_bytes(kind: pa.DataType) -> int:
+    """Return bytes that a row of the type takes at least."""
+    try:
+        return max(_ROW, int(kind.bit_width) // 8)
+    except ValueError:
+        return _ROW
+
+
+def _arrow_batches(
+    file: pa.NativeFile, index: int, columns: Sequence[str]
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    schema = pa.ipc.open_file(file).schema
+    # An empty list would mean every field
+    wanted = sorted(schema.get_field_index(name) for name in columns) or [0]
+    reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+    return reader.schema, (reader.get_batch(number) for number in (index,))
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
