@@ -35,6 +35,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.url",
     "run.steps",
     "run.lookahead",
+    "run.lease",
     "data.transport",
     "data.prefetch",
     "data.memory_limit",
