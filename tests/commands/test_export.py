@@ -16,7 +16,9 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs
@@ -39,13 +41,15 @@ def run(request, digits_task, tmp_path):
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
-    checkpoints = Checkpoints(url, "a", keep=9)
+    attempt = take(url, 30.0, print)
+    checkpoints = Checkpoints(attempt=attempt, keep=9)
     for step in (1, 2):
         for number, weight in enumerate(trainer.state()["model"].values()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-        folder = checkpoints.claim(step)
-        DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
-        checkpoints.commit(folder, State(step=step, roles=["policy"]))
+        folder = checkpoints.folder(step)
+        written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+        files = {f"policy/{name}": digest for name, digest in written.items()}
+        checkpoints.commit(folder, State(step=step, roles=["policy"]), files)
     return url, base, trainer
 
 

@@ -16,7 +16,9 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.errors import CheckpointError, ConfigError, DataError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
 from siirl_dask.planner import Phase, dag_from_spec
-from siirl_dask.runs.checkpoints import Checkpoints, State, read_state
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints, read_state
 from siirl_dask.runs.folder import read_identity, write_identity
 from tests.conftest import digits_overrides
 
@@ -38,8 +40,9 @@ def folder(digits_task, tmp_path):
         run_id="it", status=Status.COMPLETE, steps=2, workers=1, seconds=3.5, samples_per_second=1.0, error=None
     )
     write_summary(str(url), summary)
-    checkpoints = Checkpoints(str(url), "first", keep=2)
-    checkpoints.commit(checkpoints.claim(2), State(step=2, roles=["policy"]))
+    with take(str(url), 30.0, print) as attempt:
+        checkpoints = Checkpoints(attempt=attempt, keep=2)
+        checkpoints.commit(checkpoints.folder(2), State(step=2, roles=["policy"]), {})
     return url
 
 
@@ -99,7 +102,9 @@ def test_a_config_of_another_version_is_refused_and_samples_are_read(folder):
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
-    replace(folder / "checkpoints" / "step=000002" / "state.json", '"version": 1', '"version": 2')
+    place = folder / "checkpoints" / "step=000002-0001"
+    replace(place / "state.json", '"version": 1', '"version": 2')
+    (place / "COMMITTED").write_text('{"version": 1, "step": 2}')  # without digests
     with pytest.raises(CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"):
         read_state(str(folder), 2)
 
