@@ -175,7 +175,7 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
     with pytest.raises(Fenced):
         old.commit(late, State(step=2, roles=["critic", "policy"]), half)
     attempt.check = lambda: None  # not even the second look helps: the folder was voided before it was emptied
-    with pytest.raises((Fenced, CheckpointError)):
+    with pytest.raises(Fenced, match="was voided by a later start of this run"):
         old.commit(late, State(step=2, roles=["critic", "policy"]), {})
     assert committed(url) == [1, 2]
     for step in (1, 2):
@@ -249,7 +249,7 @@ def test_a_flipped_bit_in_the_record_is_noticed_or_changes_nothing(url):
     record = find_checkpoint(url, 5).record
     fs, path = open_fs(f"{checkpoint_url(url, 5)}/COMMITTED")
     data = fs.cat_file(path)
-    for bit in range(len(data) * 8):
+    for bit in range(0, len(data) * 8, 5):
         write_atomic(fs, path, flipped(data, bit))
         (found,) = find_checkpoints(url)
         if found.record != record:
