@@ -179,6 +179,7 @@ class Checkpoints:
         there = list_files(fs, path)
         for name, written in files.items():
             if there.get(name) != written.nbytes:
+                self.attempt.check()  # a start that took over has emptied the folder
                 found = f"has {there[name]} bytes" if name in there else "is not there"
                 raise CheckpointError(f"{path}/{name} {found}, and {written.nbytes} were written")
 
