@@ -54,8 +54,9 @@ def find_resume_point(
     """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder holds.
 
     It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that cannot, each with
-    what is wrong with it. CheckpointError if there are checkpoints and none can be used; ConfigError if the folder holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs
-    in what decides its results.
+    what is wrong with it. CheckpointError if there are checkpoints and none can be used; ConfigError if the folder
+    holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs in what decides its
+    results.
     """
     url = config.run.url
     if fresh:

@@ -57,7 +57,7 @@ def _results(futures: Collection[Future[str]], url: str, timeout: float) -> Iter
         try:
             done, pending = wait(pending, timeout=timeout, return_when="FIRST_COMPLETED")
         except TimeoutError as error:
-            raise RunError(f"no worker has read a file of {url} within {timeout:g} s (cluster.stall_timeout)") from error
+            raise RunError(f"no worker could read a file of {url} in {timeout:g} s (cluster.stall_timeout)") from error
         for future in done:
             try:
                 yield future.result()

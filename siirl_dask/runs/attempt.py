@@ -3,9 +3,9 @@
     <run.url>/attempts/0003.json    created exclusively: the third start, its host, process, user and time
                        0003.beat    written anew every few seconds while it lives, and a last time when it ends
 
-The start with the highest number has the folder. One that finds a higher number is fenced: it writes and deletes nothing
-more. Whether an attempt lives is judged by one clock, that of the start which wants the folder: it watches whether the
-beat changes. Neither the clocks of two hosts nor a store's times are compared.
+The start with the highest number has the folder. One that finds a higher number is fenced: it writes and deletes
+nothing more. Whether an attempt lives is judged by one clock, that of the start which wants the folder: it watches
+whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Attempt:
         fs, folder = _folder(self.url)
         if (newest := _newest(fs, folder)) > self.number:
             raise Fenced(
-                f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt {self.number}, "
-                f"gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here: it commits and deletes "
+                f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
+                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here: it commits and deletes "
                 "nothing more, and what it has committed stays"
             )
 
@@ -94,8 +94,8 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
     """Take the folder of the run at ``url`` for this process, as its newest attempt.
 
     An attempt whose process is gone, on this host, is taken over at once; any other when it gave no sign of life for as
-    many seconds as its own lease says, and ``note`` is told of the wait. RunInProgress, naming host and process, while it
-    is alive.
+    many seconds as its own lease says, and ``note`` is told of the wait. RunInProgress, naming host and process, while
+    it is alive.
     """
     fs, folder = _folder(url)
     me = Holder.here(lease)
@@ -113,7 +113,7 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
 
 
 def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
-    """Return True when the attempt ``number`` is over, False when it is no longer the newest; RunInProgress otherwise."""
+    """Return True when the attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
     holder = _read(fs, folder, number)
     first = _beat(fs, folder, number)
     if first == _ENDED or holder.is_gone():
@@ -129,8 +129,8 @@ def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: C
             return True
         if beat != first:
             raise RunInProgress(
-                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one first, or choose another "
-                "run.name or run.url"
+                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one first, or choose "
+                "another run.name or run.url"
             )
         if _newest(fs, folder) != number:
             return False

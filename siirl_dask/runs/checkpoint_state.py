@@ -57,7 +57,7 @@ class State:
 
     @staticmethod
     def from_json(data: bytes, step: int) -> State:
-        """Return the state of ``step`` that ``data`` holds. ValueError, TypeError, KeyError or AttributeError otherwise."""
+        """Return the state of ``step`` in ``data``. ValueError, TypeError, KeyError or AttributeError otherwise."""
         fields = json.loads(data)
         if fields["version"] != _VERSION:
             raise ValueError(f"version {fields['version']!r}, expected {_VERSION}: written by another siirl_dask")

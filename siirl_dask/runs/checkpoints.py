@@ -57,7 +57,7 @@ class Checkpoint:
         return {name: one for name, one in listed.items() if roles is None or PurePosixPath(name).parts[0] in roles}
 
     def state(self) -> State:
-        """Return ``state.json``. DamagedCheckpoint if it is not what was written, CheckpointError if it is unreadable."""
+        """Return ``state.json``. DamagedCheckpoint if it is not what was written, CheckpointError if it is unusable."""
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
         url = join(self.url, STATE)
@@ -73,7 +73,7 @@ class Checkpoint:
             raise CheckpointError(f"{url} is not a checkpoint's state: {type(error).__name__}: {error}") from error
 
     def verify(self, roles: Collection[str] | None = None) -> None:
-        """Read every file, or those of ``roles``, and compare its digest. DamagedCheckpoint names the first that differs."""
+        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names the first that differs."""
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
         files = self.files(roles)

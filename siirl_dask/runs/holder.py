@@ -87,7 +87,7 @@ def _machine() -> str:
     """Return the id of this boot of the system and of this process's pid namespace; empty where there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux, or no /proc
         return ""
 

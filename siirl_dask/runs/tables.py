@@ -37,8 +37,8 @@ def commit_tables(attempt: Attempt, step: int, parts: Mapping[str, Sequence[Part
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
     """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
 
-    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side. Only an attempt that
-    has the folder may do that: there is nobody else then who counts on them.
+    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side. Only an attempt
+    that has the folder may do that: there is nobody else then who counts on them.
     """
     for table in tables:
         fs, root = open_fs(join(url, table))

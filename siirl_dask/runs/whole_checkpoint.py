@@ -27,7 +27,9 @@ def with_whole_checkpoint(
             use(found)
         except CheckpointError as error:
             if step is not None:
-                raise CheckpointError(f"the checkpoint of step {step} of run {run_url!r} cannot be used: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint of step {step} of {run_url!r} cannot be used: {error}"
+                ) from error
             passed_over[found.url] = f"step {found.step}: {error}"
             logger.warning("the checkpoint of step %d is passed over: %s", found.step, error)
         else:

@@ -8,7 +8,7 @@ import logging
 import pickle
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -189,8 +189,9 @@ class DAGWorker(WorkerPlugin):
         except CheckpointError as error:
             self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
         else:
-            named = {f"{role}/{name}": one for role, of in zip(writes, written, strict=True) for name, one in of.items()}
-            files = {name: [one.nbytes, one.sha256] for name, one in named.items()}
+            files = {}
+            for role, digests in zip(writes, written, strict=True):
+                files |= {f"{role}/{name}": (one.nbytes, one.sha256) for name, one in digests.items()}
             self._report({"kind": "written", "sequence": iteration.sequence, "files": files})
 
     def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:

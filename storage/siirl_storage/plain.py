@@ -26,8 +26,8 @@ def open_plain(url: str) -> Snapshot:
     """Open the files at ``url`` as one table, sorted by path. Reads every footer, and no data.
 
     Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do, and so are parts that
-    the record of their folder does not list (see committed.py). TableNotFound if nothing is left; CorruptPart for a file
-    that cannot be read; StorageError if two files do not have the same columns.
+    the record of their folder does not list (see committed.py). TableNotFound if nothing is left; CorruptPart for a
+    file that cannot be read; StorageError if two files do not have the same columns.
     """
     fs, root = open_fs(url)
     files = list_files(fs, root)

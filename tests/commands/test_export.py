@@ -159,7 +159,7 @@ def test_a_checkpoint_that_is_damaged_or_removed_meanwhile_is_not_exported(run, 
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"of step 2 of run .* cannot be used: .*__0_0\.distcp has the SHA-256"):
+    with pytest.raises(CheckpointError, match=r"of step 2 of .* cannot be used: .*__0_0\.distcp has the SHA-256"):
         export(url, str(tmp_path / "two"), step=2)
     assert export(url, str(tmp_path / "two")) == good == 1
     assert "the checkpoint of step 2 is passed over" in caplog.text

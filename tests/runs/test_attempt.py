@@ -1,4 +1,4 @@
-"""One start of a run at a time: who is alive is not disturbed, who is dead is taken over, who is taken over writes no more."""
+"""One start of a run at a time: who lives is not disturbed, who is dead is taken over and writes no more."""
 
 import json
 import os
