@@ -48,8 +48,8 @@ class Attempt:
         if (newest := _newest(fs, folder)) > self.number:
             raise Fenced(
                 f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
-                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here: it commits and deletes "
-                "nothing more, and what it has committed stays"
+                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here: it commits "
+                "and deletes nothing more, and what it has committed stays"
             )
 
     def holds(self) -> bool:
@@ -113,7 +113,7 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
 
 
 def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
-    """Return True when the attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
+    """Return True when attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
     holder = _read(fs, folder, number)
     first = _beat(fs, folder, number)
     if first == _ENDED or holder.is_gone():

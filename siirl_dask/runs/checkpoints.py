@@ -73,7 +73,7 @@ class Checkpoint:
             raise CheckpointError(f"{url} is not a checkpoint's state: {type(error).__name__}: {error}") from error
 
     def verify(self, roles: Collection[str] | None = None) -> None:
-        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names the first that differs."""
+        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names one that differs."""
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
         files = self.files(roles)
