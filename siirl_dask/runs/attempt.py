@@ -48,8 +48,8 @@ class Attempt:
         if (newest := _newest(fs, folder)) > self.number:
             raise Fenced(
                 f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
-                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here: it commits "
-                "and deletes nothing more, and what it has committed stays"
+                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here, it "
+                "commits and deletes nothing more, and what it has committed stays"
             )
 
     def holds(self) -> bool:
