@@ -64,7 +64,11 @@ def run(
     if prepare(config):
         checked = check(config, planned)  # again: now the dataset and the model exist
     progress = Progress(config.run.steps, enabled=config.observe.progress)
-    with take(config.run.url, config.run.lease, progress.note) as attempt:
+    try:
+        attempt = take(config.run.url, config.run.lease, progress.note)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
+    with attempt:
         return _run(config, dag, validation, RunLog(config, attempt, progress, resume), checked, fresh, force)
 
 

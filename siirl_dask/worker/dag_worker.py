@@ -189,7 +189,7 @@ class DAGWorker(WorkerPlugin):
         except CheckpointError as error:
             self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
         else:
-            files = {}
+            files: dict[str, tuple[int, str]] = {}
             for role, digests in zip(writes, written, strict=True):
                 files |= {f"{role}/{name}": (one.nbytes, one.sha256) for name, one in digests.items()}
             self._report({"kind": "written", "sequence": iteration.sequence, "files": files})

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
