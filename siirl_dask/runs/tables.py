@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Part, commit_parts, join, open_fs
+from siirl_storage import Part, commit_parts, join, open_fs, remove_tree
 
 from siirl_dask.planner import DAG
 from siirl_dask.runs.attempt import Attempt
@@ -45,7 +45,7 @@ def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
         for path in listed(fs, root):
             matched = _STEP.fullmatch(path.rpartition("/")[2])
             if matched and (int(matched[1]) > done or not done or table == _TEST):
-                fs.rm(path, recursive=True)
+                remove_tree(fs, path)
 
 
 def listed(fs: AbstractFileSystem, folder: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import open_fs
+from siirl_storage import open_fs, retry
 from siirl_storage.digests import DigestingStream, FileDigest
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -179,6 +179,10 @@ class _DigestingFileSystem(FileSystem):
 
 
 class _Reader(FsspecReader):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fs = _file_system(url)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
         path = self._get_metadata_path(kwargs.get("rank"))
