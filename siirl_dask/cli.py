@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from siirl_dask.commands.script import (
@@ -55,6 +56,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     query.add_argument(
         "sql", metavar="SQL", nargs="?", default=None, help="default: count and mean reward of each step"
     )
+    query.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
     chosen, more = parser.parse_known_args(arguments)  # key=value after an option, which argparse leaves over
@@ -108,7 +110,10 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "rollouts":
             from siirl_dask.runs.rollouts import render
 
-            print(render(chosen.run, chosen.sql))
+            text, remark = render(chosen.run, chosen.sql, incomplete=chosen.incomplete)
+            print(text)
+            if remark:
+                print(remark, file=sys.stderr)
         case "eval":
             _evaluate(chosen)
         case "export":

@@ -46,6 +46,10 @@ class RewardError(UserError):
     """A reward function raised, or returned no number."""
 
 
+class RunInProgress(UserError):
+    """Another process trains the run in the folder."""
+
+
 class RunError(SiirlError):
     """A run under way cannot go on."""
 
@@ -72,6 +76,14 @@ class SilentPeer(PeerError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be written, or its content cannot be used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is gone, or is not the one that was written."""
+
+
+class Fenced(RunError):
+    """Another start has taken over the run's folder."""
 
 
 class Aborted(RunError):

@@ -29,7 +29,9 @@ from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
 from siirl_dask.planner.names import function_name
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
+from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.reader import Run, Scoring, is_run
+from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import ANSWER, GROUP_ID, PROMPT, Schema
 
 TABLE = "generations"
@@ -70,11 +72,19 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
         scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
         dag, source = _planned(config, scoring)
         if step is not None:
-            write_folder(Path(folder), request.model, Run(request.model).config, step, role="policy")
+            write = partial(_write_model, Path(folder), request.model)
+            step = with_whole_checkpoint(request.model, request.step, ["policy"], write)
+            out = request.out or _default_out(request, step)  # the newest may be another one by now
+            check_unused(out, "--out")
+            config.run.url = out
         logged = one_pass(config, dag, source, step or 0)
     result = _eval_result(request, config, scoring, step, logged)
     write_eval_result(out, result)
     return result, out
+
+
+def _write_model(folder: Path, run: str, found: Checkpoint) -> None:
+    write_folder(folder, run, Run(run).config, found, role="policy")
 
 
 def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:

@@ -11,9 +11,10 @@ from siirl_storage import StorageError, join, open_fs, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.runs.checkpoints import checkpoint_url, read_state
+from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.runs.reader import open_run
+from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
 _LAST = ("config.json", "adapter_config.json")
 """Files that are copied last: nothing loads a folder without them, so an incomplete copy is never used."""
@@ -32,45 +33,49 @@ def export(
     """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the newest checkpoint.
 
     ``ema`` takes the moving average of the weights; ``dtype`` is by default the run's own. Adapters
-    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. ConfigError
+    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. If the newest
+    checkpoint is damaged, or removed meanwhile, the newest of the others is taken, and the log says so. ConfigError
     when there is no such run, checkpoint or role, or when something is at ``to``.
     """
     recorded = open_run(run)
     config = recorded.config
     set_retry_seconds(config.storage.retry_seconds)
-    chosen = recorded.checkpoint_step(step)
+    recorded.checkpoint_step(step)
     check_unused(to, "DEST")
-    with TemporaryDirectory() as folder:
-        write_folder(Path(folder), run, config, chosen, role=role, ema=ema, dtype=dtype, adapter=adapter)
-        _put(Path(folder), to)
-    return chosen
+
+    def write(found: Checkpoint) -> None:
+        with TemporaryDirectory() as folder:
+            write_folder(Path(folder), run, config, found, role=role, ema=ema, dtype=dtype, adapter=adapter)
+            _put(Path(folder), to)
+
+    return with_whole_checkpoint(run, step, [role], write)
 
 
 def write_folder(
     folder: Path,
     run: str,
     config: Config,
-    step: int,
+    found: Checkpoint,
     *,
     role: str,
     ema: bool = False,
     dtype: Dtype | None = None,
     adapter: bool = False,
 ) -> None:
-    """Write the weights as ``export`` does, into an existing local folder."""
+    """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder."""
     # here, because torch and transformers take seconds, for which --help need not wait
     from siirl_dask.training.files.checkpoint import read_model
     from siirl_dask.training.files.hugging_face import with_base, write_adapters, write_hugging_face
 
-    roles = read_state(run, step).roles
+    roles = found.state().roles
     if role not in roles:
         raise ConfigError(
-            f"the checkpoint of step {step} of run {run!r} has no role {role!r} (there are: {sorted(roles)})"
+            f"the checkpoint of step {found.step} of run {run!r} has no role {role!r} (there are: {sorted(roles)})"
             f"{did_you_mean(role, roles)}"
         )
     if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
         raise ConfigError(f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out --ema")
-    weights = read_model(join(checkpoint_url(run, step), role), ema=ema)
+    weights = read_model(join(found.url, role), ema=ema)
     base, kind = config.model.path, dtype or config.model.dtype
     adapted = _adapted(run, config, weights)
     if adapter and not adapted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import time
@@ -13,6 +14,9 @@ from typing import Any
 
 from dask.base import annotate
 from distributed import Client, Future
+from siirl_storage import Part
+from siirl_storage.digests import FileDigest
+from siirl_storage.manifest import parse_part
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
@@ -44,6 +48,8 @@ class Done:
     """Seconds since the previous iteration was done, or since the start."""
     metrics: dict[str, Metric]
     """Metrics of all workers, merged."""
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """Parts that the workers wrote of each table, to be committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,8 @@ class Written:
     url: str
     saved: list[Mapping[str, Any]]
     """Reports of the workers on their parts, in rank order."""
+    files: dict[str, FileDigest]
+    """Digests of all files by path in the folder, as they were written."""
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class _Pending:
     iteration: Iteration
     futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,21 +81,21 @@ class _Writing:
     iteration: Iteration
     url: str
     saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
+    written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
 
 
 class Driver:
     """Runs iterations on the workers of a run."""
 
     def __init__(
-        self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, claim: Callable[[int], str]
+        self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, folder: Callable[[int], str]
     ) -> None:
-        """``claim(step)`` returns the URL of a new folder for the checkpoint of a step."""
+        """``folder(step)`` returns the URL of a new folder for the checkpoint of a step."""
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
-        self._claim = claim
+        self._folder = folder
         self._writing: dict[int, _Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[_Pending] = deque()
@@ -159,7 +168,8 @@ class Driver:
                 continue
             head = self._pending.popleft()
             now = time.monotonic()
-            yield Done(head.iteration, now - since, merge([head.logged[worker] for worker in self._spec.members]))
+            metrics = merge([head.logged[worker] for worker in self._spec.members])
+            yield Done(head.iteration, now - since, metrics, head.parts)
             since = now
 
     def _next_written(self) -> Written | None:
@@ -168,7 +178,9 @@ class Driver:
         for sequence, writing in self._writing.items():
             if sequence not in under_way and len(writing.written) == len(self._spec.members):
                 del self._writing[sequence]
-                return Written(writing.iteration, writing.url, [writing.saved[worker] for worker in self._spec.members])
+                saved = [writing.saved[worker] for worker in self._spec.members]
+                files = {name: digest for own in writing.written.values() for name, digest in own.items()}
+                return Written(writing.iteration, writing.url, saved, files)
         return None
 
     def traffic(self) -> int | None:
@@ -214,7 +226,7 @@ class Driver:
         named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
         name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
-            url = self._claim(iteration.step)
+            url = self._folder(iteration.step)
             self._writing[iteration.sequence] = _Writing(iteration, url)
             self._last = self._submit(name, save_worker, **arguments, url=url)
         else:
@@ -278,10 +290,13 @@ class Driver:
             case "done":
                 pending = next(p for p in self._pending if p.iteration.sequence == event["sequence"])
                 pending.logged[event["member"]] = unpack(event["metrics"])
+                for table, part in event.get("parts", {}).items():
+                    pending.parts.setdefault(table, []).append(parse_part(json.loads(part)))
                 if "saved" in event:
                     self._writing[event["sequence"]].saved[event["member"]] = event["saved"]
             case "written":
-                self._writing[event["sequence"]].written.add(event["member"])
+                files = {name: FileDigest(nbytes, digits) for name, (nbytes, digits) in event["files"].items()}
+                self._writing[event["sequence"]].written[event["member"]] = files
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":

@@ -28,6 +28,7 @@ from siirl_dask.observe import (
     write_summary,
 )
 from siirl_dask.planner import Phase
+from siirl_dask.runs.attempt import Attempt
 
 
 @dataclass(slots=True)
@@ -35,6 +36,9 @@ class RunLog:
     """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. Earlier steps count as well."""
 
     config: Config
+    attempt: Attempt
+    """This start of the run: once another one has taken over, nothing more is written."""
+    progress: Progress
     resume: ResumePoint = field(default_factory=ResumePoint)
     steps: int = field(init=False)
     """Steps trained, those before the resumption included."""
@@ -45,7 +49,6 @@ class RunLog:
     scheduler_bytes: int | None = None
     """Bytes through scheduler and client since the resumption; None where they cannot be counted."""
     accuracy: Accuracy = field(default_factory=Accuracy)
-    progress: Progress = field(init=False)
     _started: float | None = None
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
@@ -57,13 +60,18 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.steps = self.resume.done
-        self.progress = Progress(self.config.run.steps, enabled=self.config.observe.progress)
+
+    def resume_at(self, resume: ResumePoint) -> None:
+        """Set where the run begins, and say so."""
+        self.resume, self.steps = resume, resume.done
+        if resume.note:
+            self.progress.note(resume.note)
 
     def begin(self, dashboard: str) -> None:
         """Open the logs; a resumed run's lines after the checkpoint are dropped, and those before it are counted."""
         url, done = self.config.run.url, self.resume.done
         until, again_from = (done or -1, done + 1 if done else 0) if self.resume.exists else (None, None)
-        self._metrics = MetricsLog(url, until)
+        self._metrics = MetricsLog(url, until, self.attempt.number)
         self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
         for record in read_metrics(url) if done else ():
             self._seconds_before += record["seconds"]
@@ -72,12 +80,13 @@ class RunLog:
         self.progress.start(dashboard, url, done)
 
     def record(self, done: Done) -> None:
-        """Log a completed iteration."""
+        """Log a completed iteration. Fenced if another start has taken the run over."""
         phase = done.iteration.phase
         if phase is Phase.CHECKPOINT:
             self._of_step[done.iteration.step] = self._latest
         if phase not in MEASURED:
             return
+        self.attempt.check()
         metrics = values(done.metrics)
         if phase is Phase.TRAIN:
             self.steps += 1
@@ -105,7 +114,7 @@ class RunLog:
         error.announce()
 
     def end(self, status: Status, error: str | None) -> Summary:
-        """Close the logs, and write summary and plot unless the run never began."""
+        """Close the logs; write summary and plot, unless the run never began or another start has taken it over."""
         self.progress.close()
         if self._tensorboard:
             self._tensorboard.close()
@@ -119,14 +128,14 @@ class RunLog:
             steps=self.steps,
             workers=self.config.cluster.workers,
             seconds=seconds,
-            samples_per_second=self.samples / seconds if self.steps else None,
+            samples_per_second=self.samples / seconds if self.steps and seconds else None,
             validation=self.accuracy,
             bytes_per_step=BytesPerStep(
                 peers=self.peer_bytes * per_step if per_step else None,
                 scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
             ),
         )
-        if self._started:
+        if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps:
                 plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)

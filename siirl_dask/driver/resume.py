@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
-from siirl_dask.errors import ConfigError, DataError, PlanError, SiirlError
+from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
 from siirl_dask.observe import Status, read_summary
 from siirl_dask.planner import DAG, Node
-from siirl_dask.runs.checkpoints import State, checkpoint_url, committed, read_state
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints
 from siirl_dask.runs.folder import RunIdentity, read_identity
 from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.worker.role_state import ResumeFrom
@@ -21,10 +23,10 @@ _OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, wh
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Training resumes after step ``done``, from the checkpoint at ``url`` whose metadata is ``state``."""
+    """Training resumes after step ``done``, from the checkpoint ``found``, whose metadata is ``state``."""
 
     done: int = 0
-    url: str | None = None
+    found: Checkpoint | None = None
     state: State | None = None
     exists: bool = False
     """True if the folder holds a run, which this start resumes or whose steps it repeats."""
@@ -32,23 +34,29 @@ class ResumePoint:
     """True if the run in the folder is removed first."""
     note: str = ""
     """A sentence for the user about where the run begins."""
+    passed_over: tuple[str, ...] = ()
+    """A sentence for each newer checkpoint that cannot be used."""
 
     @property
     def checkpoint(self) -> ResumeFrom | None:
         """The checkpoint for the workers' RunSpec; None for a run that begins at step 1."""
-        if self.url is None or self.state is None:
+        if self.found is None or self.state is None:
             return None
         state = self.state
         return ResumeFrom(
-            url=absolute(self.url), roles=tuple(state.roles), states=state.states, positions=state.positions
+            url=absolute(self.found.url), roles=tuple(state.roles), states=state.states, positions=state.positions
         )
 
 
-def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> ResumePoint:
+def find_resume_point(
+    config: Config, dag: DAG, *, fresh: bool, force: bool, damaged: Mapping[str, str] | None = None
+) -> ResumePoint:
     """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder holds.
 
-    ConfigError if the folder holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs
-    in what decides its results.
+    It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that cannot, each with
+    what is wrong with it. CheckpointError if there are checkpoints and none can be used; ConfigError if the folder
+    holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs in what decides its
+    results.
     """
     url = config.run.url
     if fresh:
@@ -58,25 +66,42 @@ def find_resume_point(config: Config, dag: DAG, *, fresh: bool, force: bool) -> 
         if checkpoints:
             raise ConfigError(f"run.url={url!r} holds checkpoints of a run whose config.yaml is gone: {_OTHERWISE}")
         return ResumePoint()
-    done = checkpoints[-1] if checkpoints else 0
-    _check_unfinished(config, done)
+    _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
     identity = RunIdentity.of(config, dag)
     if not force and (differences := recorded.differences(identity)):
         raise ConfigError(
             f"run.url={url!r} holds a run already, which differs in what decides its results: "
             f"{'; '.join(differences)}. Give what it was started with, --force to go on all the same, or {_OTHERWISE}"
         )
-    if not done:
+    if not checkpoints:
         return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
-    state, place = read_state(url, done), checkpoint_url(url, done)
+    found, state, passed_over = _newest_usable(url, checkpoints, damaged or {})
     changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
-    return ResumePoint(done, place, state, exists=True, note=f"going on after step {done} from {place}{changed}")
+    note = f"going on after step {found.step} from {found.url}{changed}"
+    return ResumePoint(found.step, found, state, exists=True, note=note, passed_over=passed_over)
 
 
-def _left_behind(url: str) -> tuple[RunIdentity | None, list[int]]:
-    """Return the identity of the run at ``url``, if there is one, and the steps of its complete checkpoints."""
+def _newest_usable(
+    url: str, checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str]
+) -> tuple[Checkpoint, State, tuple[str, ...]]:
+    """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are passed over."""
+    reasons: list[str] = []
+    for found in reversed(checkpoints):
+        try:
+            if found.url in damaged:
+                raise DamagedCheckpoint(damaged[found.url])
+            state = found.state()
+        except CheckpointError as error:
+            reasons.append(f"the checkpoint of step {found.step} is damaged: {error}")
+        else:
+            return found, state, tuple(reasons)
+    raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
+
+
+def _left_behind(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
+    """Return the identity of the run at ``url``, if there is one, and its checkpoints, ascending."""
     try:
-        return read_identity(url), committed(url)
+        return read_identity(url), find_checkpoints(url)
     except SiirlError:
         raise
     except Exception as error:  # each store has errors of its own: no credentials, no connection

@@ -13,26 +13,28 @@ from siirl_dask.driver.driver import Driver, Written
 from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
-from siirl_dask.driver.preflight import check
+from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
+from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.observe import Status, Summary
+from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Hosts, Phase, compile_chains
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
-from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import (
     RunIdentity,
     check_writable,
     remove_run,
-    remove_steps,
     remove_summary,
-    tables_of,
     write_identity,
 )
+from siirl_dask.runs.tables import commit_tables, remove_steps, tables_of
 from siirl_dask.schema import IDENTITY, TYPES, make_schema
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.worker.run_spec import RunSpec
@@ -49,7 +51,8 @@ def run(
     ``force`` resumes although the configuration or the DAG has changed.
 
     All files are under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
-    starts; RunError if the run failed; Interrupted on Ctrl-C.
+    starts, RunInProgress if another process trains this run; RunError if the run failed, Fenced if another start has
+    taken it over; Interrupted on Ctrl-C.
     """
     hide()
     set_retry_seconds(config.storage.retry_seconds)
@@ -60,21 +63,35 @@ def run(
     check_writable(config.run.url)
     if prepare(config):
         checked = check(config, planned)  # again: now the dataset and the model exist
-    log = RunLog(config, resume)
+    progress = Progress(config.run.steps, enabled=config.observe.progress)
+    try:
+        attempt = take(config.run.url, config.run.lease, progress.note)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
+    with attempt:
+        return _run(config, dag, validation, RunLog(config, attempt, progress, resume), checked, fresh, force)
+
+
+def _run(
+    config: Config, dag: DAG, validation: DAG | None, log: RunLog, checked: Checked, fresh: bool, force: bool
+) -> Summary:
+    """Run as ``run`` does, once this start has the folder."""
     try:
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
-            phases = _plan(config, dag, validation, list(named), resume, hosts_of(named))
+            log.resume_at(verified_resume_point(config, dag, client, named, fresh=fresh, force=force))
+            phases = _plan(config, dag, validation, list(named), log.resume, hosts_of(named))
             check_reachable(client, named, phases, checked.reads, config.run.url)
             for note in host_notes(phases[Phase.TRAIN][0]):
                 log.progress.note(note)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
-            spec = RunSpec.of(config, named, phases, store, resume.checkpoint)
-            checkpoints = Checkpoints(spec.url, spec.run, config.checkpoint.keep, config.checkpoint.keep_best)
+            spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint)
+            keep, best = config.checkpoint.keep, config.checkpoint.keep_best
+            checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
             lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
-            driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.claim)
-            prepare_folder = partial(_prepare_folder, config, dag, validation, resume)
+            driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
+            prepare_folder = partial(_prepare_folder, config, dag, validation, log)
             commit = partial(_commit, checkpoints, log, dag)
             _drive(driver, log, client.dashboard_link, list(phases), prepare_folder, commit)
     except KeyboardInterrupt:
@@ -90,8 +107,6 @@ def run(
 def _note_start(log: RunLog) -> None:
     cluster = log.config.cluster
     log.progress.note(f"starting {cluster.workers} workers{f' as {cluster.spec} says' if cluster.spec else ''}")
-    if log.resume.note:
-        log.progress.note(log.resume.note)
     if log.config.rollout.engine is Engine.auto:
         log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
 
@@ -114,6 +129,7 @@ def _drive(
             if isinstance(event, Written):
                 commit(event)
             else:
+                commit_tables(log.attempt, event.iteration.step, event.parts)
                 log.record(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
@@ -140,9 +156,10 @@ def _plan(
     return phases
 
 
-def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, resume: ResumePoint) -> None:
-    """Remove files of an earlier start that no longer count, and write the run's identity."""
-    url, tables = config.run.url, tables_of([dag, validation])
+def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, log: RunLog) -> None:
+    """Remove files of an earlier start that no longer count, and write the run's identity. Fenced if it is too late."""
+    url, tables, resume = config.run.url, tables_of([dag, validation]), log.resume
+    log.attempt.check()
     if resume.fresh:
         remove_run(url, tables)
     elif resume.exists:
@@ -154,4 +171,5 @@ def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, resume: Re
 def _commit(checkpoints: Checkpoints, log: RunLog, dag: DAG, written: Written) -> None:
     """Commit a checkpoint that every worker has written."""
     step, digest = written.iteration.step, RunIdentity.of(log.config, dag).digest()
-    checkpoints.commit(written.url, State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest))
+    state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest)
+    checkpoints.commit(written.url, state, written.files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, TypeGuard
@@ -99,38 +100,44 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float | None]:
 
 
 class MetricsLog:
-    """Appends records to ``<url>/metrics.jsonl``; each is in the file when ``write`` returns.
+    """Appends records to ``<url>/metrics.jsonl``; each is on the disk, or in the store, when ``write`` returns.
 
     Only local files are appended to. Elsewhere the whole file is written again: object stores cannot append, and gcsfs
     answers mode ``ab`` by overwriting. A step is about 1 kB, so after 1,000 steps each costs 1 MB.
     """
 
-    def __init__(self, url: str, until: int | None = None) -> None:
-        """Open the log; records of steps after ``until`` are dropped, since a resumed run repeats them."""
+    def __init__(self, url: str, until: int | None = None, attempt: int = 0) -> None:
+        """Open the log; records of steps after ``until`` are dropped, since a resumed run repeats them.
+
+        ``attempt`` numbers the start of the run: of two records of one step, that of the later start counts.
+        """
+        self._attempt = attempt
         self._fs, self._path = open_fs(join(url, FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
         whole = _whole_lines(written)
         if until is not None:
             records = [(line, _decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
-            whole = b"".join(line for line, record in records if record["step"] <= until)
+            whole = b"".join(line for line, (record, _) in records if record["step"] <= until)
         if whole != written or not written:  # the last start was killed while writing; or this run is new
             write_atomic(self._fs, self._path, whole)
         self._written = b"" if self._appends else whole
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        line = _encode(record)
+        line = _encode(record, self._attempt)
         if self._appends:
             with self._fs.open(self._path, "ab") as file:
                 file.write(line)
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint of this step survives a power cut, and so must its metrics
         else:
             self._written += line
             write_atomic(self._fs, self._path, self._written)
 
 
 def read_metrics(url: str) -> list[Record]:
-    """Return every record of the run at ``url``, by step; the later one where a step was repeated after a restart.
+    """Return every record of the run at ``url``, by step; the last one of the latest start where a step was repeated.
 
     A last line without a line break was cut short, and is left out. DataError for any other line that is no record.
     """
@@ -141,10 +148,13 @@ def read_metrics(url: str) -> list[Record]:
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
     records: dict[tuple[Phase, int], Record] = {}
+    attempts: dict[tuple[Phase, int], int] = {}
     for number, line in enumerate(_whole_lines(text).splitlines(), start=1):
-        record = _decode(line, f"{name}, line {number}")
-        records.pop((record["phase"], record["step"]), None)
-        records[record["phase"], record["step"]] = record
+        record, attempt = _decode(line, f"{name}, line {number}")
+        key = record["phase"], record["step"]
+        if attempt >= attempts.get(key, attempt):
+            records.pop(key, None)
+            records[key], attempts[key] = record, attempt
     return sorted(records.values(), key=lambda record: record["step"])
 
 
@@ -152,13 +162,14 @@ def _whole_lines(text: bytes) -> bytes:
     return text[: text.rfind(b"\n") + 1]
 
 
-def _encode(record: Record) -> bytes:
+def _encode(record: Record, attempt: int) -> bytes:
     finite = {name: _finite(value) for name, value in record["metrics"].items()}
     line = {
         "step": record["step"],
         "phase": str(record["phase"]),
         "seconds": _finite(record["seconds"]),
         "metrics": finite,
+        "attempt": attempt,
     }
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
@@ -167,7 +178,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
 
 
-def _decode(line: bytes, where: str) -> Record:
+def _decode(line: bytes, where: str) -> tuple[Record, int]:
+    """Return the record of a line and the number of the start that wrote it, 0 where an earlier version did."""
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -176,5 +188,7 @@ def _decode(line: bytes, where: str) -> Record:
         case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
             phase in MEASURED and all(value is None or _is_number(value) for value in metrics.values())
         ):
-            return Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)
+            attempt = fields.get("attempt", 0)
+            record = Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)
+            return record, attempt if type(attempt) is int else 0
     raise DataError(f"{where}: expected step, phase, seconds and metrics, got {fields!r:.200}")

@@ -1,83 +1,125 @@
 """A run's checkpoints: where they are stored, which are complete, and which are kept.
 
-    <run.url>/checkpoints/step=000010/policy/       the role's tensors: see training/files/checkpoint.py
-                                      CLAIMED       created first, and by one attempt only
-                                      state.json    everything that is no tensor: see State
-                                      COMMITTED     created last: without it, nothing here is ever read
+    <run.url>/checkpoints/step=000010-0003/policy/      the role's tensors: see training/files/checkpoint.py
+                                           state.json   everything that is no tensor: see checkpoint_state.py
+                                           COMMITTED    created last, with all digests: see commit_record.py
 
-A process of a failed attempt may live on and still write to the folder that the attempt claimed. So the next attempt
-leaves that folder alone and writes the same step to ``step=000010-<attempt>``. Committing a later checkpoint removes
-the incomplete folder.
+Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write there at any time,
+also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes the same step to a folder of its own,
+and voids that of attempt 3 before it removes anything there. Where two attempts have committed a step, the later one's
+counts.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import isfinite
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
 
 from fsspec import AbstractFileSystem
 from siirl_storage import Conflict, join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
+from siirl_storage.digests import FileDigest, digest_file
+from siirl_storage.files import list_files
 
-from siirl_dask.errors import CheckpointError
+from siirl_dask.errors import CheckpointError, DamagedCheckpoint, Fenced
+from siirl_dask.runs.attempt import Attempt
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.commit_record import NAME, CommitRecord
 
 logger = logging.getLogger("siirl_dask.runs")
 FOLDER = "checkpoints"
-_CLAIM, _STATE, _MARKER = "CLAIMED", "state.json", "COMMITTED"
-_NAME = re.compile(r"step=(\d{6,})(-\w+)?", re.ASCII)
-_VERSION = 1  # of the layout of a checkpoint folder
+STATE = "state.json"
+_NAME = re.compile(r"step=(\d{6,})(?:-(\w+))?", re.ASCII)
+_NUMBER = re.compile(r"\d{4,8}", re.ASCII)
+_READERS = 4  # files read at once: one core digests faster than most stores give a single stream
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class State:
-    """``state.json`` holds everything in a checkpoint that is no tensor."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with a commit record."""
 
+    url: str
     step: int
-    roles: Sequence[str]
-    """Roles that have a folder with tensors."""
-    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """States of roles without a tensor, such as a KL controller's."""
-    positions: Mapping[str, int] = field(default_factory=dict)
-    """Number of the next prompt in each phase, where it does not follow from the step."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the step and of the validation after it, named as in ``train/loss``."""
-    digest: str = ""
-    """``RunIdentity.digest`` of the run: configuration and DAG, as far as they decide what is learned."""
-    workers: int = 0
-    """Workers that wrote the checkpoint."""
-    version: int = _VERSION
+    attempt: int
+    """Attempt that wrote it; 0 for one of an earlier version."""
+    record: CommitRecord | None
+    """None when the record cannot be read."""
+    damage: str = ""
+    """What is wrong with the record."""
 
-    @staticmethod
-    def of(step: int, saved: Sequence[Mapping[str, Any]], **others: Any) -> State:
-        """Combine the workers' reports: each has ``roles``, ``states`` as JSON texts, and ``positions``.
+    def files(self, roles: Collection[str] | None = None) -> dict[str, FileDigest]:
+        """Return the digests of the files by path in the folder; only those of ``roles``, if given."""
+        listed = self.record.files if self.record else {}
+        return {name: one for name, one in listed.items() if roles is None or PurePosixPath(name).parts[0] in roles}
 
-        CheckpointError when two workers hold different states of one role.
-        """
-        states: dict[str, str] = {}
-        positions: dict[str, int] = {}
-        for part in saved:
-            for role, text in part["states"].items():
-                if states.setdefault(role, text) != text:
-                    raise CheckpointError(f"role {role!r} has not the same state everywhere: {states[role]} and {text}")
-            for phase, position in part["positions"].items():
-                positions[phase] = max(position, positions.get(phase, 0))  # a worker that reads nothing stays behind
-        roles = sorted({role for part in saved for role in part["roles"]})
-        decoded = {role: json.loads(text) for role, text in states.items()}
-        return State(step=step, roles=roles, states=decoded, positions=positions, workers=len(saved), **others)
+    def state(self) -> State:
+        """Return ``state.json``. DamagedCheckpoint if it is not what was written, CheckpointError if it is unusable."""
+        if self.record is None:
+            raise DamagedCheckpoint(self.damage)
+        url = join(self.url, STATE)
+        fs, path = open_fs(url)
+        try:
+            data = fs.cat_file(path)
+            if (written := self.record.files.get(STATE)) and FileDigest.of(data) != written:
+                raise DamagedCheckpoint(_differs(url, FileDigest.of(data), written))
+            return State.from_json(data, self.step)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{url} is gone") from error
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{url} is not a checkpoint's state: {type(error).__name__}: {error}") from error
 
-    def to_json(self) -> bytes:
-        """Return the text of ``state.json``, without metrics that are not finite."""
-        finite = {name: value for name, value in self.metrics.items() if isfinite(value)}
-        return (json.dumps({**asdict(self), "metrics": finite}, indent=1) + "\n").encode()
+    def verify(self, roles: Collection[str] | None = None) -> None:
+        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names one that differs."""
+        if self.record is None:
+            raise DamagedCheckpoint(self.damage)
+        files = self.files(roles)
+        with ThreadPoolExecutor(_READERS) as pool:
+            for damage in pool.map(partial(_damage, self.url), files.keys(), files.values()):
+                if damage:
+                    raise DamagedCheckpoint(damage)
+
+
+def damage_of(url: str, files: Mapping[str, FileDigest]) -> str:
+    """Return what is wrong with the first of ``files`` below ``url`` that is not what was written; empty if none is."""
+    return next(filter(None, (_damage(url, name, written) for name, written in files.items())), "")
+
+
+def _damage(url: str, name: str, written: FileDigest) -> str:
+    fs, path = open_fs(join(url, name))
+    try:
+        found = digest_file(fs, path)
+    except FileNotFoundError:
+        return f"{join(url, name)} is gone"
+    return "" if found == written else _differs(join(url, name), found, written)
+
+
+def _differs(url: str, found: FileDigest, written: FileDigest) -> str:
+    if found.nbytes != written.nbytes:
+        return f"{url} has {found.nbytes} bytes, and {written.nbytes} were written"
+    return f"{url} has the SHA-256 {found.sha256[:16]}..., and {written.sha256[:16]}... was written"
+
+
+def find_checkpoints(run_url: str) -> list[Checkpoint]:
+    """Return the checkpoints of the run at ``run_url`` by step, one for each; also those whose record is damaged."""
+    chosen = {found.step: found for found in _found(run_url)}
+    return [chosen[step] for step in sorted(chosen)]
 
 
 def committed(run_url: str) -> list[int]:
     """Return the steps of the complete checkpoints of the run at ``run_url``, ascending."""
-    return sorted(step for _, step in _complete(*_root(run_url)))
+    return [found.step for found in find_checkpoints(run_url) if found.record]
+
+
+def find_checkpoint(run_url: str, step: int) -> Checkpoint:
+    """Return the checkpoint of ``step``. CheckpointError if there is none."""
+    there = {found.step: found for found in find_checkpoints(run_url)}
+    if step not in there:
+        raise CheckpointError(f"{run_url!r} has no complete checkpoint of step {step} (there are: {sorted(there)})")
+    return there[step]
 
 
 def checkpoint_url(run_url: str, step: int) -> str:
@@ -85,78 +127,113 @@ def checkpoint_url(run_url: str, step: int) -> str:
 
     CheckpointError if there is no such checkpoint.
     """
-    names = {known_step: name for name, known_step in _complete(*_root(run_url))}
-    if step not in names:
-        raise CheckpointError(f"{run_url!r} has no complete checkpoint of step {step} (there are: {sorted(names)})")
-    return join(run_url, FOLDER, names[step])
+    return find_checkpoint(run_url, step).url
 
 
 def read_state(run_url: str, step: int) -> State:
     """Return ``state.json`` of the checkpoint of ``step``. CheckpointError when it is absent or unreadable."""
-    return _state_at(join(checkpoint_url(run_url, step), _STATE), step)
+    return find_checkpoint(run_url, step).state()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """Creates, commits and prunes the checkpoints of one attempt at a run."""
+    """Commits and prunes the checkpoints of one attempt at a run."""
 
-    run_url: str
-    attempt: str
-    """Names this start of the run; letters and digits."""
+    attempt: Attempt
     keep: int
     """Number of newest checkpoints that stay."""
     keep_best: str | None = None
     """Metric whose highest value keeps one more checkpoint."""
+    done: int = 0
+    """Step after which the attempt resumed; what earlier ones wrote of later steps is superseded."""
 
-    def claim(self, step: int) -> str:
-        """Return the URL of a new folder for the checkpoint of ``step``, to which nobody else writes."""
-        name = f"step={step:06d}"
-        try:
-            return self._claimed(name)
-        except Conflict:
-            return self._claimed(f"{name}-{self.attempt}")
+    def folder(self, step: int) -> str:
+        """Return the URL of the folder for the checkpoint of ``step``, to which nobody else writes."""
+        return join(self.attempt.url, FOLDER, f"step={step:06d}-{self.attempt.number:04d}")
 
-    def commit(self, url: str, state: State) -> None:
-        """Complete the checkpoint at ``url``, once all of its roles are written, and delete checkpoints not kept."""
+    def commit(self, url: str, state: State, files: Mapping[str, FileDigest]) -> None:
+        """Complete the checkpoint at ``url``, of which all roles' ``files`` are written, and delete those not kept.
+
+        Fenced if another start has taken the run over, CheckpointError if a file is not there as it was written.
+        """
         fs, path = open_fs(url)
-        write_atomic(fs, f"{path}/{_STATE}", state.to_json())
-        write_exclusive(fs, f"{path}/{_MARKER}", json.dumps({"version": _VERSION, "step": state.step}).encode())
+        self._check_sizes(fs, path, files)
+        self.attempt.check()
+        text = state.to_json()
+        write_atomic(fs, f"{path}/{STATE}", text)
+        record = CommitRecord(step=state.step, files={**files, STATE: FileDigest.of(text)}).to_json()
+        self.attempt.check()
         try:
-            self._prune(state.step)
+            write_exclusive(fs, f"{path}/{NAME}", record)
+        except Conflict as error:
+            if fs.cat_file(f"{path}/{NAME}") != record:  # otherwise the reply to this very request was lost
+                self.attempt.check()
+                raise Fenced(f"{url} was voided by a later start of this run") from error
+        try:
+            self._prune()
         except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run
-            logger.warning(
-                "checkpoints that are not kept stay at %s: %s: %s", self.run_url, type(error).__name__, error
-            )
+            where, kind = self.attempt.url, type(error).__name__
+            logger.warning("checkpoints that are not kept stay at %s: %s: %s", where, kind, error)
 
-    def _claimed(self, name: str) -> str:
-        url = join(self.run_url, FOLDER, name)
-        fs, path = open_fs(url)
-        write_exclusive(fs, f"{path}/{_CLAIM}", f"{self.attempt}\n".encode())
-        return url
+    def _check_sizes(self, fs: AbstractFileSystem, path: str, files: Mapping[str, FileDigest]) -> None:
+        there = list_files(fs, path)
+        for name, written in files.items():
+            if there.get(name) != written.nbytes:
+                self.attempt.check()  # a start that took over has emptied the folder
+                found = f"has {there[name]} bytes" if name in there else "is not there"
+                raise CheckpointError(f"{path}/{name} {found}, and {written.nbytes} were written")
 
-    def _prune(self, newest: int) -> None:
-        """Delete complete checkpoints that are not kept, and incomplete ones up to step ``newest``."""
-        fs, root = _root(self.run_url)
-        complete = sorted(_complete(fs, root), key=lambda named: named[1])
-        kept = {name for name, _ in complete[-self.keep :]} | self._best(complete)
-        complete_names = {name for name, _ in complete}
-        for name, step in _folders(fs, root):
-            if name not in kept and (name in complete_names or step <= newest):
+    def _prune(self) -> None:
+        """Delete complete checkpoints that are not kept, and what earlier attempts left incomplete or superseded."""
+        number = self.attempt.number
+        complete = [found for found in _found(self.attempt.url) if found.record]
+        line = {one.step: one for one in complete if one.step <= self.done or one.attempt == number}
+        ordered = [line[step] for step in sorted(line)]
+        kept = {one.url for one in ordered[-self.keep :]} | self._best(ordered)
+        there = {one.url for one in complete}
+        fs, root = _root(self.attempt.url)
+        for name, step, attempt in sorted(_folders(fs, root), key=lambda folder: folder[1:]):
+            url = join(self.attempt.url, FOLDER, name)
+            if url in kept or attempt > number or (attempt == number and url not in there):
+                continue  # kept, of a later start, or being written
+            self.attempt.check()
+            if url in there:
                 _remove(fs, f"{root}/{name}")
+            else:
+                self._void(fs, f"{root}/{name}", step)
 
-    def _best(self, complete: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the name of the checkpoint with the highest ``keep_best``, the first of equals."""
+    def _void(self, fs: AbstractFileSystem, folder: str, step: int) -> None:
+        """Empty the incomplete folder of an earlier attempt, once a record says that it will never count."""
+        path = f"{folder}/{NAME}"
+        if not fs.exists(path):
+            try:
+                write_exclusive(fs, path, CommitRecord(step=step, voided_by=self.attempt.number).to_json())
+            except Conflict:
+                return  # it was committed at this moment
+        for name in list_files(fs, folder):
+            if name != NAME:
+                remove_file(fs, f"{folder}/{name}")
+
+    def _best(self, complete: Sequence[Checkpoint]) -> set[str]:
+        """Return the URL of the checkpoint with the highest ``keep_best``, the first of equals."""
         if self.keep_best is None:
             return set()
-        read = {name: _state_at(join(self.run_url, FOLDER, name, _STATE), step).metrics for name, step in complete}
-        values = {name: metrics[self.keep_best] for name, metrics in read.items() if self.keep_best in metrics}
+        values: dict[str, float] = {}
+        for one in complete:
+            try:
+                metrics = one.state().metrics
+            except CheckpointError as error:
+                logger.warning("the checkpoint of step %d cannot be the best one: %s", one.step, error)
+                continue
+            if self.keep_best in metrics:
+                values[one.url] = metrics[self.keep_best]
         return {max(values, key=values.__getitem__)} if values else set()
 
 
 def remove_all(run_url: str) -> None:
     """Delete every checkpoint of the run, the newest first: a crash leaves none newer than those deleted."""
     fs, root = _root(run_url)
-    for name, _ in sorted(_folders(fs, root), key=lambda named: -named[1]):
+    for name, _, _ in sorted(_folders(fs, root), key=lambda folder: folder[1:], reverse=True):
         _remove(fs, f"{root}/{name}")
 
 
@@ -164,8 +241,8 @@ def _root(run_url: str) -> tuple[AbstractFileSystem, str]:
     return open_fs(join(run_url, FOLDER))
 
 
-def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int]]:
-    """Yield name and step of every checkpoint folder, complete or not."""
+def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, step and attempt of every checkpoint folder, complete or not."""
     try:
         listed = fs.ls(root, detail=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -173,42 +250,29 @@ def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int]]:
     for path in listed:
         name = str(path).rstrip("/").rpartition("/")[2]
         if matched := _NAME.fullmatch(name):
-            yield name, int(matched[1])
+            yield name, int(matched[1]), int(matched[2]) if _NUMBER.fullmatch(matched[2] or "") else 0
 
 
-def _complete(fs: AbstractFileSystem, root: str) -> list[tuple[str, int]]:
-    return [(name, step) for name, step in _folders(fs, root) if fs.exists(f"{root}/{name}/{_MARKER}")]
+def _found(run_url: str) -> list[Checkpoint]:
+    """Return every folder that has a record and is not void, by step and attempt."""
+    fs, root = _root(run_url)
+    found = []
+    for name, step, attempt in sorted(_folders(fs, root), key=lambda folder: (*folder[1:], folder[0])):
+        try:
+            data = fs.cat_file(f"{root}/{name}/{NAME}")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        url, record, damage = join(run_url, FOLDER, name), None, ""
+        try:
+            record = CommitRecord.from_json(data, step)
+        except (ValueError, RecursionError) as error:
+            damage = f"{url}/{NAME} is not a checkpoint's record: {error}"
+        if record is None or record.voided_by is None:
+            found.append(Checkpoint(url, step, attempt, record, damage))
+    return found
 
 
 def _remove(fs: AbstractFileSystem, folder: str) -> None:
-    """Delete a checkpoint, its marker first: a crash in between leaves nothing that looks complete."""
-    remove_file(fs, f"{folder}/{_MARKER}")
+    """Delete a checkpoint, its record first: a crash in between leaves nothing that looks complete."""
+    remove_file(fs, f"{folder}/{NAME}")
     remove_tree(fs, folder)
-
-
-def _state_at(url: str, step: int) -> State:
-    fs, path = open_fs(url)
-    try:
-        fields = json.loads(fs.cat_file(path))
-        if fields["version"] != _VERSION:
-            raise ValueError(f"version {fields['version']!r}, expected {_VERSION}: written by another siirl_dask")
-        return _checked(State(**fields), step)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{url} is not a checkpoint's state: {type(error).__name__}: {error}") from error
-
-
-def _checked(state: State, step: int) -> State:
-    """Return ``state``. ValueError unless each field has its type: the file may come from anywhere."""
-    names = [*state.roles, *state.states, *state.positions, *state.metrics, state.digest]
-    numbers = [state.step, state.workers, *state.positions.values()]
-    if state.step != step or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"its step is {state.step!r} and its names {names[:5]!r}: expected step {step} and texts")
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"its counts are {numbers[:5]!r}: expected whole numbers from 0")
-    if not all(isinstance(value, (int, float)) for value in state.metrics.values()):
-        raise ValueError("its metrics are not all numbers")
-    if any("/" in role or role.startswith(".") for role in state.roles):
-        raise ValueError(f"its roles are {state.roles!r}: expected names of folders")
-    if not all(isinstance(one, Mapping) for one in state.states.values()):
-        raise ValueError("its states are not all mappings")
-    return state

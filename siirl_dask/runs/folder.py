@@ -24,17 +24,18 @@ from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
 from siirl_dask.runs import checkpoints
+from siirl_dask.runs.tables import listed, remove_steps
 
 CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
 _FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "plot.png")
-_TEST = "test"  # the table of the test phase
-_STEP, _TABLE = re.compile(r"step=(\d{6,})", re.ASCII), re.compile(r"\w[\w-]*")
+_TABLE = re.compile(r"\w[\w-]*")
 _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.name",
     "run.url",
     "run.steps",
     "run.lookahead",
+    "run.lease",
     "data.transport",
     "data.prefetch",
     "data.memory_limit",
@@ -174,24 +175,6 @@ def _refused(setting: str) -> Iterator[None]:
         raise ConfigError(f"{setting} cannot be written: {type(error).__name__}: {error}") from error
 
 
-def tables_of(dags: Iterable[DAG | None]) -> set[str]:
-    """Return the names of the tables that a run saves: those of its nodes, and that of the test phase."""
-    return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
-
-
-def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
-    """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
-
-    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side.
-    """
-    for table in tables:
-        fs, root = open_fs(join(url, table))
-        for path in _listed(fs, root):
-            matched = _STEP.fullmatch(path.rpartition("/")[2])
-            if matched and (int(matched[1]) > done or not done or table == _TEST):
-                fs.rm(path, recursive=True)
-
-
 def remove_summary(url: str) -> None:
     """Delete ``summary.json``: it says how the run ended, and the run is resumed."""
     fs, path = open_fs(join(url, _SUMMARY))
@@ -200,7 +183,7 @@ def remove_summary(url: str) -> None:
 
 
 def remove_run(url: str, tables: Iterable[str]) -> None:
-    """Delete everything that a run writes, and nothing else.
+    """Delete everything that a run writes but the files of its attempts, and nothing else.
 
     Its checkpoints go first and its ``config.yaml`` last: until then the folder holds a run, which can be resumed or
     removed again.
@@ -208,7 +191,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
     remove_steps(url, {*tables, *_saved_tables(fs, path)}, 0)
-    events = [file for file in _listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
+    events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
             fs.rm_file(file)
@@ -267,10 +250,3 @@ def _leaves(value: Any, before: str) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else json.dumps(value)
-
-
-def _listed(fs: AbstractFileSystem, folder: str) -> list[str]:
-    try:
-        return [str(path).rstrip("/") for path in fs.ls(folder, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []

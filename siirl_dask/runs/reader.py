@@ -97,9 +97,12 @@ class Run:
         """The summary that the run wrote when it ended. DataError while it is under way, or after it was killed."""
         return read_summary(self.url)
 
-    def rollouts(self, sql: str = "SELECT * FROM rollouts") -> pa.Table:
-        """Return the answer to ``sql`` over every sample of the run. DataError without samples or for wrong SQL."""
-        return query(self.url, sql)
+    def rollouts(self, sql: str = "SELECT * FROM rollouts", *, incomplete: bool = False) -> pa.Table:
+        """Return the answer to ``sql`` over the samples of every whole step; with ``incomplete`` also of the others.
+
+        DataError without samples or for wrong SQL.
+        """
+        return query(self.url, sql, incomplete=incomplete)
 
     def checkpoint_step(self, step: int | None = None) -> int:
         """Return ``step``, or the newest checkpoint's for None. ConfigError when there is no such checkpoint."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import pickle
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from distributed import WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
+from siirl_storage.digests import FileDigest
+from siirl_storage.manifest import part_entry
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
@@ -131,6 +134,7 @@ class DAGWorker(WorkerPlugin):
         self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
+            attempt=self.spec.attempt,
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
@@ -170,7 +174,8 @@ class DAGWorker(WorkerPlugin):
             self._loaders[iteration.phase] = Dataloader(source, positions.get(iteration.phase))
         calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
         metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
-        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics)})
+        parts = {table: json.dumps(part_entry(part)) for table, part in calls.saved.items()}
+        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "parts": parts})
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
@@ -185,13 +190,16 @@ class DAGWorker(WorkerPlugin):
         saved_data = {**saved.as_data(), "positions": positions}
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": {}, "saved": saved_data})
 
-    async def _report_written(self, iteration: Iteration, writes: Sequence[Future[None]]) -> None:
+    async def _report_written(self, iteration: Iteration, writes: Mapping[str, Future[dict[str, FileDigest]]]) -> None:
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, writes))
+            written = await asyncio.gather(*map(asyncio.wrap_future, writes.values()))
         except CheckpointError as error:
             self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
         else:
-            self._report({"kind": "written", "sequence": iteration.sequence})
+            files: dict[str, tuple[int, str]] = {}
+            for role, digests in zip(writes, written, strict=True):
+                files |= {f"{role}/{name}": (one.nbytes, one.sha256) for name, one in digests.items()}
+            self._report({"kind": "written", "sequence": iteration.sequence, "files": files})
 
     def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:

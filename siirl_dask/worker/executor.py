@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from siirl_storage import join, write_part
+from siirl_storage import join, stage_part, write_part
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Run, Save, Send, Stream
@@ -70,7 +70,10 @@ class ChainRun:
                         tables[edge.name] = self._wait(databuffer.pull(edge, guide, iteration))
                 case Save(node, table, index, count):
                     folder = join(runtime.run_url, table, f"step={iteration.step:06d}")
-                    write_part(folder, index, count, tables[node])
+                    if runtime.attempt is None:
+                        write_part(folder, index, count, tables[node])
+                    else:  # the driver commits it with those of the other workers
+                        self.calls.saved[table] = stage_part(folder, runtime.attempt, index, tables[node])
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):

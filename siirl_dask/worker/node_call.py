@@ -9,6 +9,7 @@ from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from siirl_storage import Part
 
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
@@ -32,6 +33,8 @@ class NodeCalls:
     """Metrics logged so far."""
     handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
     """Edges whose rows can leave this worker early, by the node that hands them over."""
+    saved: dict[str, Part] = field(default_factory=dict)
+    """Parts of the run's tables that this worker has written, by table; nobody sees them before they are committed."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 

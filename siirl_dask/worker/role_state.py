@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from siirl_storage import join
+from siirl_storage.digests import FileDigest
 
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import CheckpointError, RunError
@@ -29,8 +30,10 @@ States = dict[str, dict[str, Any]]
 class StateStore(Protocol):
     """Saves states at a URL and loads them; all ranks of ``group`` call it alike. Raises CheckpointError."""
 
-    def save(self, url: str, state: dict[str, Any], group: Any) -> Future[None]:
-        """Begin to write ``state``, which may change once this returns. The future is done when it is written."""
+    def save(self, url: str, state: dict[str, Any], group: Any) -> Future[dict[str, FileDigest]]:
+        """Begin to write ``state``, which may change once this returns. The future is done when all ranks have written
+        it; it holds the digests of this rank's files by name.
+        """
         ...
 
     def load(self, url: str, state: dict[str, Any], group: Any) -> None:
@@ -59,8 +62,8 @@ class SavedStates:
     """Roles whose states go into folders."""
     states: States = field(default_factory=dict)
     """States of roles without a tensor, by role."""
-    writes: list[Future[None]] = field(default_factory=list)
-    """Futures that are done when the folders are written."""
+    writes: dict[str, Future[dict[str, FileDigest]]] = field(default_factory=dict)
+    """Futures by role, which are done when its folder is written, and hold digests of this worker's files by name."""
 
     def as_data(self) -> dict[str, Any]:
         """Return the report for the driver. States are JSON texts: Dask's messages would change tuples and keys."""
@@ -97,7 +100,7 @@ class RoleStates:
             state = resource.state()
             if name in self._groups:
                 saved.roles.append(name)
-                saved.writes.append(self._store.save(join(url, name), state, self._groups[name]))
+                saved.writes[name] = self._store.save(join(url, name), state, self._groups[name])
             else:
                 saved.states[name] = _plain(name, state)
         return saved

@@ -43,6 +43,8 @@ class RunSpec:
     data: DataSettings
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
+    attempt: int | None = None
+    """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
@@ -53,6 +55,7 @@ class RunSpec:
         config: Config,
         members: Mapping[str, str],
         phases: Phases,
+        attempt: int | None = None,
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
     ) -> RunSpec:
@@ -67,6 +70,7 @@ class RunSpec:
             threads=config.cluster.threads,
             data=DataSettings.of(config, members.values()),
             retry_seconds=config.storage.retry_seconds,
+            attempt=attempt,
             store=store,
             resume_from=resume_from,
         )

@@ -23,6 +23,8 @@ class WorkerRuntime:
     device: Device
     run_url: str
     run_seed: int
+    attempt: int | None = None
+    """Number of this start of the run, which the parts of its tables carry; None where there is one start only."""
     resources: Mapping[str, Any]
     """The object that each of this worker's roles built, by the role's name."""
     ranks: Mapping[str, Rank]

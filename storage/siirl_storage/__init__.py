@@ -4,10 +4,11 @@ A table is a folder of Parquet or Arrow parts; a snapshot's manifest is written 
 reader sees a whole version or none. Plain files that somebody else wrote open as tables too. See docs/storage.md.
 """
 
+from siirl_storage.committed import commit_parts, complete_parts, stage_part
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound, TooLarge
 from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
 from siirl_storage.formats import ROWS_PER_GROUP, Format
-from siirl_storage.parts import Part, complete_parts, parse_part_name, part_name, write_part
+from siirl_storage.parts import Part, parse_part_name, part_name, write_part
 from siirl_storage.retry import RETRY_SECONDS, is_transient, retry, retry_seconds, set_retry_seconds
 from siirl_storage.snapshot import RowGroup, Snapshot
 from siirl_storage.table import ROWS_PER_PART, append, commit, create_table, open_table, stage
@@ -27,6 +28,7 @@ __all__ = [
     "TooLarge",
     "append",
     "commit",
+    "commit_parts",
     "complete_parts",
     "create_table",
     "is_transient",
@@ -41,6 +43,7 @@ __all__ = [
     "retry_seconds",
     "set_retry_seconds",
     "stage",
+    "stage_part",
     "write_atomic",
     "write_exclusive",
     "write_part",

@@ -18,10 +18,11 @@ from uuid import uuid4
 import pyarrow as pa
 from fsspec.core import url_to_fs
 
+from siirl_storage.committed import commit_parts, complete_parts, stage_part
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
 from siirl_storage.files import at, join, list_files, open_fs, open_input, write_atomic, write_exclusive
 from siirl_storage.formats import Format
-from siirl_storage.parts import complete_parts, part_name, write_part
+from siirl_storage.parts import part_name, write_part
 from siirl_storage.table import append, commit, create_table, open_table, stage
 
 _WRITERS = 8
@@ -154,6 +155,21 @@ def a_folder_is_complete_with_its_last_part(url: str) -> None:
     assert open_table(url).to_table().equals(sample(0, 30))
 
 
+def the_newest_writer_of_a_folder_counts(url: str) -> None:
+    old = [stage_part(url, 3, index, sample(10 * index, 10)) for index in range(2)]
+    _raises(TableNotFound, lambda: open_table(url))
+    commit_parts(url, 3, old)
+    commit_parts(url, 3, old)
+    _raises(Conflict, lambda: commit_parts(url, 3, old[:1]))
+    assert open_table(url).num_rows == 20
+    new = stage_part(url, 4, 0, sample(70, 5))
+    assert complete_parts(url) == [part.path for part in old], "a part without a record counts"
+    commit_parts(url, 4, [new])
+    stage_part(url, 3, 2, sample(0, 1))
+    assert complete_parts(url) == [new.path]
+    assert open_table(url).to_table().equals(sample(70, 5))
+
+
 def damage_is_named(url: str) -> None:
     part = create_table(url, [sample(0, 10)]).parts[0]
     fs, root = open_fs(url)
@@ -181,6 +197,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     empty_tables_keep_their_schema,
     staged_parts_are_unseen_until_committed,
     a_folder_is_complete_with_its_last_part,
+    the_newest_writer_of_a_folder_counts,
     damage_is_named,
     what_is_missing_is_named,
 )

@@ -43,10 +43,7 @@ class Manifest:
             "properties": dict(self.properties),
             "columns": {field.name: str(field.type) for field in self.schema},
             "schema": base64.b64encode(self.schema.serialize()).decode(),
-            "parts": [
-                {"path": part.path, "rows": part.rows, "bytes": part.nbytes, "groups": list(part.groups)}
-                for part in self.parts
-            ],
+            "parts": [part_entry(part) for part in self.parts],
         }
         return json.dumps(document, indent=1).encode()
 
@@ -83,7 +80,7 @@ def _from_document(document: Any, version: int) -> Manifest:
     properties = _get(document, "properties", dict)
     if not all(isinstance(value, str) for value in properties.values()):
         raise StorageError('a value of "properties" is not a string')
-    parts = tuple(_part(entry) for entry in _get(document, "parts", list))
+    parts = tuple(parse_part(entry) for entry in _get(document, "parts", list))
     if len({part.path for part in parts}) < len(parts):
         raise StorageError("it lists a part twice")
     schema = _schema(_get(document, "schema", str))
@@ -101,7 +98,13 @@ def _schema(text: str) -> pa.Schema:
     return schema
 
 
-def _part(entry: Any) -> Part:
+def part_entry(part: Part) -> dict[str, Any]:
+    """Return a part as plain data, as manifests and records of folders list it."""
+    return {"path": part.path, "rows": part.rows, "bytes": part.nbytes, "groups": list(part.groups)}
+
+
+def parse_part(entry: Any) -> Part:
+    """Return the part that ``part_entry`` described. StorageError for anything else."""
     if not isinstance(entry, dict):
         raise StorageError("a part is not an object")
     path, groups = _get(entry, "path", str), _get(entry, "groups", list)

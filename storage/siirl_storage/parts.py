@@ -7,11 +7,12 @@ there.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from siirl_storage.files import at, list_files, open_fs, write_atomic
+from siirl_storage.files import at, open_fs, write_atomic
 from siirl_storage.formats import ROWS_PER_GROUP, Format, decode_footer, encode
 
 _NAME = re.compile(r"part-(\d{5,})-of-(\d{5,})\.(parquet|arrow)", re.ASCII)
@@ -76,14 +77,13 @@ def put_part(url: str, path: str, table: pa.Table, format: Format, rows_per_grou
     return Part(path, buffer.size, decode_footer(buffer, format).groups)
 
 
-def complete_parts(url: str) -> list[str] | None:
-    """Return the parts' names in the folder ``url`` in order, if all are there; None if some are missing.
+def complete_names(names: Iterable[str]) -> list[str] | None:
+    """Return the parts among ``names`` in order, if all that they announce are there; None if some are missing.
 
     Also None if two of them disagree on how many there are, or are the same part in two formats: a restart on another
     number of workers must empty the folder first.
     """
-    fs, root = open_fs(url)
-    parts = {name: parsed for name in list_files(fs, root) if (parsed := parse_part_name(name))}
-    names = sorted(parts, key=lambda name: parts[name][0])
-    expected = [(index, len(names)) for index in range(len(names))]
-    return names if names and [parts[name][:2] for name in names] == expected else None
+    parts = {name: parsed for name in names if (parsed := parse_part_name(name))}
+    found = sorted(parts, key=lambda name: parts[name][0])
+    expected = [(index, len(found)) for index in range(len(found))]
+    return found if found and [parts[name][:2] for name in found] == expected else None

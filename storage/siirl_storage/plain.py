@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from siirl_storage import hive
+from siirl_storage.committed import by_folder, is_numbered, whole_folders
 from siirl_storage.errors import StorageError, TableNotFound
 from siirl_storage.files import at, full_name, list_files, open_fs, parent
 from siirl_storage.formats import ENDINGS, Footer, format_of, read_footer
@@ -24,16 +25,20 @@ _STAGED = re.compile(rf"{DATA}/[0-9a-f]{{32}}\.(parquet|arrow)", re.ASCII)
 def open_plain(url: str) -> Snapshot:
     """Open the files at ``url`` as one table, sorted by path. Reads every footer, and no data.
 
-    Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do. TableNotFound if nothing
-    is left; CorruptPart for a file that cannot be read; StorageError if two files do not have the same columns.
+    Files and folders whose names begin with ``_`` or ``.`` are skipped, as Spark and Arrow do, and so are parts that
+    the record of their folder does not list (see committed.py). TableNotFound if nothing is left; CorruptPart for a
+    file that cannot be read; StorageError if two files do not have the same columns.
     """
     fs, root = open_fs(url)
     files = list_files(fs, root)
     base = url
-    if "" in files:
+    left_out: set[str] = set()
+    if "" not in files:
+        left_out = _uncommitted(fs, root, files)
+    else:
         base, name = parent(url), root.rpartition("/")[2]
         root, files = open_fs(base)[1], {name: files[""]}
-    names = sorted(name for name in files if format_of(name) and not _is_hidden(name))
+    names = sorted(name for name in files if format_of(name) and not _is_hidden(name) and name not in left_out)
     if not names:
         raise TableNotFound(_nothing_here(full_name(fs, root), list(files)))
     footers = read_footers(fs, root, names)
@@ -47,6 +52,14 @@ def read_footers(fs: AbstractFileSystem, root: str, names: Sequence[str]) -> lis
         return list(pool.map(lambda name: read_footer(fs, at(root, name)), names))
 
 
+def _uncommitted(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) -> set[str]:
+    """Return the files of folders whose parts a record commits, without those that it lists."""
+    folders = {folder: names for folder, names in by_folder(files).items() if any(map(is_numbered, names))}
+    theirs = {f"{folder}/{name}" if folder else name for folder, names in folders.items() for name in names}
+    numbered = {name: files[name] for name in theirs}
+    return theirs - {name for names in whole_folders(fs, root, numbered).values() for name in names}
+
+
 def _is_hidden(name: str) -> bool:
     # What a writer staged is no table until it is committed, even if the writer died and left nothing else there.
     return any(step.startswith(("_", ".")) for step in name.split("/")) or _STAGED.fullmatch(name) is not None
@@ -56,6 +69,8 @@ def _nothing_here(where: str, files: Sequence[str]) -> str:
     looked = f"no table at {where}: looked for a snapshot in _snapshots/, and for files that end in {ENDINGS}"
     if any(_STAGED.fullmatch(name) for name in files):
         return f"{looked}; there are only parts in {DATA}/ that nobody has committed"
+    if any(is_numbered(name.rpartition("/")[2]) for name in files):
+        return f"{looked}; there are only parts that no record _parts-NNNN.json beside them lists as whole"
     return f"{looked}; found {len(files)} other files" if files else f"{looked}; there are no files at all"
 
 

@@ -1,5 +1,6 @@
 """``siirl-dask export``: the Hugging Face folder holds the trainer's model, for transformers, vLLM and peft."""
 
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -14,10 +15,13 @@ from siirl_dask.config import Engine, ModelConfig, RolloutConfig, VllmConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import CheckpointError, ConfigError
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints, checkpoint_url
 from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs
 from siirl_dask.testing.rows import LENGTHS, random_rows, split_rows
@@ -39,13 +43,15 @@ def run(request, digits_task, tmp_path):
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
-    checkpoints = Checkpoints(url, "a", keep=9)
+    attempt = take(url, 30.0, print)
+    checkpoints = Checkpoints(attempt=attempt, keep=9)
     for step in (1, 2):
         for number, weight in enumerate(trainer.state()["model"].values()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-        folder = checkpoints.claim(step)
-        DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
-        checkpoints.commit(folder, State(step=step, roles=["policy"]))
+        folder = checkpoints.folder(step)
+        written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+        files = {f"policy/{name}": digest for name, digest in written.items()}
+        checkpoints.commit(folder, State(step=step, roles=["policy"]), files)
     return url, base, trainer
 
 
@@ -145,3 +151,35 @@ def test_a_run_that_kept_no_average_has_none_to_export(run, tmp_path):
     file.write_text(file.read_text().replace("ema_decay: 0.9", "ema_decay: 0.0"))
     with pytest.raises(ConfigError, match=r"kept no moving average of the weights \(trainer.ema_decay\)"):
         export(url, str(tmp_path / "out"), ema=True)
+
+
+def test_a_checkpoint_that_is_damaged_or_removed_meanwhile_is_not_exported(run, tmp_path, caplog):
+    url, *_ = run
+    good, damaged = export(url, str(tmp_path / "one"), step=1), Path(checkpoint_url(url, 2), "policy", "__0_0.distcp")
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"of step 2 of .* cannot be used: .*__0_0\.distcp has the SHA-256"):
+        export(url, str(tmp_path / "two"), step=2)
+    assert export(url, str(tmp_path / "two")) == good == 1
+    assert "the checkpoint of step 2 is passed over" in caplog.text
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_a_reader_whose_checkpoint_is_pruned_takes_the_next_newest(run):
+    """Both were there when it looked, and the run removes them while it reads."""
+    url, *_ = run
+    seen = []
+
+    def read(found):
+        seen.append(found.step)
+        if found.step == 2:
+            shutil.rmtree(found.url)
+            raise CheckpointError("a file is gone")
+
+    assert with_whole_checkpoint(url, None, ["policy"], read) == 1
+    assert seen == [2, 1]
+    shutil.rmtree(checkpoint_url(url, 1))
+    with pytest.raises(CheckpointError, match="has no checkpoint that can be used"):
+        with_whole_checkpoint(url, None, ["policy"], read)

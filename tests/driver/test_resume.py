@@ -19,8 +19,11 @@ from siirl_dask.driver.resume import find_resume_point, weights_dag
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
-from siirl_dask.runs.checkpoints import Checkpoints, State
-from siirl_dask.runs.folder import RunIdentity, remove_run, remove_steps, tables_of, write_identity
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints
+from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
+from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -37,8 +40,10 @@ def url(request, tmp_path):
 
 
 def commit(url, step, config, dag):
-    kept = Checkpoints(url, "a", 9)
-    kept.commit(kept.claim(step), State(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest()))
+    with take(url, 30.0, print) as attempt:
+        kept = Checkpoints(attempt=attempt, keep=9, done=step)
+        state = State(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest())
+        kept.commit(kept.folder(step), state, {})
 
 
 def begin(url, *overrides, fresh=False, force=False):
@@ -136,7 +141,8 @@ def test_only_what_a_run_wrote_is_removed(url):
         write_atomic(*open_fs(f"{url}/{name}"), b"mine")
     remove_run(url, tables_of([dag, None]))
     fs, path = open_fs(url)
-    assert {str(file)[len(path) + 1 :] for file in fs.find(path)} == set(theirs)
+    left = {str(file)[len(path) + 1 :] for file in fs.find(path)}
+    assert left == {*theirs, "attempts/0001.json", "attempts/0001.beat"}
 
 
 def test_only_steps_after_the_checkpoint_are_removed(url):

@@ -91,7 +91,7 @@ def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(trai
     """The steps after the checkpoint, which four workers wrote, are repeated by two: two parts replace four."""
     straight = train("straight", *WHOLE)
     shutil.copytree(straight.url, tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step={STEPS:06d}")
+    shutil.rmtree(checkpoint_url(str(tmp_path / "resumed"), STEPS))
     (tmp_path / "resumed" / "summary.json").unlink()
     few = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
     resumed = train("resumed", *few, *WHOLE)
@@ -125,7 +125,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, digits_task
     (killed.url / "summary.json").unlink()
     anew = train("run", *ONE, "run.steps=1", *validated)
     parts = {path.relative_to(anew.url).as_posix() for path in anew.url.rglob("part-*")}
-    part = "part-00000-of-00001.parquet"
+    part = "part-0002-00000.parquet"
     assert parts == {f"rollouts/step=000001/{part}", *(f"validation/step=00000{step}/{part}" for step in (0, 1))}
     steps = [[record["step"] for record in anew.records(phase)] for phase in ("train", "validation")]
     assert steps == [[1], [0, 1]]
@@ -148,8 +148,8 @@ def test_the_best_checkpoint_is_kept_and_an_unknown_metric_refused(train, digits
 
 
 def test_a_folder_that_cannot_be_written_fails_the_run_by_name(train, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "step=000001").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "step=000001" / "policy").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"checkpoint step 1: .*step=000001/policy could not be written"):
+    (tmp_path / "run" / "checkpoints" / "step=000001-0001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step=000001-0001" / "policy").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoint step 1: .*step=000001-0001/policy could not be written"):
         train("run", "run.steps=3", "checkpoint.every=1")
     assert committed(str(tmp_path / "run")) == []

@@ -9,14 +9,18 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from siirl_storage import commit_parts, stage_part
 
 from siirl_dask import open_run
+from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import CheckpointError, ConfigError, DataError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
 from siirl_dask.planner import Phase, dag_from_spec
-from siirl_dask.runs.checkpoints import Checkpoints, State, read_state
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints, read_state
 from siirl_dask.runs.folder import read_identity, write_identity
 from tests.conftest import digits_overrides
 
@@ -38,8 +42,9 @@ def folder(digits_task, tmp_path):
         run_id="it", status=Status.COMPLETE, steps=2, workers=1, seconds=3.5, samples_per_second=1.0, error=None
     )
     write_summary(str(url), summary)
-    checkpoints = Checkpoints(str(url), "first", keep=2)
-    checkpoints.commit(checkpoints.claim(2), State(step=2, roles=["policy"]))
+    with take(str(url), 30.0, print) as attempt:
+        checkpoints = Checkpoints(attempt=attempt, keep=2)
+        checkpoints.commit(checkpoints.folder(2), State(step=2, roles=["policy"]), {})
     return url
 
 
@@ -99,7 +104,9 @@ def test_a_config_of_another_version_is_refused_and_samples_are_read(folder):
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
-    replace(folder / "checkpoints" / "step=000002" / "state.json", '"version": 1', '"version": 2')
+    place = folder / "checkpoints" / "step=000002-0001"
+    replace(place / "state.json", '"version": 1', '"version": 2')
+    (place / "COMMITTED").write_text('{"version": 1, "step": 2}')  # without digests
     with pytest.raises(CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"):
         read_state(str(folder), 2)
 
@@ -143,6 +150,34 @@ def test_absent_files_of_a_run_are_named(folder):
 def test_a_wrong_query_is_a_data_error_that_says_why(folder, sql, said):
     with pytest.raises(DataError, match=said):
         open_run(str(folder)).rollouts(sql)
+
+
+def test_only_whole_steps_are_read_and_the_others_named(folder, capsys):
+    """Step 3 is begun; of step 4 there are two starts' parts, and only the later one's are committed."""
+    rows, rollouts = pa.table({"row_id": [0], "reward": [1.0], "response_ids": [[1]]}), f"{folder}/rollouts"
+    stage_part(f"{rollouts}/step=000003", 2, 0, rows)
+    for attempt in (2, 3):
+        commit_parts(f"{rollouts}/step=000004", attempt, [stage_part(f"{rollouts}/step=000004", attempt, 0, rows)])
+    stage_part(f"{rollouts}/step=000004", 2, 1, rows)
+    run, count = open_run(str(folder)), "SELECT step, count(*) AS n FROM rollouts GROUP BY step ORDER BY step"
+    assert run.rollouts(count).to_pydict() == {"step": [1, 2, 4], "n": [2, 2, 1]}
+    assert run.rollouts(count, incomplete=True).to_pydict() == {"step": [1, 2, 3, 4], "n": [2, 2, 1, 1]}
+    main(["rollouts", str(folder)])
+    assert capsys.readouterr().err == "steps that are not whole, and left out (--incomplete): 3 (1 parts)\n"
+    main(["rollouts", str(folder), count, "--incomplete"])
+    assert "and counted: 3 (1 parts)" in capsys.readouterr().err
+    (folder / "rollouts" / "step=000004" / "part-0003-00000.parquet").unlink()
+    assert run.rollouts(count).to_pydict() == {"step": [1, 2], "n": [2, 2]}, "a start that was fenced is read instead"
+    (folder / "rollouts" / "step=000004" / "_parts-0003.json").write_text("{}")
+    with pytest.raises(DataError, match=r"step=000004/_parts-0003\.json is not a usable record of parts"):
+        run.rollouts()
+
+
+def test_of_a_line_of_a_start_that_was_fenced_the_later_start_s_counts(folder):
+    """It woke up after the later start had written the step, and its line comes last."""
+    MetricsLog(str(folder), None, 3).write(Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 3.0}))
+    MetricsLog(str(folder), None, 2).write(Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 2.0}))
+    assert open_run(str(folder)).metrics.to_pydict()["tokens"] == [None, 8.0, 3.0]
 
 
 def test_a_query_of_a_run_without_samples_is_refused(folder):

@@ -26,7 +26,9 @@ from siirl_dask.models.shapes import count_parameters
 from siirl_dask.nodes import base_logprobs, load_adapters, publish_adapters
 from siirl_dask.planner.contract import bare
 from siirl_dask.rollout import Sampling, build_engine
-from siirl_dask.runs.checkpoints import Checkpoints, State
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.schema import PARAMETER
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -301,10 +303,11 @@ def run(request, digits_task, tmp_path):
     trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
     for at in range(3):
         advance(trainer, at)
-    checkpoints = Checkpoints(url, "a", keep=9)
-    at = checkpoints.claim(1)
-    DistributedCheckpoint(asynchronous=False).save(f"{at}/policy", trainer.state(), None).result()
-    checkpoints.commit(at, State(step=1, roles=["policy"]))
+    attempt = take(url, 30.0, print)
+    checkpoints = Checkpoints(attempt=attempt, keep=9)
+    at = checkpoints.folder(1)
+    written = DistributedCheckpoint(asynchronous=False).save(f"{at}/policy", trainer.state(), None).result()
+    checkpoints.commit(at, State(step=1, roles=["policy"]), {f"policy/{name}": one for name, one in written.items()})
     return url, base, trainer
 
 

@@ -7,17 +7,22 @@ own classes and plain values.
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs, retry
+from siirl_storage.digests import DigestingStream, FileDigest
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata
@@ -48,6 +53,8 @@ _KNOWN = {
     )
 } | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 """Classes and functions that DCP's metadata may name, besides torch's dtypes."""
+Digests = dict[str, FileDigest]
+"""Digests of files by name."""
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")  # on purpose
 
 
@@ -58,25 +65,25 @@ class DistributedCheckpoint:
     asynchronous: bool = True
     """Write in the background, from a copy of the state in the CPU's memory."""
 
-    def save(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> Future[None]:
-        """Begin to write ``state`` to ``url``, which must be empty. The future holds None when all ranks have written
-        their parts, or a CheckpointError.
+    def save(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> Future[Digests]:
+        """Begin to write ``state`` to ``url``, which must be empty. The future is done when all ranks have written
+        their parts: it holds the digests of this rank's files by name, or a CheckpointError.
 
         All ranks of ``group`` must call. It must be a gloo group that nothing else uses meanwhile; None is a single
         process. The state may change as soon as this returns.
         """
         is_local = isinstance(open_fs(url)[0], LocalFileSystem)  # on other stores a sync would be of local disks
         writer = _Writer(url, sync_files=is_local, overwrite=False)
-        done: Future[None] = Future()
+        done: Future[Digests] = Future()
         options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
         try:
             if self.asynchronous:
                 writing = async_save(state, **options)
                 assert isinstance(writing, Future)  # FsspecWriter copies the state before this returns
-                writing.add_done_callback(partial(_pass_on, done, url))
+                writing.add_done_callback(partial(_pass_on, done, url, writer))
             else:
                 save(state, **options)
-                done.set_result(None)
+                done.set_result(writer.digests)
         except (CheckpointException, Exception) as error:
             done.set_exception(_explained(f"{url} could not be written", error))
         return done
@@ -128,17 +135,47 @@ def _file_system(url: str) -> Any:
 
 
 class _Writer(FsspecWriter):
-    """Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte."""
+    """Takes the digest of each file from the bytes that are written.
+
+    Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte.
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self.fs = _file_system(url)
+        self._digesting = _DigestingFileSystem()
+        self._digesting.fs, _ = open_fs(url)
+        self.fs = self._digesting  # type: ignore[assignment]  # as the base class does, which is not typed
+
+    @property
+    def digests(self) -> Digests:
+        """Digests of the files that this rank has written, by name."""
+        return dict(self._digesting.digests)
 
     def write_data(self, *args: Any) -> Any:
         return retry(super().write_data, *args)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         retry(super().finish, *args, **kwargs)
+
+
+class _DigestingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: Digests = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            digesting = DigestingStream(cast(IO[bytes], stream))
+            yield digesting
+        self.digests[Path(path).name] = digesting.digest
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 class _Reader(FsspecReader):
@@ -185,11 +222,11 @@ class _Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
 
 
-def _pass_on(done: Future[None], url: str, written: Future[Any]) -> None:
+def _pass_on(done: Future[Digests], url: str, writer: _Writer, written: Future[Any]) -> None:
     if not done.set_running_or_notify_cancel():
         return  # the run was aborted meanwhile
     if (error := written.exception()) is None:
-        done.set_result(None)
+        done.set_result(writer.digests)
     else:
         done.set_exception(_explained(f"{url} could not be written", error))
 

@@ -1,0 +1,177 @@
+"""One start of a run at a time: each start takes the run's folder as an attempt, and fences those before it.
+
+    <run.url>/attempts/0003.json    created exclusively: the third start, its host, process, user and time
+                       0003.beat    written anew every few seconds while it lives, and a last time when it ends
+
+The start with the highest number has the folder. One that finds a higher number is fenced: it writes and deletes
+nothing more. Whether an attempt lives is judged by one clock, that of the start which wants the folder: it watches
+whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from fsspec import AbstractFileSystem
+from siirl_storage import Conflict, join, open_fs, write_atomic, write_exclusive
+
+from siirl_dask.errors import ConfigError, Fenced, RunInProgress
+from siirl_dask.runs.holder import Holder
+
+logger = logging.getLogger("siirl_dask.runs")
+FOLDER = "attempts"
+_NAME = re.compile(r"(\d{4,})\.json", re.ASCII)
+_BEATS = 6  # in the time after which an attempt without one may be taken over
+_LOOKS = 24  # at the beat in that time
+_ENDED = b"ended\n"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A start of the run at ``url``. Used with ``with``, it renews itself, and says at the end that it is over."""
+
+    url: str
+    number: int
+    holder: Holder
+    _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        """Raise Fenced if another start has taken the folder."""
+        fs, folder = _folder(self.url)
+        if (newest := _newest(fs, folder)) > self.number:
+            raise Fenced(
+                f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
+                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here, it "
+                "commits and deletes nothing more, and what it has committed stays"
+            )
+
+    def holds(self) -> bool:
+        """Return whether no other start has taken the folder."""
+        fs, folder = _folder(self.url)
+        return _newest(fs, folder) <= self.number
+
+    def __enter__(self) -> Attempt:
+        self._thread = threading.Thread(target=self._renew, name="siirl-attempt", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        self._over.set()
+        self._thread.join(self.holder.lease)
+        try:
+            self._write(_ENDED)
+        except Exception as failure:  # each store has errors of its own; the next start finds out by waiting
+            logger.warning("attempt %d could not say that it is over: %s", self.number, failure)
+
+    def _renew(self) -> None:
+        beat, warned = 0, False
+        while not self._over.wait(self.holder.lease / _BEATS):
+            beat += 1
+            try:
+                self._write(b"%d\n" % beat)
+                warned = False
+            except Exception as error:  # the store may be back for the next one
+                if not warned:
+                    logger.warning("attempt %d could not be renewed: %s: %s", self.number, type(error).__name__, error)
+                warned = True
+
+    def _write(self, beat: bytes) -> None:
+        fs, folder = _folder(self.url)
+        write_atomic(fs, _beat_path(folder, self.number), beat)
+
+
+def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
+    """Take the folder of the run at ``url`` for this process, as its newest attempt.
+
+    An attempt whose process is gone, on this host, is taken over at once; any other when it gave no sign of life for as
+    many seconds as its own lease says, and ``note`` is told of the wait. RunInProgress, naming host and process, while
+    it is alive.
+    """
+    fs, folder = _folder(url)
+    me = Holder.here(lease)
+    while True:
+        newest = _newest(fs, folder)
+        if newest and not _is_over(fs, folder, newest, url, note):
+            continue  # another start was faster
+        path = _record_path(folder, newest + 1)
+        try:
+            write_exclusive(fs, path, me.to_json())
+        except Conflict:
+            if _read(fs, folder, newest + 1) != me:
+                continue
+        return Attempt(url, newest + 1, me)
+
+
+def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
+    """Return True when attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
+    holder = _read(fs, folder, number)
+    first = _beat(fs, folder, number)
+    if first == _ENDED or holder.is_gone():
+        return True
+    note(
+        f"waiting for up to {holder.lease:g} s for a sign of life of {holder}, attempt {number} at this run (run.lease)"
+    )
+    deadline = time.monotonic() + holder.lease
+    while time.monotonic() < deadline:
+        time.sleep(holder.lease / _LOOKS)
+        beat = _beat(fs, folder, number)
+        if beat == _ENDED or holder.is_gone():
+            return True
+        if beat != first:
+            raise RunInProgress(
+                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one first, or choose "
+                "another run.name or run.url"
+            )
+        if _newest(fs, folder) != number:
+            return False
+    return True
+
+
+def _folder(url: str) -> tuple[AbstractFileSystem, str]:
+    return open_fs(join(url, FOLDER))
+
+
+def _record_path(folder: str, number: int) -> str:
+    return f"{folder}/{number:04d}.json"
+
+
+def _beat_path(folder: str, number: int) -> str:
+    return f"{folder}/{number:04d}.beat"
+
+
+def _newest(fs: AbstractFileSystem, folder: str) -> int:
+    """Return the number of the newest attempt; 0 if there is none."""
+    try:
+        listed = fs.ls(folder, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    names = (str(path).rpartition("/")[2] for path in listed)
+    return max((int(matched[1]) for name in names if (matched := _NAME.fullmatch(name))), default=0)
+
+
+def _beat(fs: AbstractFileSystem, folder: str, number: int) -> bytes:
+    try:
+        content: bytes = fs.cat_file(_beat_path(folder, number))
+    except FileNotFoundError:
+        return b""  # it has just begun
+    return content
+
+
+def _read(fs: AbstractFileSystem, folder: str, number: int) -> Holder:
+    path = _record_path(folder, number)
+    try:
+        return Holder.from_json(fs.cat_file(path))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} does not say who trains this run: {error}; if nobody does, remove the file"
+        ) from error

@@ -1,0 +1,56 @@
+"""The tables of rows that a run saves: ``<run.url>/rollouts/step=000007/``. A step counts when its record is there.
+
+The workers write parts that carry the number of their attempt, and the driver commits them when all workers have done
+the step: see siirl_storage/committed.py. Processes of an attempt that was fenced may still write parts, which no record
+lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from fsspec import AbstractFileSystem
+from siirl_storage import Part, commit_parts, join, open_fs, remove_tree
+
+from siirl_dask.planner import DAG
+from siirl_dask.runs.attempt import Attempt
+
+_TEST = "test"  # the table of the test phase
+_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
+
+
+def tables_of(dags: Iterable[DAG | None]) -> set[str]:
+    """Return the names of the tables that a run saves: those of its nodes, and that of the test phase."""
+    return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
+
+
+def commit_tables(attempt: Attempt, step: int, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Commit the parts of each table at ``step``. Fenced if another start has taken the run over."""
+    if parts:
+        attempt.check()
+    for table, own in parts.items():
+        url = join(attempt.url, table, f"step={step:06d}")
+        commit_parts(url, attempt.number, sorted(own, key=lambda part: part.path))
+
+
+def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
+    """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
+
+    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side. Only an attempt
+    that has the folder may do that: there is nobody else then who counts on them.
+    """
+    for table in tables:
+        fs, root = open_fs(join(url, table))
+        for path in listed(fs, root):
+            matched = _STEP.fullmatch(path.rpartition("/")[2])
+            if matched and (int(matched[1]) > done or not done or table == _TEST):
+                remove_tree(fs, path)
+
+
+def listed(fs: AbstractFileSystem, folder: str) -> list[str]:
+    """Return the paths in ``folder``; none if there is no such folder."""
+    try:
+        return [str(path).rstrip("/") for path in fs.ls(folder, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []

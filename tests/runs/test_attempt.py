@@ -1,0 +1,162 @@
+"""One start of a run at a time: who lives is not disturbed, who is dead is taken over and writes no more."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from siirl_storage import open_fs, write_atomic
+
+from siirl_dask.errors import ConfigError, Fenced, RunInProgress
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.holder import Holder
+
+HOLD = """
+import sys, time
+from siirl_dask.runs.attempt import take
+with take(sys.argv[1], float(sys.argv[2]), print) as attempt:
+    print(attempt.number, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def url(store_url):
+    return store_url
+
+
+@pytest.fixture
+def hold():
+    """Start a process that has a folder, until its standard input is closed."""
+    started = []
+
+    def begin(url, lease):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, url, str(lease)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline().strip().isdigit()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def of_another_host(url, lease=1.0, **changes):
+    """An attempt of a host that is not this one, as far as its file says."""
+    fs, path = open_fs(f"{url}/attempts/0001.json")
+    holder = replace(Holder.here(lease), host="elsewhere", machine="another boot", **changes)
+    write_atomic(fs, path, holder.to_json())
+
+
+def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, hold):
+    first = hold(str(tmp_path), 1.5)
+    began = time.monotonic()
+    with pytest.raises(RunInProgress, match=rf"is being trained, by process {first.pid} of \S+ on \S+, since 2\d\d\d-"):
+        take(str(tmp_path), 30.0, print)
+    assert time.monotonic() - began < 1.5, "it waited for longer than the first one's lease"
+
+
+def test_a_process_that_is_gone_is_followed_at_once(tmp_path, hold):
+    first = hold(str(tmp_path), 3600.0)
+    first.kill()
+    first.wait()
+    waits = []
+    assert take(str(tmp_path), 30.0, waits.append).number == 2
+    assert waits == []
+
+
+def test_a_zombie_is_gone(tmp_path, hold):
+    first = hold(str(tmp_path), 3600.0)
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert take(str(tmp_path), 30.0, print).number == 2
+
+
+def test_a_later_process_of_the_same_number_is_not_taken_for_it(tmp_path):
+    fs, path = open_fs(f"{tmp_path}/attempts/0001.json")
+    write_atomic(fs, path, replace(Holder.here(3600.0), birth="1").to_json())
+    assert take(str(tmp_path), 30.0, print).number == 2
+
+
+def test_a_clean_end_frees_the_folder_at_once(url):
+    with take(url, 3600.0, print) as first:
+        first.check()
+    waits = []
+    assert take(url, 30.0, waits.append).number == 2
+    assert waits == []
+
+
+def test_a_silent_one_of_another_host_is_followed_after_its_own_lease(url):
+    of_another_host(url, lease=1.0)
+    waits, began = [], time.monotonic()
+    assert take(url, 3600.0, waits.append).number == 2
+    assert 1.0 <= time.monotonic() - began < 5.0
+    assert "for up to 1 s for a sign of life of process" in waits[0]
+    assert "on elsewhere" in waits[0]
+
+
+def test_a_stopped_process_is_followed_and_fenced_when_it_wakes(tmp_path, hold):
+    first = hold(str(tmp_path), 1.0)
+    os.kill(first.pid, signal.SIGSTOP)
+    with take(str(tmp_path), 30.0, print) as second:
+        assert second.number == 2
+        os.kill(first.pid, signal.SIGCONT)
+        first.stdin.close()
+        assert first.wait(10) == 0
+        second.check()  # what the first one wrote when it ended has not disturbed it
+
+
+def test_who_was_followed_is_told_by_whom(url):
+    of_another_host(url, lease=0.2)
+    first = take(url, 0.2, print)
+    first.check()
+    second = take(url, 0.2, print)
+    with pytest.raises(
+        Fenced, match=rf"taken over by process {os.getpid()} of .*attempt 2, gave no sign of life for 0\.2 s"
+    ):
+        first.check()
+    assert (first.holds(), second.holds()) == (False, True)
+
+
+def test_of_many_starts_at_once_one_has_the_folder(url):
+    """None of them lives long enough for its beat, so that each that is refused has seen another one's number."""
+    of_another_host(url, lease=0.5)
+    taken, refused = [], []
+
+    def start():
+        try:
+            attempt = take(url, 2.0, lambda text: None).__enter__()
+        except RunInProgress:
+            refused.append(1)
+        else:
+            taken.append(attempt)
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for attempt in taken:
+        attempt.__exit__(None, None, None)
+    assert (len(taken), len(refused), taken[0].number) == (1, 5, 2)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"pid": "x"}', json.dumps({"lease": -1})])
+def test_a_file_that_says_nothing_is_named(url, text):
+    of_another_host(url)
+    fs, path = open_fs(f"{url}/attempts/0001.json")
+    fields = json.loads(fs.cat_file(path))
+    write_atomic(
+        fs, path, text.encode() if not text.startswith('{"') else json.dumps(fields | json.loads(text)).encode()
+    )
+    with pytest.raises(ConfigError, match=r"attempts/0001\.json does not say who trains this run: .*remove the file"):
+        take(url, 30.0, print)
