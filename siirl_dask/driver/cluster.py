@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster, Nanny, Status
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
+from siirl_dask.driver.nanny import NamelessNanny
 from siirl_dask.driver.scheduler_file import read_address
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
@@ -60,7 +61,7 @@ def _local(config: Config) -> Iterator[LocalCluster]:
     cluster = LocalCluster(
         n_workers=0,
         threads_per_worker=1,
-        processes=True,
+        worker_class=NamelessNanny,
         host="127.0.0.1",
         dashboard_address=f"127.0.0.1:{config.observe.dashboard_port}",
         memory_limit=0,  # the model stays in memory: Dask must not pause or kill a worker for it

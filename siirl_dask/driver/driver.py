@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +26,19 @@ from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker
+from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.scheduler_patience import least_patience
 from siirl_dask.worker.supervisor import Supervisor
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
 logger = logging.getLogger("siirl_dask.driver")
-_SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+_TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
+_SLICE = 0.2  # seconds within which Ctrl-C is noticed
+_NAMED = 8  # workers that an error names
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
 
 
@@ -94,8 +101,9 @@ class Driver:
         self._turn = 0
         self._started = False
         self._cut_off = False
-        self._patience = max(spec.data.peer_timeout, _SCHEDULER_TIMEOUT)
-        self._watch = SchedulerWatch(client, self._patience, self._report_no_scheduler)
+        self._least_patience = least_patience(client.scheduler.address)
+        self._patience = max(spec.data.peer_timeout, self._least_patience)
+        self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
     @contextmanager
     def at_work(self, cluster: ClusterConfig, announce: Callable[[SiirlError], None]) -> Iterator[None]:
@@ -123,19 +131,25 @@ class Driver:
 
         ``stays``: the cluster stays when this process ends, however that happens.
         """
-        client, plugin = self._client, self._spec.plugin
-        self._watch.start()
+        client = self._client
+        supervisor = Supervisor(
+            self._spec.plugin,
+            self._spec.topic,
+            self._spec.members,
+            client.id if stays else None,
+            patience=self._patience,
+            tell_every=min(timeout, self._stall_timeout) / _TELLS,
+        )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
-            client.register_plugin(
-                Supervisor(plugin, self._spec.topic, self._spec.members, client.id if stays else None)
-            )
+            self._complete(lambda: client.register_plugin(supervisor), self._patience)
             self._started = True
-            client.register_plugin(DAGWorker(self._spec))
+            self._watch.start()
+            self._complete(lambda: client.register_plugin(DAGWorker(self._spec)))
         except OSError as error:
             raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
         self._last = self._submit("start", start_worker)
-        self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
+        self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
         """Yield each iteration that all workers have completed, and each checkpoint once it is written.
@@ -153,7 +167,7 @@ class Driver:
             if not self._pending and not self._writing:
                 return
             if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
-                self._handle(self._next_event(self._stall_timeout, "checkpoint: no word from all workers"))
+                self._handle(self._next_event(self._stall_timeout, self._place(), "cluster.stall_timeout"))
                 continue
             head = self._pending.popleft()
             now = time.monotonic()
@@ -189,7 +203,7 @@ class Driver:
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
         self._last = self._submit("finish", finish_worker)
-        self._await_all(self._last, time.monotonic() + timeout, "to finish")
+        self._await_all(self._last, timeout, "the end", "the time for workers to free what they built")
 
     def close(self) -> None:
         """Take the run off the cluster. Where this process is cut off from it, the supervisor does so by itself."""
@@ -251,25 +265,40 @@ class Driver:
 
         return on_done
 
-    def _await_all(self, futures: dict[str, Future[Any]], deadline: float, purpose: str) -> None:
+    def _await_all(self, futures: dict[str, Future[Any]], timeout: float, place: str, limit: str) -> None:
         waiting = {future.key for future in futures.values()}
         while waiting:
-            left = deadline - time.monotonic()
-            event = self._next_event(left, f"{len(waiting)} workers took too long {purpose}")
+            event = self._next_event(timeout, place, limit)
             waiting.discard(event.get("key"))
             self._handle(event)
 
-    def _next_event(self, timeout: float, stalled: str = "") -> dict[str, Any]:
-        """Return the next event. Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds."""
+    def _next_event(self, timeout: float, place: str, limit: str) -> dict[str, Any]:
+        """Return the next event; the supervisor sends one as long as anything gets done on a worker.
+
+        Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds of silence, which ``limit`` sets.
+        """
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return self._events.get(timeout=min(left, 0.2))
+                return self._events.get(timeout=min(left, _SLICE))
             except queue.Empty:
                 continue
-        silent = [worker for worker in self._spec.members if self._pending and worker not in self._pending[0].logged]
-        where = f"{self._pending[0].iteration}: no word from workers {silent}" if self._pending else stalled
-        raise RunError(f"{where} within {timeout:g} s (cluster.stall_timeout, cluster.start_timeout)")
+        raise RunError(f"{place}: nothing got done within {timeout:g} s ({limit}): {self._where_they_are()}")
+
+    def _where_they_are(self) -> str:
+        """Return where the workers are, those that wait for others only where all do."""
+        try:
+            readings = self._call("readings")
+        except OSError:
+            return "and the scheduler does not say where the workers are"
+        busy = {worker: Reading(*reading) for worker, reading in readings.items() if worker in self._busy_workers()}
+        shown = {worker: reading for worker, reading in busy.items() if not reading.waits} or busy
+        named = [
+            f"worker {worker!r} is in {reading.place or 'no task of the run'}" for worker, reading in shown.items()
+        ]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        waiting = ", the others wait" if len(shown) < len(busy) else ""
+        return "; ".join(named[:_NAMED]) + more + waiting if named else "no worker is in a task of the run"
 
     def _handle(self, event: dict[str, Any]) -> None:
         match event["kind"]:
@@ -284,20 +313,46 @@ class Driver:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":
                 self._cut_off = True
-                raise RunError(
-                    f"{self._place()}: no sign of life of the scheduler at {event['address']} within "
-                    f"{self._patience:g} s (cluster.peer_timeout, 15 s at least): it has ended, or this machine is "
-                    "cut off from it; what was written is whole"
-                )
-            case "finished":
+                raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
+            case "finished" | "progress":
                 pass
 
-    def _report_no_scheduler(self, address: str) -> None:
-        self._events.put({"kind": "no scheduler", "address": address})
+    def _report_no_scheduler(self, address: str, refuses: bool) -> None:
+        what = f"the scheduler at {address} has ended: its port refuses connections"
+        if not refuses:
+            what = (
+                f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
+                f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"
+            )
+        self._events.put({"kind": "no scheduler", "what": what})
 
     def _place(self) -> str:
         """Return where the run is: the first iteration under way, or the start."""
         return str(self._pending[0].iteration) if self._pending else "the start"
+
+    def _complete(self, call: Callable[[], Any], timeout: float | None = None) -> None:
+        """Make a call that has no timeout of its own, and raise what ends the run meanwhile.
+
+        TimeoutError after ``timeout`` seconds; None where the watch is under way, which notices a dead scheduler.
+        """
+
+        async def complete() -> None:
+            await call()
+
+        loop = self._client.loop
+        assert loop is not None  # only an asynchronous client has no loop of its own
+        calling = asyncio.run_coroutine_threadsafe(complete(), loop.asyncio_loop)  # type: ignore[attr-defined]
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            while not wait([calling], _SLICE).done:
+                with suppress(queue.Empty):
+                    self._handle(self._events.get_nowait())
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer of the scheduler within {timeout:g} s")
+        except BaseException:
+            calling.cancel()
+            raise
+        calling.result()
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""

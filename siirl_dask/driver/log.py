@@ -119,7 +119,7 @@ class RunLog:
             steps=self.steps,
             workers=self.config.cluster.workers,
             seconds=seconds,
-            samples_per_second=self.samples / seconds if self.steps else None,
+            samples_per_second=self.samples / seconds if self.steps and seconds else None,
             validation=self.accuracy,
             bytes_per_step=BytesPerStep(
                 peers=self.peer_bytes * per_step if per_step else None,

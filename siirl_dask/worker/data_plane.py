@@ -45,7 +45,7 @@ class DataSettings:
     peer_timeout: float = _PEER_TIMEOUT
     """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
-    """Seconds that a request may take at a peer that is alive."""
+    """Seconds without progress on any worker after which the run ends."""
     stealing: bool = True
     """Workers may take over work from one another."""
     stream_bytes: int = 2**28
@@ -91,7 +91,7 @@ class DataPlane:
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
         carriers = (self._links, self._comms) if self._listens else (self._comms,)
-        self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
+        self.transport = PeerTransport(run, members, carriers, settings.peer_timeout)
         self.databuffer = Databuffer(
             run,
             str(worker.name),
@@ -100,7 +100,6 @@ class DataPlane:
             way=settings.transport,
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
-            stall_timeout=settings.stall_timeout,
             hosts=hosts,
             prefetch=settings.prefetch,
         )

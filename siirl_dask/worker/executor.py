@@ -53,6 +53,7 @@ class ChainRun:
         databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
+            runtime.pulse.beat()
             match link:
                 case Load(name, columns, index, count):
                     self.calls.loaded = link
@@ -70,7 +71,8 @@ class ChainRun:
                         tables[edge.name] = self._wait(databuffer.pull(edge, guide, iteration))
                 case Save(node, table, index, count):
                     folder = join(runtime.run_url, table, f"step={iteration.step:06d}")
-                    write_part(folder, index, count, tables[node])
+                    with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
+                        write_part(folder, index, count, tables[node])
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):
@@ -78,7 +80,8 @@ class ChainRun:
                         replace(self, calls=replace(self.calls, iteration=earlier, tables={}))._follow(inner)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
+        with self.calls.runtime.pulse.waiting():
+            return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
 
 
 class _Timed:

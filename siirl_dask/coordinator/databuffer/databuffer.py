@@ -63,7 +63,6 @@ class Databuffer:
         quadratic_from: See ``assign_owners``.
         hosts: Host of each worker, as planned; None: all are on one.
         prefetch: See ``data.prefetch``.
-        stall_timeout: Seconds that peers may take to ack a part.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
     """
@@ -78,7 +77,6 @@ class Databuffer:
         way: TransportMode = TransportMode.auto,
         limits: Limits | None = None,
         quadratic_from: int = 0,
-        stall_timeout: float = 600.0,
         hosts: Hosts | None = None,
         prefetch: bool | None = None,
     ) -> None:
@@ -89,7 +87,6 @@ class Databuffer:
         self._edges = edges
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
-        self._stall_timeout = stall_timeout
         self._slots = Slots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._forgotten = 0
@@ -160,17 +157,9 @@ class Databuffer:
             slot.set_result(published)
 
     async def wait_until_acked(self, edge: Edge, iteration: Iteration, part: int) -> None:
-        """Wait until every target has acked a part that this worker published. PeerError when they take too long."""
+        """Wait until every target has acked a part that this worker published. Aborted when the run is stopped."""
         published = await self._slots.wait(self.key(edge, iteration, part))
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await published.all_acked.wait()
-        except TimeoutError as error:
-            raise PeerError(
-                f"{iteration}: edge {edge.name}, part {part}: worker {self._worker!r} still has {published.unacked} "
-                f"rows that workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
-                "(cluster.stall_timeout)"
-            ) from error
+        await published.all_acked.wait()
         if self._slots.aborted is not None:
             raise Aborted(self._slots.aborted)
 
