@@ -38,8 +38,8 @@ class Device:
     shared_by: int = 1
     """Number of workers of the run that compute on it, this one included."""
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
-    """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Not a step's length but
-    silence of all workers for ``cluster.stall_timeout`` ends a run."""
+    """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
+    workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
 
     @property
     def torch_name(self) -> str:

@@ -156,5 +156,18 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         wait_for_workers(client, cluster, progress)
         yield client
     finally:
-        with suppress(TimeoutError):  # a scheduler that is cut off does not answer
+        with _without_its_log(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer
             client.close(timeout=_HASTE)
+
+
+@contextmanager
+def _without_its_log(client: Client) -> Iterator[None]:
+    """Keep a client that has lost its scheduler from printing a traceback of that: the run has said so already."""
+    log = logging.getLogger("distributed.client")
+    before = log.level
+    if client.status != "running":
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -21,7 +21,7 @@ from siirl_dask.config import ClusterConfig
 from siirl_dask.context import Metric
 from siirl_dask.driver.busy_workers import warn_of_busy_workers
 from siirl_dask.driver.failures import FAILURES, failure_of
-from siirl_dask.driver.scheduler_watch import SchedulerWatch
+from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
 from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
@@ -101,7 +101,7 @@ class Driver:
         self._turn = 0
         self._started = False
         self._cut_off = False
-        self._least_patience = least_patience(client.scheduler.address)
+        self._least_patience = least_patience(address_of(client))
         self._patience = max(spec.data.peer_timeout, self._least_patience)
         self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
@@ -296,6 +296,9 @@ class Driver:
         named = [
             f"worker {worker!r} is in {reading.place or 'no task of the run'}" for worker, reading in shown.items()
         ]
+        for writing in self._writing.values():
+            late = [worker for worker in self._spec.members if worker not in writing.written]
+            named += [f"worker {worker!r} still writes its part of {writing.url}" for worker in late]
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         waiting = ", the others wait" if len(shown) < len(busy) else ""
         return "; ".join(named[:_NAMED]) + more + waiting if named else "no worker is in a task of the run"

@@ -18,6 +18,13 @@ _REFUSALS = 3  # in a row, each after a pause of the same length: nobody listens
 _KNOCK_TIMEOUT = 1.0  # seconds for a connection to be taken or refused
 
 
+def address_of(client: Client) -> str:
+    """Return the address of a client's scheduler."""
+    assert client.scheduler is not None  # only a client that is closed has none
+    address: str = client.scheduler.address
+    return address
+
+
 class SchedulerWatch:
     """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or silent for too long."""
 

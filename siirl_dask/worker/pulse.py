@@ -1,7 +1,8 @@
 """What a worker says of itself with each heartbeat to the scheduler: whether anything gets done, and where it is.
 
 A sample, a micro-batch, a rewarded row, a piece of weights, a link of the chain: each is one beat. A step may take any
-time as long as a worker's beats go on somewhere; a stall is silence of all. The scheduler imports this module: no torch.
+time as long as something gets done on some worker; a stall is silence of all. The scheduler imports this module: no
+torch.
 """
 
 from __future__ import annotations

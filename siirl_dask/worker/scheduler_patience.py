@@ -1,4 +1,4 @@
-"""Says how long a scheduler may give no sign of life, and waits until it has: it may be busy for longer than a worker."""
+"""Says how long a scheduler may give no sign of life: it may be busy for longer than a worker."""
 
 from __future__ import annotations
 

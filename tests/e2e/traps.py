@@ -2,8 +2,8 @@
 
     python -m tests.e2e.traps CONFIG key=value ...
 
-is ``siirl-dask run`` with one more role, whose object is asked at each boundary: when its role is built and closed, when
-its state is saved, and by a node after each node of the DAG. It sends the signal that a file orders.
+is ``siirl-dask run`` with one more role, whose object is asked at each boundary: when its role is built and closed,
+when its state is saved, and by a node after each node of the DAG. It sends the signal that a file orders.
 """
 
 import json
