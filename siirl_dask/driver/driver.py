@@ -100,7 +100,7 @@ class Driver:
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
         self._started = False
-        self._cut_off = False
+        self._cut_off = self._finishing = False
         self._least_patience = least_patience(address_of(client))
         self._patience = max(spec.data.peer_timeout, self._least_patience)
         self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
@@ -202,6 +202,7 @@ class Driver:
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
+        self._finishing = True
         self._last = self._submit("finish", finish_worker)
         self._await_all(self._last, timeout, "the end", "the time for workers to free what they built")
 
@@ -330,8 +331,8 @@ class Driver:
         self._events.put({"kind": "no scheduler", "what": what})
 
     def _place(self) -> str:
-        """Return where the run is: the first iteration under way, or the start."""
-        return str(self._pending[0].iteration) if self._pending else "the start"
+        """Return where the run is: the first iteration under way, else the start or the end."""
+        return str(self._pending[0].iteration) if self._pending else "the end" if self._finishing else "the start"
 
     def _complete(self, call: Callable[[], Any], timeout: float | None = None) -> None:
         """Make a call that has no timeout of its own, and raise what ends the run meanwhile.

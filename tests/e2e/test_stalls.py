@@ -1,4 +1,4 @@
-"""A stall is silence: a step may take any time while something gets done, and what hangs is named by place and worker."""
+"""A stall is silence: a step may take any time while something gets done, and what hangs is named by its place."""
 
 import json
 import os
