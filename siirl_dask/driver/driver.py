@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from dask.base import annotate
 from distributed import Client, Future
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.context import Metric
-from siirl_dask.driver.busy_workers import warn_of_busy_workers
+from siirl_dask.driver.busy_workers import warn_of_busy_workers, where_they_are
+from siirl_dask.driver.calls import SLICE, complete
 from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
+from siirl_dask.driver.under_way import Done, Pending, Writing, Written
 from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
@@ -37,49 +34,7 @@ _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
 _TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
-_SLICE = 0.2  # seconds within which Ctrl-C is noticed
-_NAMED = 8  # workers that an error names
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """An iteration that every worker has completed."""
-
-    iteration: Iteration
-    seconds: float
-    """Seconds since the previous iteration was done, or since the start."""
-    metrics: dict[str, Metric]
-    """Metrics of all workers, merged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A checkpoint whose parts are all written."""
-
-    iteration: Iteration
-    url: str
-    saved: list[Mapping[str, Any]]
-    """Reports of the workers on their parts, in rank order."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An iteration under way, and the metrics of the workers that have completed it."""
-
-    iteration: Iteration
-    futures: dict[str, Future[Any]]
-    logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Writing:
-    """A checkpoint that is being written, and the workers that have written their part."""
-
-    iteration: Iteration
-    url: str
-    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
 
 
 class Driver:
@@ -94,9 +49,9 @@ class Driver:
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
         self._claim = claim
-        self._writing: dict[int, _Writing] = {}
+        self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
         self._started = False
@@ -142,10 +97,10 @@ class Driver:
         )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
-            self._complete(lambda: client.register_plugin(supervisor), self._patience)
+            complete(client, lambda: client.register_plugin(supervisor), timeout=self._patience)
             self._started = True
             self._watch.start()
-            self._complete(lambda: client.register_plugin(DAGWorker(self._spec)))
+            complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), self._handle_waiting)
         except OSError as error:
             raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
         self._last = self._submit("start", start_worker)
@@ -228,11 +183,11 @@ class Driver:
         name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._claim(iteration.step)
-            self._writing[iteration.sequence] = _Writing(iteration, url)
+            self._writing[iteration.sequence] = Writing(iteration, url)
             self._last = self._submit(name, save_worker, **arguments, url=url)
         else:
             self._last = self._submit(name, run_chain, **arguments)
-        self._pending.append(_Pending(iteration, self._last))
+        self._pending.append(Pending(iteration, self._last))
 
     def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
         """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
@@ -281,28 +236,27 @@ class Driver:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return self._events.get(timeout=min(left, _SLICE))
+                return self._events.get(timeout=min(left, SLICE))
             except queue.Empty:
                 continue
         raise RunError(f"{place}: nothing got done within {timeout:g} s ({limit}): {self._where_they_are()}")
 
     def _where_they_are(self) -> str:
-        """Return where the workers are, those that wait for others only where all do."""
         try:
-            readings = self._call("readings")
+            readings = {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
         except OSError:
             return "and the scheduler does not say where the workers are"
-        busy = {worker: Reading(*reading) for worker, reading in readings.items() if worker in self._busy_workers()}
-        shown = {worker: reading for worker, reading in busy.items() if not reading.waits} or busy
-        named = [
-            f"worker {worker!r} is in {reading.place or 'no task of the run'}" for worker, reading in shown.items()
+        late = [
+            (worker, writing.url)
+            for writing in self._writing.values()
+            for worker in self._spec.members
+            if worker not in writing.written
         ]
-        for writing in self._writing.values():
-            late = [worker for worker in self._spec.members if worker not in writing.written]
-            named += [f"worker {worker!r} still writes its part of {writing.url}" for worker in late]
-        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        waiting = ", the others wait" if len(shown) < len(busy) else ""
-        return "; ".join(named[:_NAMED]) + more + waiting if named else "no worker is in a task of the run"
+        return where_they_are({worker: readings[worker] for worker in self._busy_workers()}, late)
+
+    def _handle_waiting(self) -> None:
+        with suppress(queue.Empty):
+            self._handle(self._events.get_nowait())
 
     def _handle(self, event: dict[str, Any]) -> None:
         match event["kind"]:
@@ -333,30 +287,6 @@ class Driver:
     def _place(self) -> str:
         """Return where the run is: the first iteration under way, else the start or the end."""
         return str(self._pending[0].iteration) if self._pending else "the end" if self._finishing else "the start"
-
-    def _complete(self, call: Callable[[], Any], timeout: float | None = None) -> None:
-        """Make a call that has no timeout of its own, and raise what ends the run meanwhile.
-
-        TimeoutError after ``timeout`` seconds; None where the watch is under way, which notices a dead scheduler.
-        """
-
-        async def complete() -> None:
-            await call()
-
-        loop = self._client.loop
-        assert loop is not None  # only an asynchronous client has no loop of its own
-        calling = asyncio.run_coroutine_threadsafe(complete(), loop.asyncio_loop)  # type: ignore[attr-defined]
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        try:
-            while not wait([calling], _SLICE).done:
-                with suppress(queue.Empty):
-                    self._handle(self._events.get_nowait())
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer of the scheduler within {timeout:g} s")
-        except BaseException:
-            calling.cancel()
-            raise
-        calling.result()
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""

@@ -21,8 +21,7 @@ _KNOCK_TIMEOUT = 1.0  # seconds for a connection to be taken or refused
 def address_of(client: Client) -> str:
     """Return the address of a client's scheduler."""
     assert client.scheduler is not None  # only a client that is closed has none
-    address: str = client.scheduler.address
-    return address
+    return str(client.scheduler.address)
 
 
 class SchedulerWatch:

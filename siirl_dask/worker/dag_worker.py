@@ -7,7 +7,7 @@ import logging
 import pickle
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request, Transi
 from siirl_dask.errors import CheckpointError, PeerError, RunError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Plan, Stream
+from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
@@ -42,7 +42,7 @@ from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
-from siirl_dask.worker.weight_broadcast import Broadcast
+from siirl_dask.worker.weight_broadcast import Broadcast, join_broadcasts
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 if TYPE_CHECKING:
@@ -232,39 +232,15 @@ class DAGWorker(WorkerPlugin):
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
         """Join the process groups; return this worker's device, its rank in each of its roles, and its broadcasts."""
-        name, workers, timeout = (
-            self.worker_name,
-            list(self.spec.members),
-            groups.longest_wait(self.spec.data.stall_timeout),
-        )
+        name, workers, data = self.worker_name, list(self.spec.members), self.spec.data
+        timeout = groups.longest_wait(data.stall_timeout)
         host = get_address_host(self._worker.address)
         store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
         devices = find_devices(name, workers, store, timeout, self.stop)
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
-        return devices[name], ranks, self._join_broadcasts(plan, devices)
-
-    def _join_broadcasts(self, plan: Plan, devices: Mapping[str, Device]) -> dict[tuple[str, ...], Broadcast]:
-        """Make the run's broadcasts, by the workers that take part; every worker makes all, in the same order."""
-        data, broadcasts = self.spec.data, dict[tuple[str, ...], Broadcast]()
-        links = (link for chain in plan.chains.values() for link in chain.flat)
-        for link in links:
-            if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
-                continue
-            members = (*link.edge.sources, *link.joins[1:])
-            if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
-                group = groups.broadcast_group(
-                    self.worker_name, devices, link.joins, groups.longest_wait(data.stall_timeout)
-                )
-                broadcasts[link.joins] = Broadcast(
-                    members=link.joins,
-                    group=group,
-                    device=devices[self.worker_name].torch_name,
-                    stop=self.stop,
-                    max_bytes=data.stream_bytes,
-                )
-        return broadcasts
+        return devices[name], ranks, join_broadcasts(name, plan, devices, data, timeout, self.stop)
 
     def _join_store(self, first: str, host: str, timeout: float) -> Any:
         if first == self.worker_name:

@@ -29,7 +29,7 @@ class Reading:
     def of(metrics: Mapping[str, Any], name: str) -> Reading:
         """Return the reading among a worker's metrics; an empty one where there is none yet, or no reading."""
         match metrics.get(name):
-            case [int(beats), str(place), bool(waits)] | (int(beats), str(place), bool(waits)):
+            case [int(beats), str(place), bool(waits)]:
                 return Reading(beats, place[:200], waits)
         return Reading()
 
