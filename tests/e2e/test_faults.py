@@ -177,6 +177,17 @@ def test_one_that_is_killed_or_stopped_is_named_and_all_others_free_what_they_ho
     print(f"| {victim} | {sign.name} | {place} | {told:.1f} | {ended:.1f} | {freed:.1f} | `{message[7:110]}` |")
 
 
+def test_a_driver_that_stood_still_and_goes_on_says_that_it_was_given_up(trapped):
+    run = trapped("run.steps=100000")
+    run.spring("driver", signal.SIGSTOP, "update")
+    assert until(lambda: run.closed() == {0, 1}, 60)
+    run.driver.send_signal(signal.SIGCONT)
+    assert run.driver.wait(30) == 1
+    run._reader.join()
+    assert any("error: the driver gave no sign of life" in line for _, line in run.said), run.said
+    assert not any("Traceback" in line for _, line in run.said), run.said
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == "update" else SLOW) for p in ("update", SAVE)])
 def test_of_a_whole_group_that_is_killed_at_once_nothing_is_left(trapped, place):
