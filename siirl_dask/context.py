@@ -20,6 +20,10 @@ class DeviceKind(StrEnum):
     NPU = "npu"
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """The device on which a worker computes."""
@@ -33,6 +37,9 @@ class Device:
     """Name of the accelerator in the whole run: workers with the same name share it. Empty on a CPU."""
     shared_by: int = 1
     """Number of workers of the run that compute on it, this one included."""
+    progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
+    workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
 
     @property
     def torch_name(self) -> str:

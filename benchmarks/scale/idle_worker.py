@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import dask
@@ -16,6 +17,7 @@ from siirl_dask.context import Metric, Reduce
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.turns import Turns
@@ -40,8 +42,11 @@ class IdleWorker(DAGWorker):
         self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
+        self.port = 0
+        self.pulse = Pulse()
+        worker.metrics[self.name] = lambda worker: self.pulse.read()
 
-    def start(self) -> None:
+    def start(self, ports: Sequence[int]) -> None:
         pass
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
@@ -52,6 +57,7 @@ class IdleWorker(DAGWorker):
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics)})
 
     async def teardown(self, worker: Worker) -> None:
+        worker.metrics.pop(self.name, None)
         self.release.end(0.0)
 
 

@@ -1,19 +1,34 @@
-"""Names the workers of an existing cluster that a stopped run leaves inside a task."""
+"""Says where workers are: those that a run waits for, and those that a stopped run leaves busy."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distributed import Client
 
+from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import describe_position
 
 logger = logging.getLogger("siirl_dask.driver")
 _ANSWER_TIMEOUT = 2.0  # seconds for a worker's event loop to answer
 _TIMEOUT = 10.0  # seconds for all of them
+_NAMED = 8  # workers that an error names
+
+
+def where_they_are(busy: Mapping[str, Reading], writing: Sequence[tuple[str, str]]) -> str:
+    """Return where the workers in a task are, those that wait for others only where all do.
+
+    ``writing`` has workers that still write their part of a checkpoint, and its URL.
+    """
+    shown = {worker: reading for worker, reading in busy.items() if not reading.waits} or busy
+    named = [f"worker {worker!r} is in {at.place or 'no task of the run'}" for worker, at in shown.items()]
+    named += [f"worker {worker!r} still writes its part of {url}" for worker, url in writing]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    waiting = ", the others wait for it" if len(shown) < len(busy) else ""
+    return "; ".join(named[:_NAMED]) + more + waiting if named else "no worker is in a task of the run"
 
 
 def warn_of_busy_workers(client: Client, spec: RunSpec, busy: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster, Nanny, Status
 from siirl_dask.config import ClusterConfig, Config, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
+from siirl_dask.driver.nanny import NamelessNanny
 from siirl_dask.driver.scheduler_file import read_address
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
@@ -60,7 +61,7 @@ def _local(config: Config) -> Iterator[LocalCluster]:
     cluster = LocalCluster(
         n_workers=0,
         threads_per_worker=1,
-        processes=True,
+        worker_class=NamelessNanny,
         host="127.0.0.1",
         dashboard_address=f"127.0.0.1:{config.observe.dashboard_port}",
         memory_limit=0,  # the model stays in memory: Dask must not pause or kill a worker for it
@@ -155,5 +156,18 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         wait_for_workers(client, cluster, progress)
         yield client
     finally:
-        with suppress(TimeoutError):  # a scheduler that is cut off does not answer
+        with _without_its_log(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer
             client.close(timeout=_HASTE)
+
+
+@contextmanager
+def _without_its_log(client: Client) -> Iterator[None]:
+    """Keep a client that has lost its scheduler from printing a traceback of that: the run has said so already."""
+    log = logging.getLogger("distributed.client")
+    before = log.level
+    if client.status != "running":
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -7,81 +7,36 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from dask.base import annotate
 from distributed import Client, Future
-from siirl_storage import Part
 from siirl_storage.digests import FileDigest
 from siirl_storage.manifest import parse_part
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.context import Metric
-from siirl_dask.driver.busy_workers import warn_of_busy_workers
+from siirl_dask.driver.busy_workers import warn_of_busy_workers, where_they_are
+from siirl_dask.driver.calls import SLICE, complete, submit
 from siirl_dask.driver.failures import FAILURES, failure_of
-from siirl_dask.driver.scheduler_watch import SchedulerWatch
+from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
+from siirl_dask.driver.under_way import Done, Pending, Writing, Written
 from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.dag_worker import DAGWorker
+from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.scheduler_patience import least_patience
 from siirl_dask.worker.supervisor import Supervisor
 from siirl_dask.worker.tasks import finish_worker, port_of, run_chain, save_worker, start_worker
 
 logger = logging.getLogger("siirl_dask.driver")
-_SCHEDULER_TIMEOUT = 15.0  # seconds at least without a sign of life: a scheduler may be busy for longer than a worker
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
 _TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+_TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """An iteration that every worker has completed."""
-
-    iteration: Iteration
-    seconds: float
-    """Seconds since the previous iteration was done, or since the start."""
-    metrics: dict[str, Metric]
-    """Metrics of all workers, merged."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-    """Parts that the workers wrote of each table, to be committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A checkpoint whose parts are all written."""
-
-    iteration: Iteration
-    url: str
-    saved: list[Mapping[str, Any]]
-    """Reports of the workers on their parts, in rank order."""
-    files: dict[str, FileDigest]
-    """Digests of all files by path in the folder, as they were written."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An iteration under way, and the metrics of the workers that have completed it."""
-
-    iteration: Iteration
-    futures: dict[str, Future[Any]]
-    logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Writing:
-    """A checkpoint that is being written, and the workers that have written their part."""
-
-    iteration: Iteration
-    url: str
-    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
 
 
 class Driver:
@@ -96,15 +51,16 @@ class Driver:
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
         self._folder = folder
-        self._writing: dict[int, _Writing] = {}
+        self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Pending] = deque()
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
         self._started = False
-        self._cut_off = False
-        self._patience = max(spec.data.peer_timeout, _SCHEDULER_TIMEOUT)
-        self._watch = SchedulerWatch(client, self._patience, self._report_no_scheduler)
+        self._cut_off = self._finishing = False
+        self._least_patience = least_patience(address_of(client))
+        self._patience = max(spec.data.peer_timeout, self._least_patience)
+        self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
     @contextmanager
     def at_work(self, cluster: ClusterConfig, announce: Callable[[SiirlError], None]) -> Iterator[None]:
@@ -132,21 +88,26 @@ class Driver:
 
         ``stays``: the cluster stays when this process ends, however that happens.
         """
-        client, plugin = self._client, self._spec.plugin
-        self._watch.start()
+        client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
+        supervisor = Supervisor(
+            plugin,
+            self._spec.topic,
+            self._spec.members,
+            client.id if stays else None,
+            patience=self._patience,
+            tell_every=min(timeout, self._stall_timeout) / _TELLS,
+        )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
-            client.register_plugin(
-                Supervisor(plugin, self._spec.topic, self._spec.members, client.id if stays else None)
-            )
+            complete(client, lambda: client.register_plugin(supervisor), timeout=self._patience)
             self._started = True
-            client.register_plugin(DAGWorker(self._spec))
-            ports = client.run(port_of, plugin, workers=list(self._spec.members.values()))
+            self._watch.start()
+            complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), self._handle_waiting)
+            ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), self._handle_waiting)
         except OSError as error:
             raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
-        in_order = [ports[address] for address in self._spec.members.values()]
-        self._last = self._submit("start", start_worker, ports=in_order)
-        self._await_all(self._last, time.monotonic() + timeout, "to build their roles")
+        self._last = self._submit("start", start_worker, ports=[ports[address] for address in addresses])
+        self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
         """Yield each iteration that all workers have completed, and each checkpoint once it is written.
@@ -164,7 +125,7 @@ class Driver:
             if not self._pending and not self._writing:
                 return
             if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
-                self._handle(self._next_event(self._stall_timeout, "checkpoint: no word from all workers"))
+                self._handle(self._next_event(self._stall_timeout, self._place(), "cluster.stall_timeout"))
                 continue
             head = self._pending.popleft()
             now = time.monotonic()
@@ -202,8 +163,9 @@ class Driver:
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
+        self._finishing = True
         self._last = self._submit("finish", finish_worker)
-        self._await_all(self._last, time.monotonic() + timeout, "to finish")
+        self._await_all(self._last, timeout, "the end", "the time for workers to free what they built")
 
     def close(self) -> None:
         """Take the run off the cluster. Where this process is cut off from it, the supervisor does so by itself."""
@@ -227,31 +189,17 @@ class Driver:
         name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._folder(iteration.step)
-            self._writing[iteration.sequence] = _Writing(iteration, url)
+            self._writing[iteration.sequence] = Writing(iteration, url)
             self._last = self._submit(name, save_worker, **arguments, url=url)
         else:
             self._last = self._submit(name, run_chain, **arguments)
-        self._pending.append(_Pending(iteration, self._last))
+        self._pending.append(Pending(iteration, self._last))
 
     def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
-        """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
-
-        A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps.
-        """
+        """Submit one task to each worker, whose next turn it is."""
         members, plugin = self._spec.members, self._spec.plugin
-        keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
-        with annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
-            submitted = self._client.map(
-                function,
-                [plugin] * len(members),
-                key=list(keys),
-                pure=False,
-                fifo_timeout="0ms",
-                turn=self._turn,
-                **arguments,
-            )
+        futures = submit(self._client, plugin, name, members, function, turn=self._turn, **arguments)
         self._turn += 1
-        futures = dict(zip(members, submitted, strict=True))
         for worker, future in futures.items():
             future.add_done_callback(self._listener(worker))
         return futures
@@ -265,25 +213,42 @@ class Driver:
 
         return on_done
 
-    def _await_all(self, futures: dict[str, Future[Any]], deadline: float, purpose: str) -> None:
+    def _await_all(self, futures: dict[str, Future[Any]], timeout: float, place: str, limit: str) -> None:
         waiting = {future.key for future in futures.values()}
         while waiting:
-            left = deadline - time.monotonic()
-            event = self._next_event(left, f"{len(waiting)} workers took too long {purpose}")
+            event = self._next_event(timeout, place, limit)
             waiting.discard(event.get("key"))
             self._handle(event)
 
-    def _next_event(self, timeout: float, stalled: str = "") -> dict[str, Any]:
-        """Return the next event. Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds."""
+    def _next_event(self, timeout: float, place: str, limit: str) -> dict[str, Any]:
+        """Return the next event; the supervisor sends one as long as anything gets done on a worker.
+
+        Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds of silence, which ``limit`` sets.
+        """
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return self._events.get(timeout=min(left, 0.2))
+                return self._events.get(timeout=min(left, SLICE))
             except queue.Empty:
                 continue
-        silent = [worker for worker in self._spec.members if self._pending and worker not in self._pending[0].logged]
-        where = f"{self._pending[0].iteration}: no word from workers {silent}" if self._pending else stalled
-        raise RunError(f"{where} within {timeout:g} s (cluster.stall_timeout, cluster.start_timeout)")
+        raise RunError(f"{place}: nothing got done within {timeout:g} s ({limit}): {self._where_they_are()}")
+
+    def _where_they_are(self) -> str:
+        try:
+            readings = {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
+        except OSError:
+            return "and the scheduler does not say where the workers are"
+        late = [
+            (worker, writing.url)
+            for writing in self._writing.values()
+            for worker in self._spec.members
+            if worker not in writing.written
+        ]
+        return where_they_are({worker: readings[worker] for worker in self._busy_workers()}, late)
+
+    def _handle_waiting(self) -> None:
+        with suppress(queue.Empty):
+            self._handle(self._events.get_nowait())
 
     def _handle(self, event: dict[str, Any]) -> None:
         match event["kind"]:
@@ -301,20 +266,22 @@ class Driver:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":
                 self._cut_off = True
-                raise RunError(
-                    f"{self._place()}: no sign of life of the scheduler at {event['address']} within "
-                    f"{self._patience:g} s (cluster.peer_timeout, 15 s at least): it has ended, or this machine is "
-                    "cut off from it; what was written is whole"
-                )
-            case "finished":
+                raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
+            case "finished" | "progress":
                 pass
 
-    def _report_no_scheduler(self, address: str) -> None:
-        self._events.put({"kind": "no scheduler", "address": address})
+    def _report_no_scheduler(self, address: str, refuses: bool) -> None:
+        what = f"the scheduler at {address} has ended: its port refuses connections"
+        if not refuses:
+            what = (
+                f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
+                f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"
+            )
+        self._events.put({"kind": "no scheduler", "what": what})
 
     def _place(self) -> str:
-        """Return where the run is: the first iteration under way, or the start."""
-        return str(self._pending[0].iteration) if self._pending else "the start"
+        """Return where the run is: the first iteration under way, else the start or the end."""
+        return str(self._pending[0].iteration) if self._pending else "the end" if self._finishing else "the start"
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""

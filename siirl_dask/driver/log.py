@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from siirl_storage import join
 
 from siirl_dask.config import Config
-from siirl_dask.driver.driver import Done
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
+from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
     MEASURED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from siirl_dask.driver.driver import Done
+from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import DataError
 from siirl_dask.observe import values
 from siirl_dask.planner import Phase

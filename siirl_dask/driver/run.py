@@ -9,7 +9,7 @@ from siirl_storage import set_retry_seconds
 
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
-from siirl_dask.driver.driver import Driver, Written
+from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.iterations import iterations, with_drains
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
@@ -17,6 +17,7 @@ from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
+from siirl_dask.driver.under_way import Written
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide

@@ -5,23 +5,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from distributed import Client
+from distributed.comm.addressing import parse_host_port
 
 from siirl_dask.coordinator.transport.liveness import answers
 
 _EVERY = 0.05  # of the patience: pause between two pings
+_REFUSALS = 3  # in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
+_KNOCK_TIMEOUT = 1.0  # seconds for a connection to be taken or refused
+
+
+def address_of(client: Client) -> str:
+    """Return the address of a client's scheduler."""
+    assert client.scheduler is not None  # only a client that is closed has none
+    return str(client.scheduler.address)
 
 
 class SchedulerWatch:
-    """Pings the scheduler from the client's event loop, until ``stop`` or until it has been silent for too long."""
+    """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or silent for too long."""
 
-    def __init__(self, client: Client, patience: float, on_silence: Callable[[str], None]) -> None:
-        """``patience`` is in seconds. ``on_silence`` is called once, on the event loop, with its address."""
+    def __init__(self, client: Client, patience: float, ping: str, on_end: Callable[[str, bool], None]) -> None:
+        """``patience`` is in seconds, ``ping`` the name of a handler on the scheduler.
+
+        ``on_end`` is called once, on the event loop, with the scheduler's address and whether its port refuses
+        connections: then its process has ended.
+        """
         self._client = client
         self._patience = patience
-        self._on_silence = on_silence
+        self._ping_name = ping
+        self._on_end = on_end
         self._watching: Future[None] | None = None
         self._scheduler: Any = None
 
@@ -37,13 +52,48 @@ class SchedulerWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
+        silence = asyncio.create_task(self._wait_for_silence())
+        refusal = asyncio.create_task(self._wait_for_refusal())
+        try:
+            done, _ = await asyncio.wait([silence, refusal], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            self._on_end(self._scheduler.address, refusal in done)
+        finally:
+            silence.cancel()
+            refusal.cancel()
+
+    async def _wait_for_silence(self) -> None:
         while await answers(self._ping, self._patience):
             await asyncio.sleep(_EVERY * self._patience)
-        self._on_silence(self._scheduler.address)
+
+    async def _wait_for_refusal(self) -> None:
+        """Return once connections are refused: unlike silence, no load and no link that is down looks like that."""
+        refused = 0
+        while refused < _REFUSALS:
+            await asyncio.sleep(_EVERY * self._patience)
+            connected = self._client.status == "running"
+            refused = 0 if connected or not await refuses(self._scheduler.address) else refused + 1
 
     async def _ping(self) -> bool:
         try:
-            await self._scheduler.echo(data=None)
+            await getattr(self._scheduler, self._ping_name)()
         except OSError:  # no connection, which may pass
             return False
         return True
+
+
+async def refuses(address: str) -> bool:
+    """Return whether the port of a Dask address refuses connections."""
+    try:
+        host, port = parse_host_port(address.partition("://")[2])
+        async with asyncio.timeout(_KNOCK_TIMEOUT):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # also a TimeoutError; an address without a port
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return False

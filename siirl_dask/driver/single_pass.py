@@ -7,12 +7,13 @@ from siirl_storage import set_retry_seconds
 from siirl_dask.config import Config
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.driver.cluster import connect
-from siirl_dask.driver.driver import Done, Driver
+from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
+from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values

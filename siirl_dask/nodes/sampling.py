@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.context import Codec, Context, Reduce
+from siirl_dask.context import Codec, Context, Device, Reduce
 from siirl_dask.nodes.prompts import limits_of
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
@@ -92,7 +92,7 @@ def generate_all(
         else ctx.steal_from_peers(first_to_last, codec, finished)
     )
     began = time.perf_counter()
-    engine.serve(_Attributed(queue, ctx.device.worker))
+    engine.serve(_Attributed(queue, ctx.device))
     busy = time.perf_counter() - began
     ctx.log("rollout/busy_seconds", busy)
     ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
@@ -119,17 +119,19 @@ def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Attributed:
-    """A RequestQueue whose results carry the name of the worker that made them."""
+    """A RequestQueue whose results carry the name of the worker that made them, and count as its progress."""
 
     queue: Any
-    worker: str
+    device: Device
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
+        self.device.progress()
         return requests
 
     def complete(self, ticket: Any, result: Generation) -> None:
-        self.queue.complete(ticket, Sampled(result, self.worker))
+        self.queue.complete(ticket, Sampled(result, self.device.worker))
+        self.device.progress()
 
 
 def _within(sampling: Sampling, limit: int | None) -> Sampling:

@@ -41,8 +41,10 @@ class Score:
 class Scorer:
     """Scores rows with one function: in this thread, on an event loop when it is async, or in a pool of processes."""
 
-    def __init__(self, reward: RewardFn, config: RewardsConfig) -> None:
+    def __init__(self, reward: RewardFn, config: RewardsConfig, progress: Callable[[], None] = lambda: None) -> None:
+        """``progress`` is called for each row that has its outcome."""
         self._reward = reward
+        self._progress = progress
         self._config = config
         self._is_async = inspect.iscoroutinefunction(reward.func if isinstance(reward, partial) else reward)
         if config.timeout is not None and not config.processes and not self._is_async:
@@ -68,7 +70,7 @@ class Scorer:
 
         Scoring stops as soon as more than ``max_failures`` rows have failed: the rest is left without a score.
         """
-        tally = _Tally(len(rows), self.max_failures)
+        tally = _Tally(len(rows), self.max_failures, self._progress)
         if self._pool is not None:
             self._pool.call(rows, self._config.timeout, tally.take)
         elif self._is_async:
@@ -114,7 +116,8 @@ class _TooManyFailures(Exception):
 class _Tally:
     """Collects the scores of some rows and counts the failures among them."""
 
-    def __init__(self, rows: int, max_failures: int) -> None:
+    def __init__(self, rows: int, max_failures: int, progress: Callable[[], None]) -> None:
+        self._progress = progress
         self.scores = [Score()] * rows
         self._failures = 0
         self._max_failures = max_failures
@@ -126,6 +129,7 @@ class _Tally:
 
     def take(self, index: int, outcome: Outcome) -> bool:
         """Note a row's outcome. Returns True when the next row may be scored."""
+        self._progress()
         self.scores[index] = _score_of(outcome)
         self._failures += self.scores[index].failure is not None
         return not self.exceeded
@@ -159,4 +163,4 @@ def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: obj
 @builds(preflight=check_scorer, provides=["scorer"])
 def build_scorer(device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]) -> Scorer:
     """Return the scorer of a role. ConfigError when ``rewards`` asks for what the function cannot do."""
-    return Scorer(reward, rewards)
+    return Scorer(reward, rewards, device.progress)

@@ -88,10 +88,10 @@ def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerCon
     if trainer.backend == Backend.fsdp:
         from siirl_dask.training.parallel.fsdp import FsdpBackend
 
-        return FsdpBackend(model, trainer, device=device.torch_name, rank=rank)
+        return FsdpBackend(model, trainer, device=device.torch_name, rank=rank, progress=device.progress)
     from siirl_dask.training.parallel.backend import ReplicatedBackend
 
-    return ReplicatedBackend(model, trainer, device=device.torch_name)
+    return ReplicatedBackend(model, trainer, device=device.torch_name, progress=device.progress)
 
 
 @builds(preflight=check_reward_model)
@@ -105,4 +105,4 @@ def build_reward_model(
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
-    return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch)
+    return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)

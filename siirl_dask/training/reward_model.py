@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from siirl_dask.training.trainer import PackedRows
 class TorchRewardModel:
     """A RewardModel in torch. Rows are prompt and response, in token ids of the policy's tokenizer."""
 
-    def __init__(self, config: ModelConfig, *, device: str, budget: int) -> None:
-        """``budget`` bounds the tokens of one batch, padding included; a longer row is a batch by itself."""
+    def __init__(
+        self, config: ModelConfig, *, device: str, budget: int, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """``budget`` bounds the tokens of one batch, padding included; a longer row is a batch by itself.
+
+        ``progress`` is called for each batch.
+        """
+        self._progress = progress
         dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
         self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._model.config.get_text_config().use_cache = False
@@ -38,6 +44,7 @@ class TorchRewardModel:
         texts = rows.tokens.split(rows.offsets.diff().tolist())
         for batch in _batches([len(text) for text in texts], self._budget):
             scores[batch] = self._score([texts[row] for row in batch])
+            self._progress()
         return scores
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ import logging
 import pickle
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request, Transi
 from siirl_dask.errors import CheckpointError, PeerError, RunError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Plan, Stream
+from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
@@ -35,15 +36,17 @@ from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
+from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
-from siirl_dask.worker.weight_broadcast import Broadcast
+from siirl_dask.worker.weight_broadcast import Broadcast, join_broadcasts
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ class DAGWorker(WorkerPlugin):
         set_retry_seconds(self.spec.retry_seconds)
         self.stop = StopFlag()
         self.turns = Turns(self.stop)
+        self.pulse = Pulse()
         self._runtime: WorkerRuntime | None = None
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
@@ -105,8 +109,13 @@ class DAGWorker(WorkerPlugin):
         self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
         await self._plane.start(self._handle)
         self.port = self._plane.port
+        worker.metrics[self.name] = lambda worker: self.pulse.read()
+        self._watching = asyncio.create_task(self._watch_scheduler())
 
     async def teardown(self, worker: Worker) -> None:
+        worker.metrics.pop(self.name, None)
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
         worker.extensions[_RELEASES].remove(self.release)
@@ -120,17 +129,20 @@ class DAGWorker(WorkerPlugin):
         """
         self._plane.check()
         self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
-        self._await_earlier()
+        with self.pulse.at("the wait for an earlier run to leave this process"):
+            self._await_earlier()
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
-        device, ranks, broadcasts = self._join_groups(plan)
-        resources = build_roles(plan.dag.roles, device, ranks)
+        with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
+            device, ranks, broadcasts = self._join_groups(plan)
+        resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse)
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
             self._states = RoleStates(self.spec.store, resources, side_groups)
             if self.spec.resume_from is not None:
-                self._states.restore(self.spec.resume_from)
+                with self.pulse.at("the loading of the checkpoint"):
+                    self._states.restore(self.spec.resume_from)
         self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
@@ -138,7 +150,7 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
-            peers={role: groups.RolePeers(device, rank, self.stop) for role, rank in ranks.items()},
+            peers={role: groups.RolePeers(device, rank, self.stop, self.pulse) for role, rank in ranks.items()},
             share_work=StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
             if self.spec.data.stealing
             else None,
@@ -148,6 +160,7 @@ class DAGWorker(WorkerPlugin):
             meter=context_meter.meter,
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=broadcasts,
+            pulse=self.pulse,
         )
 
     def _await_earlier(self) -> None:
@@ -212,9 +225,14 @@ class DAGWorker(WorkerPlugin):
 
     def position(self) -> str:
         """Return a description of where this worker's task is; another thread than the task's calls this."""
-        if self._runtime is None:
-            return "the building of its roles"
-        return self._runtime.running[-1] if self._runtime.running else "a task of the run"
+        return self.pulse.place or "a task of the run"
+
+    async def _watch_scheduler(self) -> None:
+        """Stop the run and free what it holds once the scheduler answers no heartbeat: nobody else would tell."""
+        reason = await no_heartbeats(self.pulse, self.spec.data.peer_timeout, self._worker.scheduler.address)
+        logger.error("run %s is stopped: %s", self.spec.run, reason)
+        self.abort(reason)
+        await asyncio.to_thread(self.release.end, _PATIENCE)
 
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
@@ -229,33 +247,15 @@ class DAGWorker(WorkerPlugin):
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
         """Join the process groups; return this worker's device, its rank in each of its roles, and its broadcasts."""
-        name, workers, timeout = self.worker_name, list(self.spec.members), self.spec.data.stall_timeout
+        name, workers, data = self.worker_name, list(self.spec.members), self.spec.data
+        timeout = groups.longest_wait(data.stall_timeout)
         host = get_address_host(self._worker.address)
         store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
         devices = find_devices(name, workers, store, timeout, self.stop)
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
-        return devices[name], ranks, self._join_broadcasts(plan, devices)
-
-    def _join_broadcasts(self, plan: Plan, devices: Mapping[str, Device]) -> dict[tuple[str, ...], Broadcast]:
-        """Make the run's broadcasts, by the workers that take part; every worker makes all, in the same order."""
-        data, broadcasts = self.spec.data, dict[tuple[str, ...], Broadcast]()
-        links = (link for chain in plan.chains.values() for link in chain.flat)
-        for link in links:
-            if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
-                continue
-            members = (*link.edge.sources, *link.joins[1:])
-            if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
-                group = groups.broadcast_group(self.worker_name, devices, link.joins, data.stall_timeout)
-                broadcasts[link.joins] = Broadcast(
-                    members=link.joins,
-                    group=group,
-                    device=devices[self.worker_name].torch_name,
-                    stop=self.stop,
-                    max_bytes=data.stream_bytes,
-                )
-        return broadcasts
+        return devices[name], ranks, join_broadcasts(name, plan, devices, data, timeout, self.stop)
 
     def _join_store(self, first: str, host: str, timeout: float) -> Any:
         if first == self.worker_name:

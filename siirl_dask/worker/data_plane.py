@@ -46,7 +46,7 @@ class DataSettings:
     peer_timeout: float = _PEER_TIMEOUT
     """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
-    """Seconds that a request may take at a peer that is alive."""
+    """Seconds without progress on any worker after which the run ends."""
     stealing: bool = True
     """Workers may take over work from one another."""
     stream_bytes: int = 2**28
@@ -98,7 +98,7 @@ class DataPlane:
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
         carriers = (self._links, self._streams) if self._listens else (self._streams,)
-        self.transport = PeerTransport(run, members, carriers, settings.peer_timeout, settings.stall_timeout)
+        self.transport = PeerTransport(run, members, carriers, settings.peer_timeout)
         self.databuffer = Databuffer(
             run,
             str(worker.name),
@@ -107,7 +107,6 @@ class DataPlane:
             way=settings.transport,
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
-            stall_timeout=settings.stall_timeout,
             hosts=hosts,
             prefetch=settings.prefetch,
             window=self.window,

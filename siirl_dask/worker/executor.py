@@ -53,6 +53,7 @@ class ChainRun:
         databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
+            runtime.pulse.beat()
             match link:
                 case Load(name, columns, index, count):
                     self.calls.loaded = link
@@ -70,10 +71,11 @@ class ChainRun:
                         tables[edge.name] = self._wait(databuffer.pull(edge, guide, iteration))
                 case Save(node, table, index, count):
                     folder = join(runtime.run_url, table, f"step={iteration.step:06d}")
-                    if runtime.attempt is None:
-                        write_part(folder, index, count, tables[node])
-                    else:  # the driver commits it with those of the other workers
-                        self.calls.saved[table] = stage_part(folder, runtime.attempt, index, tables[node])
+                    with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
+                        if runtime.attempt is None:
+                            write_part(folder, index, count, tables[node])
+                        else:  # the driver commits it with those of the other workers
+                            self.calls.saved[table] = stage_part(folder, runtime.attempt, index, tables[node])
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):
@@ -81,7 +83,8 @@ class ChainRun:
                         replace(self, calls=replace(self.calls, iteration=earlier, tables={}))._follow(inner)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
+        with self.calls.runtime.pulse.waiting():
+            return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
 
 
 class _Timed:

@@ -93,12 +93,8 @@ class NodeCalls:
         """Add node, iteration and worker to errors raised inside; any other exception becomes a NodeError."""
         position = f"node {node.name!r}, {self.iteration}"
         where = f"{position}, worker {self.runtime.device.worker!r}"
-        self.runtime.running.append(position)
-        try:
-            with named_errors(where, NodeError):
-                yield
-        finally:
-            self.runtime.running.pop()
+        with self.runtime.pulse.at(position), named_errors(where, NodeError):
+            yield
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:

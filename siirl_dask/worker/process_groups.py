@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,9 +20,18 @@ from siirl_dask import collectives
 from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag
 
 _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
+
+
+_LEAST_WAIT = 3600.0  # seconds; gloo frees a thread from a peer that stands still by nothing but its timeout
+
+
+def longest_wait(stall_timeout: float) -> float:
+    """Return the seconds that a rank may be late in a collective. A stall is noticed by other means, and sooner."""
+    return max(6 * stall_timeout, _LEAST_WAIT)
 
 
 def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
@@ -155,16 +164,21 @@ class RolePeers:
     device: Device
     rank: Rank
     stop: StopFlag
+    pulse: Pulse = field(default_factory=Pulse)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         group = self.rank.group
-        return list(values) if group is None else collectives.all_sum(group, values, self._device, self.stop.check)
+        if group is None:
+            return list(values)
+        with self.pulse.waiting():
+            return collectives.all_sum(group, values, self._device, self.stop.check)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         group = self.rank.group
         if group is None:
             return [message]
-        return collectives.all_gather_bytes(group, message, self._device, self.stop.check)
+        with self.pulse.waiting():
+            return collectives.all_gather_bytes(group, message, self._device, self.stop.check)
 
     @property
     def _device(self) -> str:

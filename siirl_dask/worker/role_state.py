@@ -22,6 +22,7 @@ from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Role
 from siirl_dask.worker.named_errors import named_errors
+from siirl_dask.worker.pulse import Pulse
 
 States = dict[str, dict[str, Any]]
 """A state for each role."""
@@ -140,7 +141,9 @@ def _plain(name: str, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]) -> dict[str, Any]:
+def build_roles(
+    roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank], pulse: Pulse | None = None
+) -> dict[str, Any]:
     """Build each role that this worker has a rank in, and return the objects by role.
 
     Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator an object with a
@@ -150,11 +153,14 @@ def build_roles(roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank]
     A SiirlError from a role's build names the role and the worker in a note; any other exception becomes a RunError.
     What was built before it is closed.
     """
-    build = {role.name: role.build for role in roles}
+    build, pulse = {role.name: role.build for role in roles}, pulse or Pulse()
     resources: dict[str, Any] = {}
     try:
         for name, rank in ranks.items():
-            with named_errors(f"role {name!r}, worker {device.worker!r}", RunError):
+            with (
+                pulse.at(f"the building of role {name!r}"),
+                named_errors(f"role {name!r}, worker {device.worker!r}", RunError),
+            ):
                 resources[name] = resource = build[name](device, rank)
             last = len(resources) == len(ranks)
             if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):

@@ -10,6 +10,7 @@ from typing import Any
 
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 
@@ -45,5 +46,5 @@ class WorkerRuntime:
     """Broadcasts by the workers that take part; a weight stream with one uses it."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State that nodes keep from step to step (``Context.state``), by phase and name."""
-    running: list[str] = field(default_factory=list)
-    """Node whose function is running, with its iteration; empty between nodes."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Counts what gets done, and knows the node whose function is running."""

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
+from siirl_dask.worker.pulse import Reading
+
 if TYPE_CHECKING:
     from distributed import Scheduler
 
@@ -21,27 +23,51 @@ ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
 _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
 _EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
+_LOOKS = 20  # within the patience for the driver, or the time between two words to it
 _CONNECTIONS = 100  # looked at in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
 
 
 class Supervisor(SchedulerPlugin):
-    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on."""
+    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on.
 
-    def __init__(self, plugin: str, topic: str, members: Mapping[str, str], client: str | None) -> None:
-        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver."""
+    It also tells the driver now and then that something got done, and is told by the driver's pings that it is there.
+    """
+
+    def __init__(
+        self,
+        plugin: str,
+        topic: str,
+        members: Mapping[str, str],
+        client: str | None,
+        *,
+        patience: float = 15.0,
+        tell_every: float = 60.0,
+    ) -> None:
+        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
+
+        Such a driver counts as gone after ``patience`` seconds without a ping. It is told of progress every
+        ``tell_every`` seconds at most.
+        """
         self.name = plugin
         self._client = client
         self._topic = topic
         self._members = dict(members)
+        self._patience, self._tell_every = patience, tell_every
+        self._heard, self._silent = False, 0
+        self._looks, self._beats = 0, 0
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._traffic = TrafficMeter(scheduler)
-        self._handlers = {f"{self.name}-{call.__name__}": call for call in (self.abort, self.traffic, self.leave)}
+        calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
+        self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
         scheduler.handlers.update(self._handlers)
+        self._timer = PeriodicCallback(self._look, self._pause * 1000)
+        self._timer.start()
 
     async def close(self) -> None:
         self._traffic.stop()
+        self._timer.stop()
         for name in self._handlers:
             self._scheduler.handlers.pop(name, None)
 
@@ -54,8 +80,7 @@ class Supervisor(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Stop the run when its driver is gone or cut off, and take it off the cluster, so that another may start."""
         if client == self._client:
-            self.abort("the driver left the cluster")
-            self._leaving = asyncio.create_task(self.leave())
+            self._end_without_driver("the driver left the cluster")
 
     async def leave(self) -> None:
         """Take the run off the cluster, with all that it has built on the workers. The driver calls this, too."""
@@ -75,6 +100,45 @@ class Supervisor(SchedulerPlugin):
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
         present = [address for address in self._members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
+
+    def ping(self) -> None:
+        """Take the driver's sign of life."""
+        self._heard = True
+
+    def readings(self) -> dict[str, tuple[int, str, bool]]:
+        """Return each worker's last reading of its pulse: beats, place, and whether it waits for others."""
+        known = self._scheduler.workers
+        readings = {
+            member: Reading.of(known[address].metrics if address in known else {}, self.name)
+            for member, address in self._members.items()
+        }
+        return {member: (reading.beats, reading.place, reading.waits) for member, reading in readings.items()}
+
+    @property
+    def _pause(self) -> float:
+        return min(self._patience, self._tell_every) / _LOOKS
+
+    def _look(self) -> None:
+        """Tell the driver of progress, and end the run when it has given no sign of life for too long.
+
+        Looks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
+        """
+        self._looks += 1
+        if self._looks * self._pause >= self._tell_every / 2:
+            self._looks, before = 0, self._beats
+            self._beats = sum(beats for beats, _, _ in self.readings().values())
+            if self._beats != before:
+                self._scheduler.log_event(self._topic, {"kind": "progress"})
+        self._silent = 0 if self._heard else self._silent + 1
+        self._heard = False
+        if self._client is not None and self._silent * self._pause >= self._patience:
+            self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
+
+    def _end_without_driver(self, reason: str) -> None:
+        self._client = None
+        logger.warning("run %s is stopped and taken off the cluster: %s", self.name, reason)
+        self.abort(reason)
+        self._leaving = asyncio.create_task(self.leave())
 
     def traffic(self) -> int | None:
         """Return the bytes over the scheduler's connections since the start, both ways; None if not countable."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distributed import get_worker
 
+from siirl_dask.errors import Aborted
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.named_errors import deliver_errors
 
@@ -53,13 +54,15 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
 
 
 def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
-    running: DAGWorker = get_worker().plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    running: DAGWorker | None = get_worker().plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    if running is None:
+        raise Aborted(f"the driver gave no sign of life: the run was taken off worker {get_worker().name!r}")
     deliver_errors(running.worker_name, _in_turn, running, turn, work)
 
 
 def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
     """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
-    with running.turns.take(turn), running.release.task():
+    with running.turns.take(turn), running.release.task(), running.pulse.at("a task of the run"):
         work(running)
 
 

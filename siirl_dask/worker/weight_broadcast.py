@@ -8,7 +8,7 @@ does, even if a peer is dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
@@ -18,8 +18,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from siirl_dask.context import Device
 from siirl_dask.errors import NodeError, PeerError
+from siirl_dask.planner import Plan, Stream
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
+from siirl_dask.worker import process_groups as groups
+from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.stop import StopFlag
 
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -152,3 +156,26 @@ class Broadcast:
         except RuntimeError as error:  # torch raises it for a dead peer and at the group's timeout
             self.stop.check()
             raise PeerError(f"the broadcast from worker {self.members[0]!r} to {self.members[1:]}: {error}") from error
+
+
+def join_broadcasts(
+    worker: str, plan: Plan, devices: Mapping[str, Device], data: DataSettings, timeout: float, stop: StopFlag
+) -> dict[tuple[str, ...], Broadcast]:
+    """Make the plan's broadcasts, by the workers that take part; every worker makes all, in the same order.
+
+    ``timeout`` is in seconds, of a broadcast whose peers do not come.
+    """
+    broadcasts: dict[tuple[str, ...], Broadcast] = {}
+    for link in (link for chain in plan.chains.values() for link in chain.flat):
+        if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
+            continue
+        members = (*link.edge.sources, *link.joins[1:])
+        if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):
+            broadcasts[link.joins] = Broadcast(
+                members=link.joins,
+                group=groups.broadcast_group(worker, devices, link.joins, timeout),
+                device=devices[worker].torch_name,
+                stop=stop,
+                max_bytes=data.stream_bytes,
+            )
+    return broadcasts

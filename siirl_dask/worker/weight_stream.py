@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,6 +28,7 @@ from siirl_dask.errors import NodeError
 from siirl_dask.planner import Edge, Iteration, Stream
 from siirl_dask.schema import ROW_ID
 from siirl_dask.worker.node_call import NodeCalls, checked
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.weight_broadcast import Broadcast
 
@@ -45,7 +45,7 @@ def run(link: Stream, calls: NodeCalls) -> None:
         index = next(made)
         _take(link, calls, RowStream(index, check_order(index, made, link.source.name)), clock)
     else:
-        edge = StreamEdge(link.edge, calls.iteration, runtime.databuffer, runtime.loop, runtime.stop)
+        edge = StreamEdge(link.edge, calls.iteration, runtime.databuffer, runtime.loop, runtime.stop, runtime.pulse)
         if broadcast is not None:
             _broadcast(link, calls, made, edge, broadcast, clock)
         else:
@@ -66,7 +66,12 @@ def _broadcast(
     link: Stream, calls: NodeCalls, made: Iterator[Any], edge: StreamEdge, broadcast: Broadcast, clock: Clock
 ) -> None:
     """Send the index along the edge, and the tensors from device to device."""
-    waiting = partial(clock.running, edge.edge.name)
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        with clock.running(edge.edge.name), edge.pulse.waiting():
+            yield
+
     if link.gives:
         index = next(made)
         edge.publish(0, index)
@@ -123,14 +128,17 @@ class StreamEdge:
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop
     stop: StopFlag
+    pulse: Pulse
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
         wait_for(self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop)
+        self.pulse.beat()
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
-        wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
+        with self.pulse.waiting():
+            wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
 
     def ask_for(self, number: int) -> Future[pa.Table]:
         """Begin to pull table ``number``."""
@@ -139,7 +147,8 @@ class StreamEdge:
 
     def wait_for(self, coming: Future[pa.Table]) -> pa.Table:
         """Return a table that was asked for. Aborted when the worker is told to stop."""
-        return finished(coming, self.stop)
+        with self.pulse.waiting():
+            return finished(coming, self.stop)
 
 
 class Clock:

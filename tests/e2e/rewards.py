@@ -18,6 +18,11 @@ def never_returns(prompt, response, answer):
     time.sleep(10**6)
 
 
+def is_slow(prompt, response, answer):
+    time.sleep(0.25)
+    return len(response) / 100
+
+
 def waits_for_a_file(prompt, response, answer):
     while not Path(os.environ["WAITED_FOR"]).exists():
         time.sleep(0.05)

@@ -6,8 +6,9 @@ import pytest
 import yaml
 from siirl_storage import complete_parts
 
+from siirl_dask import Role
 from siirl_dask.config.file import shipped
-from siirl_dask.errors import CheckpointError, ConfigError
+from siirl_dask.errors import CheckpointError, ConfigError, RunError
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from siirl_dask.training.files.checkpoint import read_model
 
@@ -132,6 +133,17 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, digits_task
     more = train("run", *ONE, "run.steps=2", *validated)
     assert [record["step"] for record in more.records("validation")] == [0, 1, 2]
     assert more.summary.validation.first == anew.summary.validation.first
+
+
+def fails_to_build(device, rank):
+    raise MemoryError("no room for it")
+
+
+def test_a_resumed_run_that_fails_before_its_first_step_says_why(train):
+    train("run", *ONE, "run.steps=1")
+    trouble = Role("trouble", fails_to_build)
+    with pytest.raises(RunError, match="MemoryError: no room for it"):
+        train("run", *ONE, "run.steps=2", change=lambda dag: dag.add(roles=(trouble,)), force=True)
 
 
 def test_the_best_checkpoint_is_kept_and_an_unknown_metric_refused(train, digits_task):

@@ -68,7 +68,6 @@ class Databuffer:
         hosts: Host of each worker, as planned; None: all are on one.
         prefetch: See ``data.prefetch``.
         window: The iterations that peers may name; None: a few from those on that this worker is in.
-        stall_timeout: Seconds that peers may take to ack a part.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
     """
@@ -83,7 +82,6 @@ class Databuffer:
         way: TransportMode = TransportMode.auto,
         limits: Limits | None = None,
         quadratic_from: int = 0,
-        stall_timeout: float = 600.0,
         hosts: Hosts | None = None,
         prefetch: bool | None = None,
         window: Window | None = None,
@@ -95,7 +93,6 @@ class Databuffer:
         self._expected = ExpectedKeys(run, edges, window or Window(_AHEAD))
         self._limits = limits or Limits()
         self._quadratic_from = quadratic_from
-        self._stall_timeout = stall_timeout
         self._slots = Slots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._way = way
@@ -167,17 +164,9 @@ class Databuffer:
             slot.set_result(published)
 
     async def wait_until_acked(self, edge: Edge, iteration: Iteration, part: int) -> None:
-        """Wait until every target has acked a part that this worker published. PeerError when they take too long."""
+        """Wait until every target has acked a part that this worker published. Aborted when the run is stopped."""
         published = await self._slots.wait(self.key(edge, iteration, part))
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await published.all_acked.wait()
-        except TimeoutError as error:
-            raise PeerError(
-                f"{iteration}: edge {edge.name}, part {part}: worker {self._worker!r} still has {published.unacked} "
-                f"rows that workers {list(edge.targets)} should have taken within {self._stall_timeout:g} s "
-                "(cluster.stall_timeout)"
-            ) from error
+        await published.all_acked.wait()
         if self._slots.aborted is not None:
             raise Aborted(self._slots.aborted)
 

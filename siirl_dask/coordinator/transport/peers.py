@@ -30,7 +30,6 @@ class PeerTransport:
         members: {name: address}, fixed for the run.
         carriers: Ways to reach them, the best first; the last reaches everyone.
         peer_timeout: Seconds without a sign of life after which a peer counts as dead.
-        stall_timeout: Seconds that a living peer may take to answer.
     """
 
     def __init__(
@@ -39,14 +38,12 @@ class PeerTransport:
         members: Mapping[str, str],
         carriers: Sequence[Carrier],
         peer_timeout: float,
-        stall_timeout: float,
     ) -> None:
         self._run = run
         self._members = members
         self._carriers = carriers
         self._chosen: dict[str, Carrier] = {}
         self._peer_timeout = peer_timeout
-        self._stall_timeout = stall_timeout
         self._pending: dict[str, set[asyncio.Timeout]] = {}  # the timeouts of requests that await an answer
         self._silent: set[asyncio.Timeout] = set()  # those that were ended because the peer answers no ping
         self._watched: dict[str, Callable[[str], None]] = {}
@@ -57,8 +54,11 @@ class PeerTransport:
         self._rounds = asyncio.create_task(self._ping_in_rounds())
 
     async def request(self, worker: str, request: Request) -> Reply:
-        """Send a request and return the reply. PeerError when the peer is gone, silent, too slow, or refuses."""
-        timeout = asyncio.timeout(self._stall_timeout)
+        """Send a request and return the reply. PeerError when the peer is gone, silent, or refuses.
+
+        A peer that is alive may take any time: whether anything gets done is watched for the run as a whole.
+        """
+        timeout = asyncio.timeout(None)
         pending = self._pending.setdefault(worker, set())
         pending.add(timeout)
         try:
@@ -68,8 +68,7 @@ class PeerTransport:
         except TimeoutError as error:
             if timeout in self._silent:
                 raise SilentPeer(self._place(worker, request) + self._silence()) from error
-            slow = f"no answer within {self._stall_timeout:g} s (cluster.stall_timeout)"
-            raise self._failed(worker, request, slow) from error
+            raise self._failed(worker, request, f"the peer is gone ({error})") from error
         except OSError as error:
             raise self._failed(worker, request, f"the peer is gone ({error})") from error
         except PeerError as error:

@@ -47,8 +47,11 @@ class ReplicatedBackend:
 
     shard_group = None
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str) -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self, model: ModelConfig, trainer: TrainerConfig, *, device: str, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """``progress`` is called for each micro-batch."""
+        self.device, self._progress = torch.device(device), progress
         self._model, self._trainer = model, trainer
 
     def network(self, make: Make[N]) -> N:
@@ -61,6 +64,7 @@ class ReplicatedBackend:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
             recompute(network.layers())
+        network.register_forward_hook(lambda *_: self._progress())
         return network
 
     def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:

@@ -6,6 +6,8 @@ the full model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,8 +43,17 @@ class FsdpBackend:
     bfloat16, and gradients are summed in float32.
     """
 
-    def __init__(self, model: ModelConfig, trainer: TrainerConfig, *, device: str, rank: Rank) -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        *,
+        device: str,
+        rank: Rank,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``progress`` is called for each micro-batch."""
+        self.device, self._progress = torch.device(device), progress
         self._model, self._trainer, self._rank = model, trainer, rank
         check_heads(trainer, model.path)
         self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
@@ -69,6 +80,7 @@ class FsdpBackend:
         load_safetensors(network, self._model.path)
         use_packed_attention(network, self._model.path)
         network.reshard()
+        network.register_forward_hook(lambda *_: self._progress())
         return network
 
     def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:

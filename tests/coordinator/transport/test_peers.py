@@ -32,7 +32,7 @@ class Breaking:
 
 
 def ask(op, *carriers):
-    transport = PeerTransport("run", {"b": "tcp://10.0.0.2:1"}, carriers, peer_timeout=5, stall_timeout=60)
+    transport = PeerTransport("run", {"b": "tcp://10.0.0.2:1"}, carriers, peer_timeout=5)
     return asyncio.run(transport.request("b", Request(op, KEY)))
 
 

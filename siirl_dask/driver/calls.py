@@ -1,0 +1,60 @@
+"""What the driver's thread asks of the scheduler: tasks, and calls that have no timeout of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import wait
+from typing import Any, TypeVar
+
+from dask.base import annotate
+from distributed import Client, Future
+
+T = TypeVar("T")
+SLICE = 0.2  # seconds within which Ctrl-C is noticed
+
+
+def complete(
+    client: Client,
+    call: Callable[[], Awaitable[T]],
+    meanwhile: Callable[[], None] = lambda: None,
+    timeout: float = math.inf,
+) -> T:
+    """Return what a call of the client's gives, and call ``meanwhile`` until then: what that raises ends the wait.
+
+    TimeoutError after ``timeout`` seconds.
+    """
+
+    async def work() -> T:
+        return await call()
+
+    loop = client.loop
+    assert loop is not None  # only an asynchronous client has no loop of its own
+    calling = asyncio.run_coroutine_threadsafe(work(), loop.asyncio_loop)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + timeout
+    try:
+        while not wait([calling], SLICE).done:
+            meanwhile()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer of the scheduler within {timeout:g} s")
+    except BaseException:
+        calling.cancel()
+        raise
+    return calling.result()
+
+
+def submit(
+    client: Client, plugin: str, name: str, members: Mapping[str, str], function: Callable[..., None], **arguments: Any
+) -> dict[str, Future[Any]]:
+    """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
+
+    A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps.
+    """
+    keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
+    with annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
+        futures = client.map(
+            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", **arguments
+        )
+    return dict(zip(members, futures, strict=True))

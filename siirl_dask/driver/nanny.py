@@ -1,0 +1,41 @@
+"""Starts worker processes as Dask does, and leaves nothing of that in ``/dev/shm`` when all are killed at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from multiprocessing.synchronize import SemLock
+from multiprocessing.util import Finalize
+from typing import Any
+
+from distributed import Nanny, Status
+
+
+class NamelessNanny(Nanny):
+    """A nanny whose worker's semaphores have no names once the worker runs.
+
+    A nanny and its worker talk over two queues with three semaphores each. The worker finds them by their names, which
+    are files that a process unlinks as it ends: after ``kill -9`` of them all they would stay until the next boot.
+    """
+
+    async def instantiate(self) -> Status:
+        status = await super().instantiate()
+        if self.process is not None:
+            for queue in (self.process.init_result_q, self.process.child_stop_q):
+                unlink_names(queue)
+        return status
+
+
+def unlink_names(queue: Any) -> None:
+    """Unlink the names of a multiprocessing queue's semaphores, which go on for those that have opened them."""
+    for finalize in _finalizers(queue):
+        finalize()  # it unlinks the name, tells the resource tracker, and does so only once
+
+
+def _finalizers(queue: Any) -> Iterator[Finalize]:
+    """Yield what the semaphores in a queue's attributes would call when they are collected."""
+    for part in vars(queue).values() if queue is not None else ():
+        if isinstance(part, SemLock):
+            for reference in weakref.getweakrefs(part):
+                if isinstance(finalize := reference.__callback__, Finalize):
+                    yield finalize

@@ -1,0 +1,81 @@
+"""What a worker says of itself with each heartbeat to the scheduler: whether anything gets done, and where it is.
+
+A sample, a micro-batch, a rewarded row, a piece of weights, a link of the chain: each is one beat. A step may take any
+time as long as something gets done on some worker; a stall is silence of all. The scheduler imports this module: no
+torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A worker's pulse as the scheduler gets it."""
+
+    beats: int = 0
+    place: str = ""
+    """Where its task is; empty between tasks."""
+    waits: bool = False
+    """Whether it does nothing but wait for other workers."""
+
+    @staticmethod
+    def of(metrics: Mapping[str, Any], name: str) -> Reading:
+        """Return the reading among a worker's metrics; an empty one where there is none yet, or no reading."""
+        match metrics.get(name):
+            case [int(beats), str(place), bool(waits)]:
+                return Reading(beats, place[:200], waits)
+        return Reading()
+
+
+class Pulse:
+    """Counts what gets done on a worker, from any thread."""
+
+    def __init__(self) -> None:
+        self._next = count(1)
+        self._beats = 0
+        self._places: list[str] = []
+        self._waits = 0
+        self.read_at = time.monotonic()
+        """When it was read last: Dask reads it for each heartbeat, and sends none before the last one was answered."""
+
+    def beat(self) -> None:
+        """Note that something got done."""
+        self._beats = next(self._next)  # one step of the interpreter: several threads may call it
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Name the place where the worker's task is while inside; entering and leaving are beats."""
+        self._places.append(place)
+        self.beat()
+        try:
+            yield
+        finally:
+            self._places.pop()
+            self.beat()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say, while inside, that the task waits for other workers."""
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self.beat()
+
+    @property
+    def place(self) -> str:
+        """Where the worker's task is; empty between tasks."""
+        return next(iter(self._places[-1:]), "")
+
+    def read(self) -> list[Any]:
+        """Return the reading as plain data, for a heartbeat."""
+        self.read_at = time.monotonic()
+        return [self._beats, self.place, self._waits > 0]

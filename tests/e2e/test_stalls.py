@@ -1,0 +1,56 @@
+"""A stall is silence: a step may take any time while something gets done, and what hangs is named by its place."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+TWO = ["cluster.workers=2", "cluster.placement={}"]
+
+
+def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(train):
+    """Sixteen rows of a quarter of a second on each worker: one waits for the other for as long where they differ."""
+    slow = ["rewards.function=tests.e2e.rewards:is_slow", "cluster.stall_timeout=1.5", "run.steps=1"]
+    began = time.monotonic()
+    run = train("slow", *TWO, *slow)
+    assert run.summary.steps == 1
+    assert run.records()[0]["seconds"] > 1.5
+    apart = ["cluster.workers=2", "cluster.placement={reward: [0], policy: [1], rollout: [1]}"]
+    assert train("apart", *apart, *slow).records()[0]["seconds"] > 5
+    assert time.monotonic() - began < 120
+
+
+def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEVER_RETURNS", str(tmp_path / "entered"))
+    run = start("rewards.function=tests.e2e.rewards:never_returns", *TWO, "cluster.stall_timeout=3")
+    run.wait_until((tmp_path / "entered").exists)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 15
+    assert "error: train step 1: nothing got done within 3 s (cluster.stall_timeout): worker '" in err
+    assert "is in node 'reward', train step 1" in err
+    assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(("pieces", "said"), [(4, None), (10**6, "is in the building of role 'slow'")])
+def test_a_role_that_takes_long_to_build_may_as_long_as_it_says_so(digits_task, tmp_path, pieces, said):
+    """A builder that tells of its progress has no limit; one that stops to is named."""
+    from tests.conftest import digits_overrides
+
+    given = [*digits_overrides(digits_task, tmp_path / "run"), *TWO, "run.steps=1", "cluster.start_timeout=4"]
+    environment = {**os.environ, "PIECES": str(pieces)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.slow_start", "configs/quickstart.yaml", *given],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if said is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1
+        assert "the start: nothing got done within 4 s (cluster.start_timeout): worker '" in done.stderr
+        assert said in done.stderr
