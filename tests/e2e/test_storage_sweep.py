@@ -139,7 +139,8 @@ def die_at(sweep, at, how):
     """Run with a process killed at operation ``at``, and start the command again; return the URL."""
     url = sweep.place()
     sweep.plan.set(at, how)
-    assert sweep.run_elsewhere(url), "nothing was killed"
+    code = sweep.run_elsewhere(url)
+    assert code, f"the run ended well: {sweep.plan.operations()[at - 2 : at + 1]}"
     sweep.plan.set()
     sweep.run(url)
     return url
