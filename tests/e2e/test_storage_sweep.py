@@ -142,7 +142,8 @@ def die_at(sweep, at, how):
     code = sweep.run_elsewhere(url)
     assert code, f"the run ended well: {sweep.plan.operations()[at - 2 : at + 1]}"
     sweep.plan.set()
-    sweep.run(url)
+    if not open_fs(url)[0].exists(f"{open_fs(url)[1]}/summary.json"):  # otherwise it had ended, and is refused
+        sweep.run(url)
     return url
 
 
