@@ -7,7 +7,7 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
-.PHONY: install quickstart test test-slow lint
+.PHONY: install quickstart test test-slow sweep lint
 
 install: $(STAMP)
 
@@ -28,10 +28,15 @@ lint: install
 # Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"
-	$(BIN)/pytest -m "alone and not slow" $$(grep -rl "mark.alone" tests) # of no other file: to import them all takes 20 seconds
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not sweep"
+	$(BIN)/pytest -m "alone and not slow and not sweep" $$(grep -rl "mark.alone" tests) # of no other file: to import them all takes 20 seconds
 
 # What takes minutes or needs programs of its own, such as Slurm: one at a time.
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
 	$(BIN)/pytest -m slow $$(grep -rl "mark.slow" tests)
+
+# Every kill, stop and failure of a store at every place, of which the tests above have a sample: an hour.
+sweep: export OMP_NUM_THREADS ?= 1
+sweep: install
+	$(BIN)/pytest -m sweep $$(grep -rl "mark.sweep" tests)

@@ -19,6 +19,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,13 @@ class Plan:
 
     file: str
 
-    def set(self, at: int = 0, how: How = How.BEFORE, *, always: str = "") -> None:
-        """Let operation ``at`` fail, counted from 1, and every one that is named ``always``; begin to count anew."""
-        Path(self.file).write_text(json.dumps({"at": at, "how": how, "always": always}))
+    def set(self, at: int = 0, how: How = How.BEFORE, *, always: str = "", but: str = "") -> None:
+        """Let operation ``at`` fail, counted from 1, and each like ``always``; begin to count anew.
+
+        ``always`` is a pattern (``fnmatch``) of an operation's name and path, such as ``rm */checkpoints/*``.
+        Operations on paths that end with ``but`` are not counted and do not fail.
+        """
+        Path(self.file).write_text(json.dumps({"at": at, "how": how, "always": always, "but": but}))
         self._log.unlink(missing_ok=True)
 
     def operations(self) -> list[tuple[str, str, int]]:
@@ -65,12 +70,14 @@ class Plan:
     def count(self, name: str, path: str) -> How | None:
         """Note an operation, and return how it fails."""
         plan = json.loads(Path(self.file).read_text())
+        if plan["but"] and path.endswith(plan["but"]):
+            return None
         with self._log.open("a+") as log:
             fcntl.flock(log, fcntl.LOCK_EX)
             log.seek(0)
             number = sum(1 for _ in log) + 1
             log.write(f"{name} {os.getpid()} {path}\n")
-        return How(plan["how"]) if number == plan["at"] or name == plan["always"] else None
+        return How(plan["how"]) if number == plan["at"] or fnmatch(f"{name} {path}", plan["always"]) else None
 
     @property
     def _log(self) -> Path:

@@ -25,12 +25,12 @@ from tests.e2e.traps import FILE, FINISH, PLACES, SAVE, START, Order, start_work
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 VICTIMS = ("driver", "scheduler", "this worker", "other worker")
 SAMPLE = [("scheduler", signal.SIGSTOP, "rollout"), ("driver", signal.SIGSTOP, "update")]
-SLOW = pytest.mark.slow
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+EVERY = 7  # case of the sweep that is in the slow tests: no divisor of the numbers of signals and places
+ALL = [(victim, sign, place) for victim in VICTIMS for sign in SIGNALS for place in PLACES]
 CASES = [
-    pytest.param(victim, sign, place, marks=() if (victim, sign, place) in SAMPLE else SLOW)
-    for victim in VICTIMS
-    for sign in SIGNALS
-    for place in PLACES
+    pytest.param(*case, marks=() if case in SAMPLE else SWEEP if number % EVERY else SLOW)
+    for number, case in enumerate(ALL)
 ]
 SCHEDULER = "from distributed.cli.dask_scheduler import main; main()"
 QUIET = ["--no-dashboard", "--host", "127.0.0.1", "--port", "0"]

@@ -44,7 +44,7 @@ def test_conforms_with_a_failure_at_every_tenth_operation(
     sweep(check, plan, tmp_path, every=10)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)
 def test_conforms_with_a_failure_at_any_operation(check: Callable[[str], None], plan: Plan, tmp_path: Path) -> None:
