@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from siirl_storage import set_retry_seconds
+from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
@@ -66,7 +67,7 @@ def run(
         checked = check(config, planned)  # again: now the dataset and the model exist
     progress = Progress(config.run.steps, enabled=config.observe.progress)
     try:
-        attempt = take(config.run.url, config.run.lease, progress.note)
+        attempt = take(absolute(config.run.url), config.run.lease, progress.note)  # workers run in other folders
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:

@@ -15,11 +15,13 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Conflict, join, open_fs, write_atomic, write_exclusive
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic, write_exclusive
 
 from siirl_dask.errors import ConfigError, Fenced, RunInProgress
 from siirl_dask.runs.holder import Holder
@@ -69,9 +71,24 @@ class Attempt:
         self._over.set()
         self._thread.join(self.holder.lease)
         try:
-            self._write(_ENDED)
+            if not self._withdraw():
+                self._write(_ENDED)
         except Exception as failure:  # each store has errors of its own; the next start finds out by waiting
             logger.warning("attempt %d could not say that it is over: %s", self.number, failure)
+
+    def _withdraw(self) -> bool:
+        """Remove this attempt where the run's folder has nothing else: a start that was refused leaves no folder."""
+        fs, folder = _folder(self.url)
+        run, own = folder.rpartition("/")[0], (_record_path(folder, self.number), _beat_path(folder, self.number))
+        if _names(fs, run) != {FOLDER} or not _names(fs, folder) <= {_name_of(path) for path in own}:
+            return False
+        for path in own:
+            remove_file(fs, path)
+        if isinstance(fs, LocalFileSystem):
+            with suppress(OSError):  # something is there by now
+                fs.rmdir(folder)
+                fs.rmdir(run)
+        return True
 
     def _renew(self) -> None:
         beat, warned = 0, False
@@ -114,7 +131,10 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
 
 def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
     """Return True when attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
-    holder = _read(fs, folder, number)
+    try:
+        holder = _read(fs, folder, number)
+    except FileNotFoundError:
+        return False  # it had written nothing, and has left
     first = _beat(fs, folder, number)
     if first == _ENDED or holder.is_gone():
         return True
@@ -127,7 +147,7 @@ def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: C
         beat = _beat(fs, folder, number)
         if beat == _ENDED or holder.is_gone():
             return True
-        if beat != first:
+        if beat and beat != first:  # it has none when it has just begun, or leaves
             raise RunInProgress(
                 f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one first, or choose "
                 "another run.name or run.url"
@@ -151,12 +171,19 @@ def _beat_path(folder: str, number: int) -> str:
 
 def _newest(fs: AbstractFileSystem, folder: str) -> int:
     """Return the number of the newest attempt; 0 if there is none."""
+    return max((int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))), default=0)
+
+
+def _names(fs: AbstractFileSystem, folder: str) -> set[str]:
+    """Return the names of what lies in a folder."""
     try:
-        listed = fs.ls(folder, detail=False)
+        return {_name_of(path) for path in fs.ls(folder, detail=False)}
     except (FileNotFoundError, NotADirectoryError):
-        return 0
-    names = (str(path).rpartition("/")[2] for path in listed)
-    return max((int(matched[1]) for name in names if (matched := _NAME.fullmatch(name))), default=0)
+        return set()
+
+
+def _name_of(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _beat(fs: AbstractFileSystem, folder: str, number: int) -> bytes:

@@ -88,11 +88,23 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_it(tmp_path):
 
 
 def test_a_clean_end_frees_the_folder_at_once(url):
+    fs, path = open_fs(url)
     with take(url, 3600.0, print) as first:
         first.check()
+        write_atomic(fs, f"{path}/config.yaml", b"")
     waits = []
     assert take(url, 30.0, waits.append).number == 2
     assert waits == []
+
+
+def test_a_start_that_wrote_nothing_leaves_nothing(url):
+    with take(url, 3600.0, print) as first:
+        assert first.number == 1
+    fs, path = open_fs(url)
+    fs.invalidate_cache()
+    assert not fs.exists(path)
+    with take(url, 3600.0, print) as again:
+        assert again.number == 1
 
 
 def test_a_silent_one_of_another_host_is_followed_after_its_own_lease(url):
