@@ -144,9 +144,15 @@ def die_at(sweep, at, how):
     code = sweep.run_elsewhere(url)
     assert code, f"the run ended well: {sweep.plan.operations()[at - 2 : at + 1]}"
     sweep.plan.set(but=BEAT)
-    if not open_fs(url)[0].exists(f"{open_fs(url)[1]}/summary.json"):  # otherwise it had ended, and is refused
+    if not has_ended(url):  # it is refused when it has
         sweep.run(url)
     return url
+
+
+def has_ended(url):
+    """Tell whether a run has completed its steps; one that failed, since a worker died, says so in the same file."""
+    fs, path = open_fs(f"{url}/summary.json")
+    return fs.exists(path) and json.loads(fs.cat_file(path))["status"] == "complete"
 
 
 def problems_of(sweep, straight, how, attempt, every, leave=()):
