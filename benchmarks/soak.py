@@ -158,13 +158,13 @@ def _shared_files() -> Mapping[str, int]:
 
 
 def _named(seen: Mapping[psutil.Process, list[Look]], steps: int) -> Iterator[tuple[str, list[Look]]]:
-    """Give the processes that lived from a fifth of the steps on to the end, largest first, with names."""
+    """Give the processes that lived from a fifth of the steps on to the end, with names; workers have most files."""
     lasting = [looks for looks in seen.values() if looks[0].step < steps / 5 and looks[-1].step > 0.95 * steps]
     driver = next(iter(seen.values()))
-    others = sorted((looks for looks in lasting if looks is not driver), key=lambda looks: -looks[-1].rss)
+    others = sorted((looks for looks in lasting if looks is not driver), key=lambda looks: -looks[len(looks) // 2].fds)
     yield "driver and scheduler", driver
     for number, looks in enumerate(others):
-        yield f"worker {number + 1}" if number < 2 else f"helper process {number - 1}", looks
+        yield f"worker {number}" if number < 2 else f"process that starts others {number - 1}", looks
 
 
 def growths(soak: Soak) -> dict[str, dict[str, tuple[float, float]]]:

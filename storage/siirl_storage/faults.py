@@ -154,12 +154,13 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
         if how is How.BEFORE:
             raise ConnectionResetError(f"injected before {name} of {path}")
-        result = operation(path, *args, **kwargs)
-        if how is How.KILL_AFTER:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how is How.AFTER:
-            raise ConnectionResetError(f"injected after {name} of {path}")
-        return result
+        try:
+            return operation(path, *args, **kwargs)
+        finally:  # what is there to be answered may be an error, such as that of a file that is not there
+            if how is How.KILL_AFTER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how is How.AFTER:
+                raise ConnectionResetError(f"injected after {name} of {path}")
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc]
