@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -66,9 +67,9 @@ class Soak:
     processes: dict[str, list[Look]] = field(default_factory=dict)
     """Looks at each process that lived for most of the run, by what it does."""
     shared_memory: list[tuple[int, float]] = field(default_factory=list)
-    """Step, and MB of files in /dev/shm beyond those of before."""
+    """Step, and MB of the run's files in /dev/shm."""
     left: list[str] = field(default_factory=list)
-    """Files in /dev/shm after the run that were not there before."""
+    """Those that are there after the run."""
 
     def growth(self, process: str, measure: str) -> tuple[float, float]:
         """Return the median of a measure in the third tenth of the steps, and in the last but for the very end."""
@@ -97,7 +98,7 @@ def main() -> None:
 
 def measure(folder: Path, steps: int, overrides: Sequence[str] = ()) -> Soak:
     """Run the steps in ``folder`` and look at the run's processes meanwhile."""
-    soak, before = Soak(steps), _shared_files()
+    soak, own = Soak(steps), set[str]()
     seen: dict[psutil.Process, list[Look]] = {}
     command = [sys.executable, "-m", "siirl_dask.cli", "quickstart", *_FIXED, f"run.steps={steps}", *overrides]
     began = time.monotonic()
@@ -107,13 +108,14 @@ def measure(folder: Path, steps: int, overrides: Sequence[str] = ()) -> Soak:
         for process in (run, *_children(run)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 seen.setdefault(process, []).append(_look(process, step))
+                own.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{process.pid}/maps").read_text()))
         now = _shared_files()
-        soak.shared_memory.append((step, sum(size for name, size in now.items() if name not in before) / 1e6))
+        soak.shared_memory.append((step, sum(size for name, size in now.items() if name in own) / 1e6))
         time.sleep(_EVERY)
     if run.returncode:
         raise SystemExit(f"the run ended with exit code {run.returncode}")
     soak.seconds = time.monotonic() - began
-    soak.left = sorted(_shared_files().keys() - before.keys())
+    soak.left = sorted(_shared_files().keys() & own)
     soak.processes = dict(_named(seen, steps))
     return soak
 
@@ -190,7 +192,7 @@ def report(soak: Soak) -> str:
         "|---" * (len(_MEASURES) + 1) + "|",
         *rows,
         "",
-        f"Files in /dev/shm: {' -> '.join(f'{median(sizes):.1f} MB' for sizes in shared)}; "
+        f"The run's files in /dev/shm: {' -> '.join(f'{median(sizes):.1f} MB' for sizes in shared)}; "
         f"{len(soak.left)} are left after the run.",
         "",
         "![Each measure over the steps](soak.png)",
