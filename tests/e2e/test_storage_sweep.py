@@ -195,7 +195,7 @@ def test_checkpoints_that_cannot_be_deleted_cost_no_run(sweep, straight):
     check_equal(url, straight[0])
 
 
-EVERY = [pytest.param(10, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
+EVERY = [pytest.param(20, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.timeout(1800)
