@@ -69,7 +69,7 @@ class Soak:
     shared_memory: list[tuple[int, float]] = field(default_factory=list)
     """Step, and MB of the run's files in /dev/shm."""
     left: list[str] = field(default_factory=list)
-    """Those that are there after the run."""
+    """Names of these files that are there after the run."""
 
     def growth(self, process: str, measure: str) -> tuple[float, float]:
         """Return the median of a measure in the third tenth of the steps, and in the last but for the very end."""

@@ -1,6 +1,7 @@
 """code_execution rewards a model's code by the tests it passes, and the code can do no harm."""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rewards import build_scorer, code_execution
 from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
+
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,10 +216,9 @@ for i in range(100):
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_no_process_and_no_file_is_left_over(isolate, tmp_path, monkeypatch):
+def test_no_process_and_no_file_is_left_over(isolate, tmp_path, monkeypatch, started_here):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    before = set(psutil.pids())
     code = """
 import os, signal, time
 for number in range(1, 32):
@@ -232,8 +234,7 @@ time.sleep(60)
 """
     assert output(code, "", replace(QUICK, seconds=1.0, isolate=isolate)) is None
     assert not list(tmp_path.iterdir())
-    ours = [pid for pid in set(psutil.pids()) - before if "code_execution.inside" in _command(pid)]
-    assert not ours
+    assert not psutil.wait_procs(started_here(), timeout=5)[1], "the kernel takes a moment for those that are killed"
 
 
 RUNS_LONG = """
@@ -269,11 +270,20 @@ def test_code_that_cannot_be_isolated_is_not_run():
     assert "isolate=False" in done.stderr
 
 
-def _command(pid):
+def _command(process):
     try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie as well
         return ""
+
+
+@pytest.fixture
+def started_here():
+    """Processes that this test has started, also those whose parents have ended; other tests run beside it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before = set(psutil.Process().children(recursive=True))
+    yield lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.mark.parametrize("limit", ["seconds", "memory", "file_size"])
@@ -282,16 +292,15 @@ def test_limits_of_zero_are_refused(limit):
         code_execution("p", DOUBLE, "assert 1", **{limit: 0})
 
 
-def test_a_row_that_times_out_in_the_pool_leaves_no_program_behind(tmp_path):
+def test_a_row_that_times_out_in_the_pool_leaves_no_program_behind(tmp_path, started_here):
     ran = tmp_path / "ran"
     code = f"open({str(ran)!r}, 'w').write('x')\nimport time\ntime.sleep(60)"
     rewards = RewardsConfig(processes=1, timeout=3.0)
     reward = partial(code_execution, seconds=60.0, isolate=False)
     scorer = build_scorer(Device("w"), Rank(), rewards=rewards, reward=reward)
-    before = set(psutil.pids())
     rows = [{"prompt": "p", "response": f"```python\n{code}\n```", "answer": "1"}]
     assert "took more than 3 s" in scorer.score(rows)[0].failure
     scorer.close()
     assert ran.exists()
-    ours = [psutil.Process(pid) for pid in set(psutil.pids()) - before if "code_execution.inside" in _command(pid)]
-    assert not psutil.wait_procs(ours, timeout=10)[1]
+    programs = [child for child in started_here() if "code_execution.inside" in _command(child)]
+    assert not psutil.wait_procs(programs, timeout=10)[1]
