@@ -34,9 +34,9 @@ test: lint
 # What takes minutes or needs programs of its own, such as Slurm: one at a time.
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
-	$(BIN)/pytest -m slow $$(grep -rl "mark.slow" tests)
+	$(BIN)/pytest -m slow
 
 # Every kill, stop and failure of a store at every place, of which the tests above have a sample: an hour.
 sweep: export OMP_NUM_THREADS ?= 1
 sweep: install
-	$(BIN)/pytest -m sweep $$(grep -rl "mark.sweep" tests)
+	$(BIN)/pytest -m sweep
