@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--steps 1000] [--out docs/benchmarks/soak.md] [--json] [key=value ...]
 
 The quickstart's task on two workers: one generates a step ahead, one learns; a validation every 10 steps, a checkpoint
-every 50. All processes of the run are looked at once a second. Linux.
+every 50. All processes of the run are looked at twice a second. Linux.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIXED = (
     "checkpoint.keep=2",
     "observe.progress=false",
 )
-_EVERY = 1.0  # seconds between looks
+_EVERY = 0.5  # seconds between looks
 _MEASURES = {
     "rss": "resident memory, MB",
     "arena": "memory for rows (memfds), MB",

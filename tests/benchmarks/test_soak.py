@@ -5,7 +5,7 @@ import pytest
 from benchmarks.soak import measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 80
+STEPS = 300
 
 
 @pytest.fixture(scope="module")
