@@ -36,7 +36,7 @@ test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
 	$(BIN)/pytest -m slow
 
-# Every kill, stop and failure of a store at every place, of which the tests above have a sample: an hour.
+# Every kill, stop and failure of a store at every place, of which the tests above have a sample.
 sweep: export OMP_NUM_THREADS ?= 1
 sweep: install
 	$(BIN)/pytest -m sweep

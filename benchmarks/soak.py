@@ -60,7 +60,7 @@ class Look:
 
 @dataclass
 class Soak:
-    """What was seen of a run."""
+    """The processes of a run and the run's shared memory, as they were seen."""
 
     steps: int
     seconds: float = 0.0

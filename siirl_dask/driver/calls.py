@@ -1,4 +1,4 @@
-"""What the driver's thread asks of the scheduler: tasks, and calls that have no timeout of their own."""
+"""Tasks for the workers, and calls to the scheduler that have no timeout of their own, from the driver's thread."""
 
 from __future__ import annotations
 

@@ -120,12 +120,10 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
         newest = _newest(fs, folder)
         if newest and not _is_over(fs, folder, newest, url, note):
             continue  # another start was faster
-        path = _record_path(folder, newest + 1)
         try:
-            write_exclusive(fs, path, me.to_json())
+            write_exclusive(fs, _record_path(folder, newest + 1), me.to_json())
         except Conflict:
-            if _read(fs, folder, newest + 1) != me:
-                continue
+            continue
         return Attempt(url, newest + 1, me)
 
 

@@ -49,7 +49,7 @@ class Checkpoint:
     record: CommitRecord | None
     """None when the record cannot be read."""
     damage: str = ""
-    """What is wrong with the record."""
+    """Description of a damaged record; empty for a whole one."""
 
     def files(self, roles: Collection[str] | None = None) -> dict[str, FileDigest]:
         """Return the digests of the files by path in the folder; only those of ``roles``, if given."""
@@ -166,9 +166,8 @@ class Checkpoints:
         try:
             write_exclusive(fs, f"{path}/{NAME}", record)
         except Conflict as error:
-            if fs.cat_file(f"{path}/{NAME}") != record:  # otherwise the reply to this very request was lost
-                self.attempt.check()
-                raise Fenced(f"{url} was voided by a later start of this run") from error
+            self.attempt.check()
+            raise Fenced(f"{url} was voided by a later start of this run") from error
         try:
             self._prune()
         except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import pickle
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from siirl_storage.manifest import part_entry
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
-from siirl_dask.errors import CheckpointError, PeerError, RunError
+from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Plan
@@ -37,7 +36,7 @@ from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.pulse import Pulse
-from siirl_dask.worker.release import Release
+from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.worker")
 _RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
-_LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 
 
@@ -130,7 +128,7 @@ class DAGWorker(WorkerPlugin):
         self._plane.check()
         self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
         with self.pulse.at("the wait for an earlier run to leave this process"):
-            self._await_earlier()
+            await_all(self._earlier, self.worker_name, self.stop)
         torch.set_num_threads(self.spec.threads)
         groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
@@ -162,18 +160,6 @@ class DAGWorker(WorkerPlugin):
             broadcasts=broadcasts,
             pulse=self.pulse,
         )
-
-    def _await_earlier(self) -> None:
-        """Wait until earlier runs have left this process. RunError where a task of one does not return."""
-        deadline = time.monotonic() + _LEAVE_TIMEOUT
-        while any(release.under_way for release in self._earlier):
-            if time.monotonic() > deadline:
-                raise RunError(
-                    f"worker {self.worker_name!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after "
-                    "that was stopped: restart the worker"
-                )
-            self.stop.wait(0.1)
-        self._earlier.clear()
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.

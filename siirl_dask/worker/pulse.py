@@ -1,4 +1,4 @@
-"""What a worker says of itself with each heartbeat to the scheduler: whether anything gets done, and where it is.
+"""A worker's pulse goes with each heartbeat to the scheduler: whether anything gets done, and where the worker is.
 
 A sample, a micro-batch, a rewarded row, a piece of weights, a link of the chain: each is one beat. A step may take any
 time as long as something gets done on some worker; a stall is silence of all. The scheduler imports this module: no

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from siirl_dask.errors import RunError
+from siirl_dask.worker.stop import StopFlag
+
+_LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
 
 
 class Release:
@@ -53,3 +59,16 @@ class Release:
             self._free()
         finally:
             self._freed = True
+
+
+def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
+    """Wait until earlier runs have left this process, and forget them. RunError where a task of one does not return."""
+    deadline = time.monotonic() + _LEAVE_TIMEOUT
+    while any(release.under_way for release in earlier):
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"worker {worker!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after that was "
+                "stopped: restart the worker"
+            )
+        stop.wait(0.1)
+    earlier.clear()

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
-from siirl_storage.errors import Conflict, StorageError
+from siirl_storage.errors import StorageError
 from siirl_storage.files import at, full_name, list_files, open_fs, write_exclusive
 from siirl_storage.formats import ROWS_PER_GROUP, Format
 from siirl_storage.manifest import parse_part, part_entry
@@ -54,12 +54,7 @@ def commit_parts(url: str, writer: int, parts: Sequence[Part]) -> None:
     fs, root = open_fs(url)
     path = at(root, f"_parts-{writer:04d}.json")
     document = {"kind": _KIND, "writer": writer, "parts": [part_entry(part) for part in parts]}
-    data = json.dumps(document, indent=1).encode()
-    try:
-        write_exclusive(fs, path, data)
-    except Conflict:
-        if fs.cat_file(path) != data:  # otherwise the reply to this very request was lost
-            raise
+    write_exclusive(fs, path, json.dumps(document, indent=1).encode())
 
 
 def complete_parts(url: str) -> list[str] | None:

@@ -175,12 +175,10 @@ def _publish(
         try:
             write_exclusive(fs, manifest_path(root, manifest.version), manifest.to_json())
         except Conflict:
-            winner = _committer(fs, root, manifest.version)
-            if winner != token:
-                if version is not None and winner is not None:
-                    raise
-                time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # so that many writers do not stay in step
-                continue
+            if version is not None:
+                raise
+            time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # so that many writers do not stay in step
+            continue
         return _snapshot(absolute(url), manifest)
     raise Conflict(f"{full_name(fs, root)}: {_ATTEMPTS} times another writer committed first; try again")
 
@@ -208,17 +206,6 @@ def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
     if known and len(known) < len(parts):
         raise StorageError(f"{where} already has {known}, but not the other parts of this commit")
     return not known
-
-
-def _committer(fs: AbstractFileSystem, root: str, version: int) -> str | None:
-    """Return the id of the attempt that committed ``version``.
-
-    None while a store refuses a second writer but does not yet show the first one's file.
-    """
-    try:
-        return read_manifest(fs, root, version).commit
-    except FileNotFoundError:
-        return None
 
 
 def _latest(fs: AbstractFileSystem, root: str) -> Manifest | None:

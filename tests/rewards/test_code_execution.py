@@ -17,20 +17,11 @@ import pytest
 
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.errors import ConfigError
 from siirl_dask.rewards import build_scorer, code_execution
 from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _isolation():
-    """Skip the tests where the kernel or the container does not allow code to be isolated."""
-    try:
-        passes("", "", Limits())
-    except ConfigError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("isolation")
 
 
 QUICK = Limits(seconds=5.0)

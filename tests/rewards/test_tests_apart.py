@@ -9,6 +9,7 @@ from siirl_dask.rewards import code_execution
 from siirl_dask.rewards.code_execution.inside.values import decode, encode
 from siirl_dask.rewards.code_execution.sandbox import Limits, passes, passes_together
 
+pytestmark = pytest.mark.usefixtures("isolation")
 QUICK = Limits(seconds=5.0)
 PROGRAM = """
 import math
@@ -45,15 +46,6 @@ def letters(text): return Counter(text)
 def apply(function, items): return [function(item) for item in items]
 def sorted(items): return "mine"
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _isolation():
-    """Skip the tests where the kernel or the container does not allow code to be isolated."""
-    try:
-        passes("", "", Limits())
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -138,13 +139,17 @@ def test_second_creator_gets_a_conflict_and_leaves_nothing(url: str, monkeypatch
 
 
 def test_commit_whose_reply_was_lost_is_not_done_twice(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from siirl_storage import files, table
+    from siirl_storage import files
 
-    def lose_the_reply(fs: object, path: str, data: bytes) -> None:
-        files.write_exclusive(fs, path, data)
-        raise Conflict(f"{path} already exists")
+    def lose_the_reply(create: Callable[..., None]) -> Callable[..., None]:
+        def created_and_tried_again(*arguments: object) -> None:
+            create(*arguments)
+            raise FileExistsError("it is there, from the first try")
 
-    monkeypatch.setattr(table, "write_exclusive", lose_the_reply)
+        return created_and_tried_again
+
+    for create in ("_create", "_link"):  # on object stores and in memory; on local files
+        monkeypatch.setattr(files, create, lose_the_reply(getattr(files, create)))
     assert create_table(url, [sample(0, 3)]).version == 1
     assert append(url, [sample(3, 3)]).version == 2
     assert open_table(url).to_table().equals(sample(0, 6))

@@ -45,7 +45,7 @@ REQUEST = Bounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """What is known of a message before it is there."""
+    """The fixed beginning of a message: it says how much follows."""
 
     head: int
     """Bytes of the head."""

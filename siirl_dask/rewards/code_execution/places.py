@@ -1,4 +1,4 @@
-"""What of the machine a program sees, and the command that starts it: by itself or in another's sandbox."""
+"""Places of the machine that a program sees, and the command that starts it: by itself or in another's sandbox."""
 
 from __future__ import annotations
 

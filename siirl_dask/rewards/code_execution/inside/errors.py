@@ -1,4 +1,4 @@
-"""What a test's process can fail with, beside what the test raises."""
+"""Errors of a test's process, beside what the test raises."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "isinstance": isinstance,
 }
-"""What a test may ask of an object that stays with the program."""
+"""Operations that a test may ask for on an object that stays with the program."""
 
 
 def serve_solution(task: dict[str, Any]) -> None:
