@@ -59,11 +59,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     query.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
-    chosen, more = parser.parse_known_args(arguments)  # key=value after an option, which argparse leaves over
-    if more and (any(text.startswith("-") for text in more) or not hasattr(chosen, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:
+    chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
+    unknown = any(text.startswith("-") for text in more)
+    if not unknown and hasattr(chosen, "overrides"):
         chosen.overrides += more
+    elif not unknown and len(more) == 1 and getattr(chosen, "sql", more) is None:
+        (chosen.sql,) = more
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     return chosen
 
 
