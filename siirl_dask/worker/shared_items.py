@@ -19,8 +19,6 @@ MAX_ITEMS = 2**12
 """Items or results in a message."""
 MESSAGE = 2**24
 """Bytes of items or results in a message; one that is larger travels alone."""
-
-
 _CALLS = frozenset(map(str, range(2**10)))  # queues of a node in an iteration
 
 

@@ -15,6 +15,7 @@ from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 
+_MAX_DIGITS = 10  # of a part's number
 _MAX_AHEAD = 16  # parts beyond this worker's own: a source waits for everyone's acks after a few
 
 
@@ -58,6 +59,3 @@ class ExpectedKeys:
         if key.sequence < self._forgotten:
             raise PeerError(f"refused {key}: every worker has completed that iteration")
         self._window.check(key)
-
-
-_MAX_DIGITS = 10  # of a part's number
