@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.checks import parse_bytes
-from siirl_dask.config.data import DataConfig, StorageConfig, TransportMode
+from siirl_dask.config.data import DataConfig, Durability, StorageConfig, TransportMode
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -28,6 +28,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "Dtype",
+    "Durability",
     "Engine",
     "FsdpConfig",
     "LoraConfig",

@@ -22,9 +22,25 @@ class TransportMode(StrEnum):
     """Shared memory for every pair; a pair without it is an error."""
 
 
+class Durability(StrEnum):
+    """When the rows that a step saves are on the store."""
+
+    none = "none"
+    """Never: nothing is saved, and a run that stops repeats its steps from the newest checkpoint."""
+    asynchronous = "async"
+    """Soon: a worker writes its rows while it goes on with the step, one table at a time."""
+    sync = "sync"
+    """At once: a worker goes on when its rows are written."""
+
+
 @dataclass(kw_only=True, slots=True)
 class StorageConfig:
     """``storage``: reads and writes of all files, on any store."""
+
+    durability: Durability = Durability.asynchronous
+    """When the rows that a step saves are on the store: ``none``, ``async`` or ``sync``. What is there when a run stops
+    is never generated again.
+    """
 
     retry_seconds: float = RETRY_SECONDS
     """Seconds for which an operation on a store is tried again that failed with an error that may pass: a lost

@@ -165,6 +165,11 @@ class Dataloader:
         self._ahead.clear()  # what was read ahead is no longer what the next step begins with
         return self._reader.submit(self._read_rows, rows, tuple(columns)).result()
 
+    def seek(self, position: int) -> None:
+        """Go on with the prompt of that number, as ``position`` gave it after an earlier step."""
+        self._drawn, self._drew_more = range(position, position), True
+        self._ahead.clear()
+
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 

@@ -11,19 +11,20 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.iterations import iterations, with_drains
+from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
-from siirl_dask.driver.under_way import Written
+from siirl_dask.driver.stages import with_stages
+from siirl_dask.driver.under_way import Done, Staged, Written
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.errors import ConfigError, Interrupted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
-from siirl_dask.planner import DAG, Hosts, Phase, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.attempt import take
@@ -36,8 +37,8 @@ from siirl_dask.runs.folder import (
     remove_summary,
     write_identity,
 )
-from siirl_dask.runs.tables import commit_tables, remove_steps, tables_of
-from siirl_dask.schema import IDENTITY, TYPES, make_schema
+from siirl_dask.runs.stages import describe_stage
+from siirl_dask.runs.tables import commit_table, remove_steps, tables_of
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.worker.run_spec import RunSpec
 
@@ -82,7 +83,8 @@ def _run(
         _note_start(log)
         with connect(config, log.progress) as client:
             named = members(client, config.cluster.workers)
-            log.resume_at(verified_resume_point(config, dag, client, named, fresh=fresh, force=force))
+            resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=force)
+            log.resume_at(with_stages(config, dag, resume, client, named))
             phases = _plan(config, dag, validation, list(named), log.resume, hosts_of(named))
             check_reachable(client, named, phases, checked.reads, config.run.url)
             for note in host_notes(phases[Phase.TRAIN][0]):
@@ -94,7 +96,7 @@ def _run(
             lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
             driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
             prepare_folder = partial(_prepare_folder, config, dag, validation, log)
-            commit = partial(_commit, checkpoints, log, dag)
+            commit = partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest())
             _drive(driver, log, client.dashboard_link, list(phases), prepare_folder, commit)
     except KeyboardInterrupt:
         message = f"stopped by the user after {log.steps} of {config.run.steps} steps; what was written is whole"
@@ -119,20 +121,19 @@ def _drive(
     dashboard: str,
     phases: Sequence[Phase],
     prepare_folder: Callable[[], None],
-    commit: Callable[[Written], None],
+    commit: Callable[[Staged | Written], None],
 ) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
-    config = log.config
+    config, resume = log.config, log.resume
     with driver.at_work(config.cluster, log.announce):
         prepare_folder()
         log.begin(dashboard)
         before = driver.traffic()
-        for event in driver.run(with_drains(iterations(config, phases, log.resume.done))):
-            if isinstance(event, Written):
-                commit(event)
-            else:
-                commit_tables(log.attempt, event.iteration.step, event.parts)
+        for event in driver.run(iterations(config, phases, resume.done, resume.stages, resume.measured)):
+            if isinstance(event, Done):
                 log.record(event)
+            else:
+                commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
 
@@ -152,9 +153,11 @@ def _plan(
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
     if resume.done and (loading := weights_dag(dag)) is not None:
-        identity = make_schema({name: TYPES[name] for name in IDENTITY})
-        plan = compile_chains(loading, workers, identity, config.cluster.placement, hosts)
+        plan = compile_chains(loading, workers, NO_DATA, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
+    if resume.cut is not None:
+        plan = compile_chains(resume.cut.dag, workers, NO_DATA, config.cluster.placement, hosts)
+        phases[Phase.REPLAY] = (plan, phases[Phase.TRAIN][1])
     return phases
 
 
@@ -165,13 +168,19 @@ def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, log: RunLo
     if resume.fresh:
         remove_run(url, tables)
     elif resume.exists:
-        remove_steps(url, tables, resume.done)
+        remove_steps(url, tables, resume.last)
         remove_summary(url)
     write_identity(config, dag, replace=resume.exists)
 
 
-def _commit(checkpoints: Checkpoints, log: RunLog, dag: DAG, written: Written) -> None:
-    """Commit a checkpoint that every worker has written."""
-    step, digest = written.iteration.step, RunIdentity.of(log.config, dag).digest()
+def _commit(checkpoints: Checkpoints, log: RunLog, digest: str, written: Staged | Written) -> None:
+    """Commit a table of a step, or a checkpoint, that every worker has written. ``digest`` is that of the identity."""
+    step = written.iteration.step
+    if isinstance(written, Staged):
+        about = describe_stage(
+            digest=digest, attempt=log.attempt.number, metrics=written.metrics, position=written.position
+        )
+        commit_table(log.attempt, written.table, step, written.parts, about)
+        return
     state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest)
     checkpoints.commit(written.url, state, written.files)

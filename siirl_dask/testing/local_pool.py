@@ -38,6 +38,7 @@ from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.shared_items import ExpectedWork
+from siirl_dask.worker.stages import PlainWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
@@ -174,6 +175,7 @@ class LocalPool:
         return WorkerRuntime(
             device=device,
             run_url=self.url,
+            stages=PlainWriter(self.url),
             run_seed=self.seed,
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,

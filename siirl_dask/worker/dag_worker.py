@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import pickle
 import zlib
@@ -19,15 +18,15 @@ from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 from siirl_storage.digests import FileDigest
-from siirl_storage.manifest import part_entry
 
+from siirl_dask.config import Durability
 from siirl_dask.context import Device, Rank
-from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Plan
+from siirl_dask.planner import Iteration, Phase, Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
@@ -42,6 +41,7 @@ from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
+from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
@@ -144,7 +144,8 @@ class DAGWorker(WorkerPlugin):
         self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
-            attempt=self.spec.attempt,
+            stages=self._stage_writer(),
+            read_limit=self._phases[self.spec.builds_from][1].read_limit,
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
@@ -168,13 +169,27 @@ class DAGWorker(WorkerPlugin):
         """
         runtime = self._enter(iteration, completed)
         plan, source = self._phases[iteration.phase]
-        if iteration.phase not in self._loaders:
+        loader = self._loader(iteration.phase.counts_as, source)
+        if iteration.position is not None:
+            loader.seek(iteration.position)
+        chain = plan.chains[self.worker_name]
+        metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
+        tables = [] if self.spec.durability is Durability.none else chain.saved
+        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
+
+    def _loader(self, phase: Phase, source: Source) -> Dataloader:
+        if phase not in self._loaders:
             positions = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[iteration.phase] = Dataloader(source, positions.get(iteration.phase))
-        calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
-        metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
-        parts = {table: json.dumps(part_entry(part)) for table, part in calls.saved.items()}
-        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "parts": parts})
+            self._loaders[phase] = Dataloader(source, positions.get(phase))
+        return self._loaders[phase]
+
+    def _stage_writer(self) -> StageWriter | PlainWriter:
+        spec = self.spec
+        if spec.attempt is None:
+            return PlainWriter(spec.url)
+        return StageWriter(
+            run_url=spec.url, attempt=spec.attempt, durability=spec.durability, report=self._report, stop=self.stop
+        )
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
@@ -227,6 +242,8 @@ class DAGWorker(WorkerPlugin):
         """Free everything that ``start`` built."""
         for loader in self._loaders.values():
             loader.close()
+        if self._runtime is not None:
+            self._runtime.stages.close()
         close_roles(self._runtime.resources if self._runtime else {})
         self._runtime = self._states = None
         groups.leave()

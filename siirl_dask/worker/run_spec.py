@@ -15,7 +15,7 @@ from types import ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, Durability
 from siirl_dask.coordinator.dataloader import Source
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.planner import Phase, Plan, PlanInputs
@@ -43,6 +43,8 @@ class RunSpec:
     data: DataSettings
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
+    durability: Durability = Durability.asynchronous
+    """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
     store: StateStore | None = None
@@ -70,6 +72,7 @@ class RunSpec:
             threads=config.cluster.threads,
             data=DataSettings.of(config, members.values()),
             retry_seconds=config.storage.retry_seconds,
+            durability=config.storage.durability,
             attempt=attempt,
             store=store,
             resume_from=resume_from,

@@ -4,7 +4,7 @@ A table is a folder of Parquet or Arrow parts; a snapshot's manifest is written 
 reader sees a whole version or none. Plain files that somebody else wrote open as tables too. See docs/storage.md.
 """
 
-from siirl_storage.committed import commit_parts, complete_parts, stage_part
+from siirl_storage.committed import PartsRecord, commit_parts, complete_parts, read_record, stage_part
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound, TooLarge
 from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
 from siirl_storage.formats import ROWS_PER_GROUP, Format
@@ -21,6 +21,7 @@ __all__ = [
     "CorruptPart",
     "Format",
     "Part",
+    "PartsRecord",
     "RowGroup",
     "Snapshot",
     "StorageError",
@@ -37,6 +38,7 @@ __all__ = [
     "open_table",
     "parse_part_name",
     "part_name",
+    "read_record",
     "remove_file",
     "remove_tree",
     "retry",
