@@ -57,6 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "sql", metavar="SQL", nargs="?", default=None, help="default: count and mean reward of each step"
     )
     query.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
+    again = commands.add_parser("replay", help="run nodes again on a run's stored rows, changed", epilog=EXIT_CODES)
+    _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
     chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
@@ -79,6 +81,29 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="URL", help="where to write; default: RUN/evaluations/..., ./evaluations/...")
     for name, (key, metavar, text) in _EVAL_OPTIONS.items():
         command.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="where to run, such as cluster.workers=2")
+    command.add_argument("--from", dest="first", metavar="NODE", required=True, help="node to begin with")
+    command.add_argument("--steps", default=":", metavar="A:B", help="steps A to B, both included; default: all")
+    command.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="such as rewards.function=file.py:f",
+    )
+    command.add_argument(
+        "--node",
+        dest="nodes",
+        action="append",
+        default=[],
+        metavar="NAME=file.py:f",
+        help="another function for a node",
+    )
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
@@ -106,6 +131,11 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
             print(describe_run(file.config, *dags(file), chosen.format, hosts))
+        case "replay":
+            from siirl_dask.commands.replay import ReplayRequest, render, replay
+
+            given = {name: value for name, value in vars(chosen).items() if name != "command"}
+            print(render(replay(ReplayRequest(**given))))
         case "quickstart":
             from siirl_dask.commands.quickstart import quickstart
 

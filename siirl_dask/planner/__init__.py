@@ -42,7 +42,7 @@ from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
-from siirl_dask.planner.restore import NO_DATA, Cut, cut_at_stored
+from siirl_dask.planner.restore import NO_DATA, Cut, cut_at_stored, run_again, saved_after
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
 __all__ = [
@@ -95,6 +95,8 @@ __all__ = [
     "estimate",
     "reads_option",
     "resolve",
+    "run_again",
+    "saved_after",
     "trace_columns",
     "usage",
 ]

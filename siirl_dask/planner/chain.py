@@ -178,6 +178,11 @@ class Chain:
     links: tuple[Link, ...]
 
     @property
+    def loads(self) -> bool:
+        """Whether the worker reads prompts of the dataset."""
+        return any(isinstance(link, Load) for link in self.flat)
+
+    @property
     def saved(self) -> list[str]:
         """Tables of which this worker saves or reports a part."""
         return [link.table for link in self.flat if isinstance(link, Save | Report)]

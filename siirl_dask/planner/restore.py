@@ -21,6 +21,10 @@ NO_DATA: Schema = make_schema({name: TYPES[name] for name in IDENTITY})
 """Columns of the dataset for which a cut DAG is planned: it reads none."""
 
 
+STORED = "stored"
+"""Name of the node that stands for stored rows, where nodes are run again."""
+
+
 @columns(new_rows=True, passes=False)
 def stored_rows(context: Any, rows: Any, *, table: str) -> Any:
     """Stand for rows of the run's table ``table``: the plan has a Restore link for a node with this function."""
@@ -61,7 +65,7 @@ def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
     PlanError, with the reason, where a node that is left needs more than the table holds.
     """
     assert saved.save_as is not None
-    skipped = _before(dag, saved) | {saved.name}
+    skipped = nodes_before(dag, saved) | {saved.name}
     for name in skipped:
         if stages[name].node.contract.carries:
             raise PlanError(
@@ -78,6 +82,51 @@ def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
     return Cut(DAG(dag.roles, nodes), saved.name, saved.save_as)
 
 
+def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
+    """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this table holds.
+
+    The last of them saves its rows as ``save_as``. Columns that these nodes write are made anew; all others are stored
+    ones. PlanError when ``first`` is no node before a saved table, or one of the nodes needs more than the table holds.
+    """
+    stages = trace_columns(dag, source)
+    saved = _saving(dag, dag.node(first))
+    before = nodes_before(dag, saved) | {saved.name}
+    again = {node.name for node in dag.nodes if node.name in before and first in {node.name, *nodes_before(dag, node)}}
+    for name in again:
+        if stages[name].node.contract.new_rows or not stages[name].node.after:
+            raise PlanError(
+                f"node {name!r} makes rows of its own, and only stored rows can be run again: name a later node"
+            )
+        _check_stored(stages, stages[name].node, saved, before - again)
+    kept = (column for column in stages[saved.name].produced.values() if column.writer not in again)
+    held = make_schema({column.name: column.type for column in kept if column.name not in IDENTITY})
+    entry = Node(STORED, stored_rows, role=dag.node(first).role, writes=held, options={"table": saved.save_as})
+    nodes = [
+        replace(_attached(node, STORED, before - again), save_as=save_as if node.name == saved.name else None)
+        for node in dag.ordered()
+        if node.name in again
+    ]
+    needed = {name for node in nodes for name in (node.role, node.contract.neighbour)}
+    roles = tuple(role for role in dag.roles if role.name in needed)
+    return Cut(DAG(roles, (entry, *nodes)), saved.name, str(saved.save_as))
+
+
+def saved_after(dag: DAG, first: Node) -> str:
+    """Return the table that ``first`` saves, or the first node after it that saves one. PlanError if there is none."""
+    return str(_saving(dag, first).save_as)
+
+
+def _saving(dag: DAG, first: Node) -> Node:
+    for node in dag.ordered():
+        if node.save_as and first.name in {node.name, *nodes_before(dag, node)}:
+            return node
+    tables = {node.name: node.save_as for node in dag.nodes if node.save_as}
+    raise PlanError(
+        f"no rows are saved at node {first.name!r} or after it: name a node that is before one of those which save "
+        f"rows, or is one of them ({tables})"
+    )
+
+
 def is_stored(node: Node) -> bool:
     """Tell whether a node stands for stored rows."""
     return bare(node.fn) is stored_rows
@@ -88,7 +137,7 @@ def stored_table(node: Node) -> str:
     return str(node.options["table"])
 
 
-def _before(dag: DAG, node: Node) -> set[str]:
+def nodes_before(dag: DAG, node: Node) -> set[str]:
     """Return the names of all nodes that a node comes after."""
     above: set[str] = set()
     waiting = [*node.after]
@@ -103,7 +152,7 @@ def _before(dag: DAG, node: Node) -> set[str]:
 def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
     stage, held = stages[node.name], stages[saved.name]
-    if node.name == saved.name:
+    if node.name == saved.name and node.contract.stateful:
         raise PlanError(f"node {node.name!r} saves its rows and changes its role: save the output of a node before it")
     if not node.after and node.name in skipped:
         raise PlanError(f"node {node.name!r} reads the dataset and changes its role: its input is not stored")

@@ -26,7 +26,7 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request, Transi
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Phase, Plan
+from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
@@ -169,18 +169,20 @@ class DAGWorker(WorkerPlugin):
         """
         runtime = self._enter(iteration, completed)
         plan, source = self._phases[iteration.phase]
-        loader = self._loader(iteration.phase.counts_as, source)
-        if iteration.position is not None:
-            loader.seek(iteration.position)
         chain = plan.chains[self.worker_name]
+        loader = self._loader(iteration, source) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
         tables = [] if self.spec.durability is Durability.none else chain.saved
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
 
-    def _loader(self, phase: Phase, source: Source) -> Dataloader:
+    def _loader(self, iteration: Iteration, source: Source) -> Dataloader:
+        """Return the dataloader of the iteration's phase, which is made when it is first needed."""
+        phase = iteration.phase.counts_as
         if phase not in self._loaders:
             positions = self.spec.resume_from.positions if self.spec.resume_from else {}
             self._loaders[phase] = Dataloader(source, positions.get(phase))
+        if iteration.position is not None:
+            self._loaders[phase].seek(iteration.position)
         return self._loaders[phase]
 
     def _stage_writer(self) -> StageWriter | PlainWriter:

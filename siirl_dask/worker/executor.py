@@ -56,6 +56,7 @@ class ChainRun:
             runtime.pulse.beat()
             match link:
                 case Load(name, columns, index, count):
+                    assert self.calls.loader is not None
                     self.calls.loaded = link
                     with _Timed(self.calls, name):
                         tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)

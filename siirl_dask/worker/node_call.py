@@ -26,7 +26,8 @@ class NodeCalls:
 
     runtime: WorkerRuntime
     iteration: Iteration
-    loader: Dataloader
+    loader: Dataloader | None
+    """None where the chain loads no prompts."""
     tables: dict[str, pa.Table] = field(default_factory=dict)
     """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class NodeCalls:
 
     def so_far(self) -> SoFar:
         """Return what a table that is saved now stands for, beside its rows."""
-        return SoFar(self.metrics, self.loader.position)
+        return SoFar(self.metrics, self.loader.position if self.loader else None)
 
     def joined(self, inputs: Sequence[Input]) -> pa.Table:
         """Return one table with the columns of all inputs, sorted by row id."""
@@ -76,7 +77,7 @@ class NodeCalls:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
         if edges := self.handing.get(node.name):
             context.hand_over = partial(self._hand_over, node, edges)
-        if node.contract.draws and load is not None:
+        if node.contract.draws and load is not None and self.loader is not None:
             context.draw_prompts = partial(
                 self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
             )

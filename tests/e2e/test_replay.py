@@ -5,6 +5,7 @@ straight run does.
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from siirl_storage import complete_parts
@@ -19,7 +20,7 @@ FOUR = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
 def generate_and_note(ctx, table, *, rollout, notes):
-    with open(notes, "a") as file:  # outside of the process, which may be killed
+    with Path(notes).open("a") as file:  # outside of the process, which may be killed
         file.write(f"{ctx.step}\n")
     return generate(ctx, table, rollout=rollout)
 
