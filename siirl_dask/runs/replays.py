@@ -112,7 +112,7 @@ def _samples(before: pa.Table, after: pa.Table) -> tuple[SampleChange, ...]:
     """Return the samples whose rewards differ most, the largest difference first."""
     difference = pc.abs(pc.subtract(pc.fill_null(after[REWARD], 0.0), pc.fill_null(before[REWARD], 0.0)))
     order = pc.sort_indices(difference, sort_keys=[("", "descending")])
-    chosen = [index for index in order[:_SAMPLES].to_pylist() if difference[index].as_py()]
+    chosen = pa.array([index for index in order[:_SAMPLES].to_pylist() if difference[index].as_py()], pa.int64())
     texts = [name for name in (PROMPT_TEXT, RESPONSE) if name in before.column_names]
     rows = before.select([_STEP, ROW_ID, REWARD, *texts]).take(chosen).to_pylist()
     news = after[REWARD].take(chosen).to_pylist()

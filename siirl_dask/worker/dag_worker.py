@@ -19,7 +19,6 @@ from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 from siirl_storage.digests import FileDigest
 
-from siirl_dask.config import Durability
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
@@ -172,7 +171,7 @@ class DAGWorker(WorkerPlugin):
         chain = plan.chains[self.worker_name]
         loader = self._loader(iteration, source) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
-        tables = [] if self.spec.durability is Durability.none else chain.saved
+        tables = chain.saved if runtime.stages.reports else []
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
 
     def _loader(self, iteration: Iteration, source: Source) -> Dataloader:

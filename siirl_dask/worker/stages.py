@@ -48,13 +48,18 @@ class StageWriter:
     _writing: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "siirl-stages"))
 
+    @property
+    def reports(self) -> bool:
+        """Whether the driver hears of each table that is saved."""
+        return self.durability is not Durability.none
+
     def save(self, link: Save, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
         """Write ``rows`` as this worker's part of a table, and report it with what is ``done`` of the step.
 
         With ``storage.durability=sync`` it is written when this returns; with ``async`` the one before it is. Raises
         what a write raised, also an earlier one.
         """
-        if self.durability is Durability.none:
+        if not self.reports:
             return
         folder = step_folder(self.run_url, link.table, iteration.step)
         event = _event(iteration, link.table, done)
@@ -70,7 +75,7 @@ class StageWriter:
 
     def note(self, table: str, iteration: Iteration, done: SoFar) -> None:
         """Report for a table of which this worker has no part."""
-        if self.durability is not Durability.none:
+        if self.reports:
             self.report(_event(iteration, table, done))
 
     def check(self) -> None:
@@ -93,6 +98,8 @@ class PlainWriter:
     """Writes parts of a pass that nothing commits: their names say how many there are."""
 
     run_url: str
+    reports: bool = False
+    """Never: no driver waits for a part."""
 
     def save(self, link: Save, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
