@@ -49,8 +49,8 @@ class _Tally:
             self.tokens += difference.size
             self.total += float(size.sum(dtype=np.float64))
             self.largest = float(np.maximum(self.largest, size.max()))  # keeps a nan
-            below = [np.count_nonzero(difference < edge) for edge in _EDGES]  # a nan is below none
-            self.ratios += np.diff([0, *below, difference.size])
+            below = [int(np.count_nonzero(difference < edge)) for edge in _EDGES]  # a nan is below none
+            self.ratios += np.diff(np.array([0, *below, difference.size]))
 
     def merge(self, other: _Tally) -> None:
         """Add another part's tokens."""

@@ -179,8 +179,8 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
     )
     if not changes.num_rows:
         raise DataError(
-            f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a validation has the same "
-            "prompts each time (--table validation)"
+            f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a validation has the "
+            "same prompts each time (--table validation)"
         )
     return changes
 

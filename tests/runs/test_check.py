@@ -176,7 +176,7 @@ def test_steps_that_the_metrics_lack_are_named(url):
 
 
 def test_tables_without_a_record_are_checked_too(url):
-    """Those of an evaluation: the parts' names say how many there are."""
+    """An evaluation writes such tables: the names of their parts say how many there are."""
     for part in range(2):
         write_part(f"{url}/evaluations/it/samples/step=000004", part, 2, pa.table({"row_id": [part]}))
     assert "evaluations/it/samples" in check(url)[0][State.WHOLE]

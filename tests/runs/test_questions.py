@@ -286,3 +286,10 @@ def test_a_question_does_not_wait_for_torch_and_dask(run):
     code = "import sys; from siirl_dask.cli import main; main(sys.argv[1:]); print({'torch', 'dask'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code, "rollouts", run, "--lengths"], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_the_documented_example_runs(run):
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "open_rollouts" in code)
+    assert all(name in example for name in ("zero_variance", "mismatch", "worst"))
+    exec(example.replace('"runs/mine"', repr(run)), {})

@@ -39,7 +39,9 @@ def cell(name: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.1%}" if name in _SHARES else f"{value:.4g}" if abs(value) < 1 else f"{value:,.2f}"
+        if name in _SHARES:
+            return f"{value:.1%}"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
     return " ".join(printable(str(value)).split())
 
 
