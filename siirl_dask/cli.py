@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from siirl_dask.commands.script import (
 )
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.errors import did_you_mean
 
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
@@ -64,7 +66,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif not unknown and len(more) == 1 and getattr(chosen, "sql", more) is None:
         (chosen.sql,) = more
     elif more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        command = commands.choices[chosen.command]
+        known = re.findall(r"--[\w-]+", command.format_usage())
+        command.error(f"unrecognized arguments: {' '.join(more)}{did_you_mean(more[0], known)}")
     return chosen
 
 

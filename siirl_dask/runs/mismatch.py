@@ -60,14 +60,19 @@ class _Tally:
         self.ratios += other.ratios
 
 
+def can_mismatch(rollouts: Rollouts) -> bool:
+    """Return whether the table has the two columns that ``mismatch`` compares."""
+    return set(_COLUMNS) <= set(rollouts.schema.names)
+
+
 def mismatch(rollouts: Rollouts) -> pa.Table:
     """Return for each step the response ``tokens``, and over them how far the two log-probs lie apart.
 
     ``mean`` and ``largest`` are of the absolute difference; ``RATIO_BINS`` are shares of tokens by the ratio of the
     trainer's probability before the update to the sampler's. DataError where the table lacks one of the two.
     """
-    if missing := [name for name in _COLUMNS if name not in rollouts.schema.names]:
-        raise DataError(f"the table {rollouts.name!r} has no column {missing[0]!r}, with which log-probs are compared")
+    if not can_mismatch(rollouts):
+        raise DataError(f"the table {rollouts.name!r} has not both columns of log-probs, {' and '.join(_COLUMNS)}")
     tallies = {step: _Tally() for step in rollouts.files}
     parts = [(step, path) for step, paths in rollouts.files.items() for path in paths]
     with ThreadPoolExecutor(_READERS) as pool:

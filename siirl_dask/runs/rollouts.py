@@ -19,7 +19,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
 from siirl_storage.files import at, list_files
 
-from siirl_dask.errors import DataError, did_you_mean
+from siirl_dask.errors import DataError, SiirlError, did_you_mean
 
 if TYPE_CHECKING:
     import duckdb
@@ -124,9 +124,13 @@ def open_rollouts(
         raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
     try:
         fs, root = open_fs(join(url, table))
+        saved = saved_steps(fs, root)
     except StorageError as error:
         raise DataError(str(error)) from error
-    saved = saved_steps(fs, root)
+    except SiirlError:
+        raise
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
     counted = dict(sorted({**saved.whole, **(saved.incomplete if incomplete else {})}.items()))
     remark = _remark(saved, incomplete)
     if not counted:

@@ -220,6 +220,7 @@ def test_a_step_that_is_not_asked_for_is_not_read(run):
         (["--by", "meta.sorce"], "no column 'meta.sorce'.*did you mean 'source'"),
         (["--by", "response_ids"], "the column 'response_ids' holds list"),
         (["--step", "7"], "has saved no step 7 of 'rollouts': it has 2 steps, 1 to 2"),
+        (["--wrost"], "unrecognized arguments: --wrost; did you mean '--worst'"),
         (["--steps", "5:2"], "the first step comes after the last"),
         (["--steps", "2"], "expected A:B"),
         (["--worst", "0"], "0 samples: expected at least 1"),
@@ -260,6 +261,9 @@ class Tags(HTMLParser):
 def test_a_page_is_one_file_in_which_nothing_that_a_model_says_is_markup(run, tmp_path, capsys):
     file = tmp_path / "page.html"
     main(["rollouts", run, "--html", str(file)])
+    unlearned = [{name: value for name, value in row(0, 0, 1.0, 3).items() if name not in LOGPROBS}]
+    save(run, {0: unlearned}, parts=1, table="validation")
+    main(["rollouts", run, "--table", "validation", "--html", str(file)])
     main(["rollouts", run, "--html", str(file), "--diff", "1", "2", "--by", "response", "--worst", "9"])
     parser = Tags()
     parser.feed(file.read_text())

@@ -12,12 +12,12 @@ from siirl_dask.commands.rollouts.terminal import print_answer
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs import questions
-from siirl_dask.runs.mismatch import mismatch
+from siirl_dask.runs.mismatch import can_mismatch, mismatch
 from siirl_dask.runs.rollouts import TABLE, Rollouts, open_rollouts
 
 _SAMPLES = 5
-_REPORT = {"zero_variance": True, "lengths": True, "mismatch": True, "best": _SAMPLES, "worst": _SAMPLES}
-"""The questions of a page for which none was asked."""
+_REPORT = {"zero_variance": True, "lengths": True, "best": _SAMPLES, "worst": _SAMPLES}
+"""The questions of a page for which none was asked, with that of the mismatch where there are log-probs."""
 
 
 def add_questions(command: ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def show_rollouts(asked: Namespace) -> None:
     with open_rollouts(asked.run, table=asked.table, steps=asked.steps, incomplete=asked.incomplete) as rollouts:
         if asked.html is not None:
             if asked.sql is None and not chosen:
-                vars(asked).update(_REPORT)
+                asked = Namespace(**{**vars(asked), **_REPORT, "mismatch": can_mismatch(rollouts)})
             write_page(asked.html, f"{asked.run}, {asked.table}", list(_answers(rollouts, asked)))
             print(f"the answers are in {asked.html}")
         elif chosen:

@@ -33,6 +33,8 @@ def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None
         files = list_files(fs, root)
     except StorageError as error:
         raise ConfigError(str(error)) from error
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise ConfigError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
     if CONFIG_FILE not in files and not any(path.startswith(_OF_A_RUN) for path in files):
         raise ConfigError(f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}")
     begin(sum(files.values()))
