@@ -86,7 +86,7 @@ def _extreme(rollouts: Rollouts, count: int, order: str) -> pa.Table:
     columns = ", ".join([*_texts(rollouts), f"{_length(rollouts)} AS {RESPONSE_TOKENS}", *_there(rollouts, _SHOWN)])
     return rollouts.table(
         f"SELECT step, row_id, {columns} FROM {rollouts.of_steps(sorted({step for step, _ in places}))} "
-        f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY number"
+        f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY chosen.number"
     )
 
 
