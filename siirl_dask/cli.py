@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
+from siirl_dask.commands.check import CHECK_EXIT_CODES, check
+from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
     EXIT_CODES,
     add_cluster_option,
@@ -16,7 +19,7 @@ from siirl_dask.commands.script import (
 )
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.phases import dags
+from siirl_dask.errors import did_you_mean
 
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
@@ -51,12 +54,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     add_cluster_option(quick)
-    query = commands.add_parser("rollouts", help="query every sample of a run with SQL, as the table 'rollouts'")
-    query.add_argument("run", metavar="RUN", help="the run's folder or URL")
-    query.add_argument(
-        "sql", metavar="SQL", nargs="?", default=None, help="default: count and mean reward of each step"
-    )
-    query.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
+    add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
+    whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
+    whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
     again = commands.add_parser("replay", help="run nodes again on a run's stored rows, changed", epilog=EXIT_CODES)
     _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
@@ -68,7 +68,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif not unknown and len(more) == 1 and getattr(chosen, "sql", more) is None:
         (chosen.sql,) = more
     elif more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        command = commands.choices[chosen.command]
+        known = re.findall(r"--[\w-]+", command.format_usage())
+        command.error(f"unrecognized arguments: {' '.join(more)}{did_you_mean(more[0], known)}")
     return chosen
 
 
@@ -120,11 +122,14 @@ def _dispatch(chosen: argparse.Namespace) -> None:
     """Call the chosen command. Each is imported here: torch and Dask take seconds, for which others need not wait."""
     match chosen.command:
         case "run":
+            from siirl_dask.driver.phases import dags
+
             file = load_config_file(chosen.config, overrides_of(chosen))
             train(file.config, *dags(file), chosen)
         case "plan":
             from siirl_dask.commands.hosts import read_hosts
             from siirl_dask.commands.plan import describe_run
+            from siirl_dask.driver.phases import dags
 
             hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
             workers = chosen.workers if hosts is None else sum(hosts)
@@ -141,12 +146,9 @@ def _dispatch(chosen: argparse.Namespace) -> None:
 
             quickstart(shipped("quickstart.yaml"), overrides_of(chosen))
         case "rollouts":
-            from siirl_dask.runs.rollouts import render
-
-            text, remark = render(chosen.run, chosen.sql, incomplete=chosen.incomplete)
-            print(text)
-            if remark:
-                print(remark, file=sys.stderr)
+            show_rollouts(chosen)
+        case "check":
+            sys.exit(check(chosen.run))
         case "eval":
             _evaluate(chosen)
         case "export":

@@ -21,7 +21,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config
 from siirl_dask.driver.single_pass import stored_passes
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.planner import dag_from_spec, run_again, saved_after
+from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
 from siirl_dask.planner.names import canonical
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.replays import Changes, compare
@@ -70,38 +70,39 @@ def replay(request: ReplayRequest) -> Changes:
     run = open_run(request.run)
     config = run.config_with([*_PLACE, *request.overrides, *request.settings])
     config.run.url = absolute(request.run)
-    dag = dag_from_spec(**changed_spec(run.dag, config, request))
-    table = saved_after(dag, dag.node(request.first))
+    recorded = dag_from_spec(**run.dag)
+    table = saved_after(recorded, recorded.node(request.first))
     steps = _chosen(request, table)
     stored = open_table(join(request.run, table, f"step={steps[0]:06d}")).schema
     name = _free_name(request.run)
+    again = run_again(recorded, stored, request.first, name).dag
+    dag = dag_from_spec(**changed_spec(run.dag, again, config, request))
     cut = run_again(dag, stored, request.first, name)
     stored_passes(config, cut.dag, steps)
     written = dict.fromkeys(name for node in cut.dag.nodes[1:] for name in node.contract.writes.names)
     return compare(request.run, table, name, [*written])
 
 
-def changed_spec(spec: Mapping[str, Any], config: Config, request: ReplayRequest) -> dict[str, Any]:
+def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest) -> dict[str, Any]:
     """Return a DAG as plain data with the request's changes: functions of nodes, and options of nodes and roles that
-    hold a key of the configuration. ConfigError for a change that reaches nothing.
+    hold a key of the configuration. ConfigError for a change that reaches none of those in ``again``.
     """
     roles, nodes = deepcopy(dict(spec["roles"])), deepcopy(list(spec["nodes"]))
+    known = [node["name"] for node in nodes if node["name"] in {other.name for other in again.nodes}]
     for text in request.nodes:
         name, _, function = text.partition("=")
-        node = next((node for node in nodes if node["name"] == name), None)
-        if node is None or not function:
-            known = [node["name"] for node in nodes]
+        if name not in known or not function:
             raise ConfigError(
                 f"--node {text!r}: expected NAME=module:function or NAME=file.py:function, with the name of a node "
-                f"(nodes: {known}){did_you_mean(name, known)}"
+                f"that is run again (nodes: {known}){did_you_mean(name, known)}"
             )
-        node["run"] = function
+        next(node for node in nodes if node["name"] == name)["run"] = function
+    named = [role.name for role in again.roles]
+    owners = [*(roles[name] for name in named), *(node for node in nodes if node["name"] in known)]
     for text in request.settings:
         key = text.partition("=")[0]
-        if not _set(key, config, [*roles.values(), *nodes]):
-            raise ConfigError(
-                f"--set {text}: no role and no node of the run's DAG has {key}, so it would change nothing"
-            )
+        if not _set(key, config, owners):
+            raise ConfigError(f"--set {text}: it changes nothing: nodes {known} of roles {named} do not have {key}")
     return {"roles": roles, "nodes": nodes}
 
 

@@ -7,6 +7,7 @@ checkpoints keep it (``position``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,8 +23,22 @@ from siirl_dask.coordinator.layout.balance import split
 from siirl_dask.coordinator.row_reader import RowReader
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.errors import DataError, did_you_mean
-from siirl_dask.schema import ANSWER, GROUP_ID, IDENTITY, PROMPT, ROW_ID, TOKENS, TYPES, with_large_offsets
+from siirl_dask.schema import (
+    ANSWER,
+    DATA_PART,
+    DATA_ROW,
+    GROUP_ID,
+    IDENTITY,
+    ORIGIN,
+    PROMPT,
+    PROMPT_NUMBER,
+    ROW_ID,
+    TOKENS,
+    TYPES,
+    with_large_offsets,
+)
 
+_OWN = (*IDENTITY, *ORIGIN)  # columns that the dataset does not have
 _ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
@@ -86,17 +101,17 @@ def open_source(source: Source) -> Snapshot:
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
-    """Return the columns that the dataloader gives: identity, ``prompt``, ``answer``, and all others as they are.
+    """Return the columns that the dataloader gives: identity, origin, ``prompt``, ``answer``, all others as they are.
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
     """
-    fields = {name: TYPES[name] for name in IDENTITY}
+    fields = {name: TYPES[name] for name in _OWN}
     paths = {PROMPT: source.prompt, ANSWER: source.answer}
     fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}
     for field in schema:
-        if field.name in IDENTITY:
+        if field.name in _OWN:
             raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
         fields.setdefault(field.name, with_large_offsets(field.type))
     loaded = pa.schema(fields)
@@ -129,6 +144,7 @@ class Dataloader:
         self._snapshot = open_source(source)
         self._schema = source_schema(self._snapshot.schema, source)
         self._rows = RowReader(source.url, self._snapshot, source.read_limit, source.keep)
+        self._origins = _origins(self._snapshot)
         sizes = [group.rows for group in self._snapshot.row_groups()]
         batch_size = source.batch_size or self._snapshot.num_rows
         self._order = GlobalOrder(sizes, batch_size, source.seed)
@@ -191,22 +207,43 @@ class Dataloader:
     def _dataset_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
         """Return the dataset's own names of the columns, without what only the dataloader knows."""
         paths = {PROMPT: self._source.prompt, ANSWER: self._source.answer}
-        return tuple(sorted({paths.get(name, name).split(".")[0] for name in columns if name not in IDENTITY}))
+        return tuple(sorted({paths.get(name, name).split(".")[0] for name in columns if name not in _OWN}))
 
     def _shape(self, table: pa.Table | None, rows: Sequence[RowPosition], columns: Sequence[str]) -> pa.Table:
-        """Return the columns under the data plane's names, identity columns included. ``table`` is None for no other
-        columns.
+        """Return the columns under the data plane's names, with those of identity and origin. ``table`` is None for
+        no other columns.
         """
         schema = pa.schema([self._schema.field(name) for name in columns])
         if not rows:
             return schema.empty_table()
         position = pa.array([row.position for row in rows], pa.int64())
-        shaped = {ROW_ID: position, GROUP_ID: position, TOKENS: pa.array(np.zeros(len(rows), "i8"))}
+        origins = [self._origins[row.group] for row in rows]
+        shaped = {
+            ROW_ID: position,
+            GROUP_ID: position,
+            TOKENS: pa.array(np.zeros(len(rows), "i8")),
+            PROMPT_NUMBER: pa.array([row.number for row in rows], TYPES[PROMPT_NUMBER]),
+            DATA_PART: pa.array([part for part, _ in origins], TYPES[DATA_PART]),
+            DATA_ROW: pa.array(
+                [first + row.row for row, (_, first) in zip(rows, origins, strict=True)], TYPES[DATA_ROW]
+            ),
+        }
         paths = {PROMPT: self._source.prompt, ANSWER: self._source.answer}
         for name in columns:
-            if table is not None and name not in IDENTITY:
+            if table is not None and name not in _OWN:
                 shaped[name] = _extract(table, paths.get(name, name))
         return pa.table([shaped[name] for name in columns], schema=schema).combine_chunks()
+
+
+def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:
+    """Return, for each row group, the index of its part and the number of its first row there."""
+    index = {part.path: number for number, part in enumerate(snapshot.parts)}
+    before: Counter[str] = Counter()
+    origins = []
+    for group in snapshot.row_groups():
+        origins.append((index[group.part], before[group.part]))
+        before[group.part] += group.rows
+    return origins
 
 
 def _extract(table: pa.Table, path: str) -> pa.ChunkedArray:

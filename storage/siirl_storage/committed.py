@@ -115,6 +115,15 @@ def whole_folders(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) -
     return whole
 
 
+def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]) -> list[Part] | None:
+    """Return the parts that the newest record among the ``names`` in a folder lists, whether they are there or not.
+
+    None without a record. StorageError for a record that is damaged.
+    """
+    records = _records(names)
+    return _read_record(fs, root, folder, max(records)) if records else None
+
+
 def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return names and sizes of the files of each folder, given paths below a common root."""
     folders: dict[str, dict[str, int]] = defaultdict(dict)
