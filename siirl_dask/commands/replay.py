@@ -26,9 +26,9 @@ from siirl_dask.planner.names import canonical
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.replays import Changes, compare
 from siirl_dask.runs.rollouts import saved_steps
-from siirl_dask.runs.tables import listed
+from siirl_dask.runs.tables import REPLAY, listed
+from siirl_dask.worker.lazy_role import built_when_used
 
-_NAME = re.compile(r"replay-(\d+)", re.ASCII)
 _STEPS = re.compile(r"(?P<first>\d*)(?P<range>:?)(?P<last>\d*)", re.ASCII)
 _WIDTH = 100  # letters of a prompt or a response
 _FUNCTIONS = {
@@ -78,7 +78,7 @@ def replay(request: ReplayRequest) -> Changes:
     again = run_again(recorded, stored, request.first, name).dag
     dag = dag_from_spec(**changed_spec(run.dag, again, config, request))
     cut = run_again(dag, stored, request.first, name)
-    stored_passes(config, cut.dag, steps)
+    stored_passes(config, DAG(tuple(map(built_when_used, cut.dag.roles)), cut.dag.nodes), steps)
     written = dict.fromkeys(name for node in cut.dag.nodes[1:] for name in node.contract.writes.names)
     return compare(request.run, table, name, [*written])
 
@@ -150,7 +150,7 @@ def _free_name(run_url: str) -> str:
     """Return ``replay-N`` with the first number that no table of the run has."""
     fs, path = open_fs(run_url)
     names = (name.rpartition("/")[2] for name in listed(fs, path))
-    taken = [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
+    taken = [int(found[1]) for name in names if (found := REPLAY.fullmatch(name))]
     return f"replay-{max(taken, default=0) + 1}"
 
 

@@ -85,8 +85,9 @@ def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
 def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this table holds.
 
-    The last of them saves its rows as ``save_as``. Columns that these nodes write are made anew; all others are stored
-    ones. PlanError when ``first`` is no node before a saved table, or one of the nodes needs more than the table holds.
+    ``source`` are the columns of the stored rows. The last node saves its rows as ``save_as``. Columns that these nodes
+    write are made anew; all others are stored ones. PlanError when ``first`` is no node before a saved table, or one of
+    the nodes needs more than the table holds.
     """
     stages = trace_columns(dag, source)
     saved = _saving(dag, dag.node(first))
@@ -98,7 +99,8 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
                 f"node {name!r} makes rows of its own, and only stored rows can be run again: name a later node"
             )
         _check_stored(stages, stages[name].node, saved, before - again)
-    kept = (column for column in stages[saved.name].produced.values() if column.writer not in again)
+    kept = [column for column in stages[saved.name].produced.values() if column.writer not in again]
+    kept = [column for column in kept if column.name in source.names]  # an earlier version may have stored fewer
     held = make_schema({column.name: column.type for column in kept if column.name not in IDENTITY})
     entry = Node(STORED, stored_rows, role=dag.node(first).role, writes=held, options={"table": saved.save_as})
     nodes = [

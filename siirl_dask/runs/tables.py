@@ -19,6 +19,8 @@ from siirl_dask.planner import DAG
 from siirl_dask.runs.attempt import Attempt
 
 _TEST = "test"  # the table of the test phase
+REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
+"""Names of the tables that ``siirl-dask replay`` makes."""
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
 

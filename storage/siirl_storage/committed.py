@@ -121,7 +121,7 @@ def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterab
     None without a record. StorageError for a record that is damaged.
     """
     records = _records(names)
-    return _read_record(fs, root, folder, max(records)) if records else None
+    return list(_read_record(fs, root, folder, max(records)).parts) if records else None
 
 
 def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
