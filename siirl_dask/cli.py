@@ -57,6 +57,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
     whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
     again = commands.add_parser("replay", help="run nodes again on a run's stored rows, changed", epilog=EXIT_CODES)
     _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
@@ -83,6 +84,13 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="URL", help="where to write; default: RUN/evaluations/..., ./evaluations/...")
     for name, (key, metavar, text) in _EVAL_OPTIONS.items():
         command.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
+
+
+def _add_clean(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    command.add_argument("--keep-stages", type=int, metavar="N", help="rows of the N newest steps; default: of all")
+    command.add_argument("--replays", action="store_true", help="tables of replays as well")
 
 
 def _add_replay(command: argparse.ArgumentParser) -> None:
@@ -136,6 +144,11 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
             print(describe_run(file.config, *dags(file), chosen.format, hosts))
+        case "clean":
+            from siirl_dask.commands.clean import clean
+
+            given = {name: value for name, value in vars(chosen).items() if name not in ("command", "run")}
+            print(clean(chosen.run, **given))
         case "replay":
             from siirl_dask.commands.replay import ReplayRequest, render, replay
 

@@ -37,6 +37,7 @@ from siirl_dask.runs.folder import (
     remove_summary,
     write_identity,
 )
+from siirl_dask.runs.retention import remove_old_stages
 from siirl_dask.runs.stages import describe_stage
 from siirl_dask.runs.tables import commit_table, remove_steps, tables_of
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
@@ -184,3 +185,5 @@ def _commit(checkpoints: Checkpoints, log: RunLog, digest: str, written: Staged 
         return
     state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest)
     checkpoints.commit(written.url, state, written.files)
+    if (keep := log.config.run.keep_stages) is not None:
+        remove_old_stages(log.attempt.url, keep)

@@ -35,6 +35,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.url",
     "run.steps",
     "run.lookahead",
+    "run.keep_stages",
     "run.lease",
     "data.transport",
     "data.prefetch",

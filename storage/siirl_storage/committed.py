@@ -124,6 +124,12 @@ def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterab
     return list(_read_record(fs, root, folder, max(records)).parts) if records else None
 
 
+def record_name(names: Iterable[str]) -> str | None:
+    """Return the name of the newest record among ``names``; None if there is none."""
+    records = _records(names)
+    return f"_parts-{max(records):04d}.json" if records else None
+
+
 def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return names and sizes of the files of each folder, given paths below a common root."""
     folders: dict[str, dict[str, int]] = defaultdict(dict)

@@ -50,7 +50,7 @@ def test_a_changed_reward_has_a_table_of_its_own_and_the_change_is_told(stored):
 
 
 def test_nothing_changed_gives_the_same_rows_on_other_workers_and_no_model_is_loaded(stored, tmp_path):
-    run, again = stored
+    _, again = stored
     nowhere = [f"model.path={tmp_path}/nowhere"]
     changes = again("reward", overrides=["cluster.workers=3"])
     assert [column.changed for column in changes.columns] == [0, 0]
