@@ -63,6 +63,39 @@ def read_rows(
     return table
 
 
+def read_batches(
+    fs: AbstractFileSystem,
+    path: str,
+    columns: Sequence[str],
+    groups: Sequence[int],
+    *,
+    max_bytes: int | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield all rows of the part at ``path``, some megabytes at a time, with those of ``columns`` that it has.
+
+    A row group of Parquet is decoded batch by batch; one of Arrow, which is a record batch, is read as a whole.
+    CorruptPart as in ``read_rows``; TooLarge if one batch takes more than ``max_bytes`` (None: the machine's memory).
+    """
+    bound = _machine_memory() if max_bytes is None else max_bytes
+    with damage(fs, path), open_input(fs, path) as file:
+        kind = known_format(path)
+        footer = footer_of(file, kind)
+        _check_groups(footer, groups, full_name(fs, path))
+        present = [name for name in columns if name in footer.schema.names]
+        reader = _parquet_file(file) if kind is Format.PARQUET else None
+        for index, rows in enumerate(groups):
+            if reader is not None:
+                batches = _group_batches(reader, index, present, bound)
+            else:
+                batches = _arrow_batches(file, index, present)[1]
+            seen = 0
+            for batch in _select(batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True):
+                seen += batch.num_rows
+                yield batch.select(present)
+            if seen != rows:
+                raise CorruptPart(full_name(fs, path), f"row group {index} gave {seen} rows instead of {rows}")
+
+
 def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
     if footer.groups != tuple(groups):
         says = f"{sum(footer.groups)} rows in {len(footer.groups)} row groups"
@@ -71,9 +104,12 @@ def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
 
 
 def _select(
-    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str
+    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str, *, each: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted."""
+    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted.
+
+    TooLarge if all take more than ``bound``, or with ``each`` if one does.
+    """
     first, at, total = 0, 0, 0
     for batch in batches:
         batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
@@ -82,7 +118,7 @@ def _select(
             wanted = pa.array([row - first for row in rows[at:end]], pa.int64())
             first, at = first + batch.num_rows, end
             batch = batch.take(wanted) if len(wanted) else batch.slice(0, 0)
-        total += batch.nbytes
+        total = batch.nbytes + (0 if each else total)
         if total > bound:
             raise TooLarge(where, total, bound)
         if batch.num_rows:
@@ -94,17 +130,27 @@ def _select(
 def _parquet_batches(
     file: pa.NativeFile, index: int, columns: Sequence[str], bound: int, where: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
-    reader = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
-    group = reader.metadata.row_group(index)
-    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
+    reader = _parquet_file(file)
+    size, _ = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, columns)
     if size > bound:
         raise TooLarge(where, size, bound)
+    schema = pa.schema([reader.schema_arrow.field(name) for name in columns])
+    return schema, _group_batches(reader, index, columns, bound)
+
+
+def _parquet_file(file: pa.NativeFile) -> pq.ParquetFile:
+    # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
+    return pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
+
+
+def _group_batches(reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int) -> Iterator[pa.RecordBatch]:
+    """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot exceed."""
+    group = reader.metadata.row_group(index)
+    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
     mean = max(1, size // max(1, group.num_rows))
     rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, bound // max(1, repeatable))
-    schema = pa.schema([reader.schema_arrow.field(name) for name in columns])
     batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns))
-    return schema, (batch.select(list(columns)) for batch in batches)  # they come in the file's order
+    return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 
 
 def _decoded_size(group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequence[str]) -> tuple[int, int]:
