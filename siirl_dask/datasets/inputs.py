@@ -18,7 +18,7 @@ from functools import partial
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Snapshot, StorageError, join, open_fs, open_table
+from siirl_storage import Snapshot, StorageError, TableNotFound, join, open_fs, open_table
 from siirl_storage.files import full_name, list_files, open_input
 from siirl_storage.manifest import is_below
 
@@ -94,6 +94,18 @@ def open_inputs(source: str, as_text: Collection[str] = ()) -> list[Input]:
         raise DataError(f"there is nothing at {source!r}{_nearest(fs, path)}")
 
 
+def exists(url: str) -> bool:
+    """Return whether there is a table at ``url``. DataError if the storage cannot be reached, or what is there is
+    damaged.
+    """
+    with readable(url):
+        try:
+            open_table(url)
+        except TableNotFound:
+            return False
+    return True
+
+
 def kind_of(name: str) -> Kind | None:
     """Return the kind of file that ``name`` ends for; None for none."""
     stem, end = name.lower(), name.lower().rpartition(".")[2]
@@ -112,6 +124,8 @@ def readable(source: str) -> Iterator[None]:
         raise
     except (StorageError, pa.ArrowException) as error:
         raise DataError(f"{source!r}: {error}") from error
+    except FileNotFoundError as error:  # such as a hub's repository, or a revision of it
+        raise DataError(f"{source!r} is not there: {error}") from error
     except (ValueError, OverflowError) as error:  # JSON, UTF-8, and what a hub refuses as a name
         raise DataError(f"{source!r} cannot be read: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like

@@ -64,7 +64,8 @@ class ColumnMapping:
                 columns.append(column if column.type == one.type else _cast(column, one.type))
             except (pa.ArrowException, ValueError) as error:
                 raise DataError(
-                    f"{name!r}: column {one.name!r} holds {column.type}, and a value of it is no {one.type}: {error}"
+                    f"{name!r}: column {one.name!r} holds {column.type}, and a value of it is no {one.type}: "
+                    f"{error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from siirl_storage import ROWS_PER_PART, Part, Snapshot, commit, join, open_fs, remove_file, stage
 
 _PART_BYTES = 2**26  # of rows before they are encoded, about
-_AHEAD = 2  # parts that wait to be encoded and written, while the next is read
+_AHEAD = 1  # parts that wait to be encoded, or are, while the next is read
 
 
 class TableWriter:

@@ -14,9 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
-_ROWS = 4096  # of a batch
-_LARGEST_ROW = 2**25  # bytes of a row's text; DuckDB holds some of these
-_MEMORY = "1GiB"
+_ROWS = 1024  # of a batch
+_LARGEST_ROW = 2**24  # bytes of a row's text; DuckDB holds some of these
+_MEMORY = "512MiB"
 # Texts that look like dates stay texts: no date is written in this format.
 _JSON = (
     "format='auto', sample_size=-1, map_inference_threshold=-1, field_appearance_threshold=0, maximum_depth=-1, "
@@ -50,6 +50,7 @@ def _open(fs: AbstractFileSystem, files: Sequence[str], function: str, options: 
     import duckdb  # here, so that reading a config does not load it
 
     connection = duckdb.connect(config={"memory_limit": _MEMORY, "threads": 2, "temp_directory": ""})
+    connection.execute("SET enable_progress_bar = false")  # it would print its own
     local = isinstance(fs, LocalFileSystem)
     if not local:
         connection.register_filesystem(fs)

@@ -38,7 +38,7 @@ class HuggingFaceTokenizer:
         return self._encode_chats([prompt])[0]
 
     def lengths(self, prompts: Sequence[str | Sequence[dict[str, Any]]]) -> list[int]:
-        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time. ConfigError as there."""
+        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time. ConfigError alike."""
         if not prompts:
             return []
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

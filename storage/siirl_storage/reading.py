@@ -85,15 +85,31 @@ def read_batches(
         reader = _parquet_file(file) if kind is Format.PARQUET else None
         for index, rows in enumerate(groups):
             if reader is not None:
-                batches = _group_batches(reader, index, present, bound)
+                # Half the memory is what texts that are stored once may fill: with less, batches become single rows.
+                batches = _group_batches(reader, index, present, max(bound, _machine_memory() // 2))
             else:
                 batches = _arrow_batches(file, index, present)[1]
             seen = 0
-            for batch in _select(batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True):
+            selected = _select(batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True)
+            for batch in _joined(selected):
                 seen += batch.num_rows
                 yield batch.select(present)
             if seen != rows:
                 raise CorruptPart(full_name(fs, path), f"row group {index} gave {seen} rows instead of {rows}")
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of ``batches`` in batches of some megabytes or more."""
+    held: list[pa.RecordBatch] = []
+    rows = nbytes = 0
+    for batch in batches:
+        if held and (nbytes + batch.nbytes > _BATCH_BYTES or rows + batch.num_rows > _BATCH_ROWS):
+            yield held[0] if len(held) == 1 else pa.concat_batches(held)
+            held, rows, nbytes = [], 0, 0
+        held.append(batch)
+        rows, nbytes = rows + batch.num_rows, nbytes + batch.nbytes
+    if held:
+        yield held[0] if len(held) == 1 else pa.concat_batches(held)
 
 
 def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
