@@ -27,8 +27,8 @@ def print_import(console: PipeConsole, table: Snapshot, lengths: Lengths | None,
     nbytes = sum(part.nbytes for part in table.parts)
     groups = sum(len(part.groups) for part in table.parts)
     console.print(
-        f"{table.num_rows:,} rows, {readable_bytes(nbytes)} in {len(table.parts)} parts and {groups} row groups "
-        f"are in {escape(table.url)} (version {table.version})",
+        f"{_counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in {_counted(len(table.parts), 'part')} and "
+        f"{_counted(groups, 'row group')} are in {escape(table.url)} (version {table.version})",
         soft_wrap=True,
         highlight=False,
     )
@@ -42,7 +42,7 @@ def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit:
     """Print what ``summarise`` has found; lengths are in ``unit``."""
     size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}" if found.parts else ""
     version = f", version {found.version}" if found.version is not None else ""
-    rows = f"{found.rows:,} rows" if found.rows is not None else "rows are not counted"
+    rows = _counted(found.rows, "row") if found.rows is not None else "rows are not counted"
     console.print(Text(f"{found.url}: {rows}{size}{version}", style="bold"), soft_wrap=True)
     if found.parts:
         _print_parts(console, found.parts)
@@ -90,8 +90,8 @@ def _print_parts(console: PipeConsole, parts: Any) -> None:
     groups = [rows for part in parts for rows in part.groups]
     if groups:
         console.print(
-            f"{len(parts):,} parts, {len(groups):,} row groups of {min(groups):,} to {max(groups):,} rows "
-            f"(median {median(groups):,.0f})",
+            f"{_counted(len(parts), 'part')}, {_counted(len(groups), 'row group')} of {min(groups):,} to "
+            f"{_counted(max(groups), 'row')} (median {median(groups):,.0f})",
             highlight=False,
         )
     table = Table(box=box.SIMPLE_HEAD)
@@ -121,9 +121,13 @@ def _print_columns(console: PipeConsole, found: DatasetSummary) -> None:
 
 def _rows_read(found: DatasetSummary) -> str:
     if found.read == found.rows:
-        return f"all {found.read:,} rows"
+        return "the only row" if found.read == 1 else f"all {found.read:,} rows"
     where = f", from the beginnings of {found.pieces} files" if found.pieces > 1 else ""
     return f"the first {found.read:,} rows" if not where else f"{found.read:,} rows{where}"
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
 def _readable(value: Any) -> str:

@@ -89,13 +89,19 @@ def summarise(
     if rows is not None:
         pieces = _spread(pieces, min(_MOST_PIECES, rows))
     found.pieces = len(pieces)
+    whole = True  # where every piece ends before its quota, all rows are read
     for number, (name, batches) in enumerate(pieces):
         quota = None if rows is None else rows // len(pieces) + (number < rows % len(pieces))
+        left = quota
         wanted = samples // len(pieces) + (number < samples % len(pieces))
         with readable(name):
             for table in _first(batches(), quota):
                 wanted -= _look(found, table, measure, wanted)
+                left = None if left is None else left - table.num_rows
                 progress(found.read)
+        whole = whole and left != 0
+    if found.rows is None and whole:
+        found.rows = found.read
     return found
 
 

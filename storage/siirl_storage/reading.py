@@ -20,6 +20,8 @@ from siirl_storage.formats import Footer, Format, damage, footer_of, known_forma
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
 _BATCH_ROWS = 2**16
+_FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
+_REPEATED_BYTES = 2**27  # of a batch whose texts are stored once, at most, unless that leaves few rows
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
 _ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
@@ -85,8 +87,7 @@ def read_batches(
         reader = _parquet_file(file) if kind is Format.PARQUET else None
         for index, rows in enumerate(groups):
             if reader is not None:
-                # Half the memory is what texts that are stored once may fill: with less, batches become single rows.
-                batches = _group_batches(reader, index, present, max(bound, _machine_memory() // 2))
+                batches = _group_batches(reader, index, present, min(bound, _REPEATED_BYTES), _machine_memory() // 2)
             else:
                 batches = _arrow_batches(file, index, present)[1]
             seen = 0
@@ -159,12 +160,17 @@ def _parquet_file(file: pa.NativeFile) -> pq.ParquetFile:
     return pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
 
 
-def _group_batches(reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int) -> Iterator[pa.RecordBatch]:
-    """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot exceed."""
+def _group_batches(
+    reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int, most: int = 0
+) -> Iterator[pa.RecordBatch]:
+    """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot make larger
+    than ``bound``; or with ``most``, than that, where batches would otherwise have very few rows.
+    """
     group = reader.metadata.row_group(index)
     size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
     mean = max(1, size // max(1, group.num_rows))
-    rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, bound // max(1, repeatable))
+    fitting = max(bound // max(1, repeatable), min(_FEW_ROWS, most // max(1, repeatable)))
+    rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, fitting)
     batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns))
     return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 

@@ -137,13 +137,13 @@ import_data(ImportRequest(sources=[sys.argv[1]], to=sys.argv[2]), stop)
 
 
 def test_a_killed_import_leaves_no_table_and_does_not_hinder_the_next(tmp_path):
-    pq.write_table(pa.table({"prompt": ["x" * 4000] * 80_000}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": [f"{row}{'x' * 4000}" for row in range(60_000)]}), tmp_path / "a.parquet")
     paths = [str(tmp_path / "a.parquet"), str(tmp_path / "table")]
     assert subprocess.run([sys.executable, "-c", KILLED, *paths], timeout=60).returncode == -9
     assert everything_below(tmp_path / "table"), "it was killed before a part was written"
     with pytest.raises(TableNotFound):
         open_table(paths[1])
-    assert imported(paths[0], to=paths[1]).num_rows == 80_000
+    assert imported(paths[0], to=paths[1]).num_rows == 60_000
 
 
 def test_of_two_imports_to_one_place_one_wins_whole(tmp_path):
@@ -180,7 +180,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_an_import_takes_a_few_parts_of_memory_however_large_a_row_group_is(tmp_path):
     text = "".join(map(chr, range(32, 127))) * 110  # 10 kB
-    table = pa.table({"prompt": [f"{number}{text}" for number in range(60_000)]})
+    table = pa.table({"prompt": [f"{number}{text}" for number in range(45_000)]})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
     paths = [str(tmp_path / "a.parquet"), str(tmp_path / "table")]
     done = subprocess.run([sys.executable, "-c", MEMORY, *paths], capture_output=True, text=True, timeout=100)

@@ -46,10 +46,8 @@ def rows_at(config):
 FROM_THE_HUB = """
 import sys
 from siirl_dask.config import Config, DataConfig, ValidationConfig
-from siirl_dask.driver.phases import prepare
-data = DataConfig(url=sys.argv[1], prepare="siirl_dask.datasets:gsm8k")
-config = Config(data=data, validation=ValidationConfig(url=sys.argv[2]))
-assert [prepare(config), prepare(config)] == [True, False]
+from siirl_dask.datasets import gsm8k
+gsm8k(Config(data=DataConfig(url=sys.argv[1]), validation=ValidationConfig(url=sys.argv[2])))
 """
 
 
