@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -72,7 +73,8 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
         progress(0, 0, total)
         for one in mapped:
             for table in one.tables(schema):
-                writer.write(table)
+                with _destination(request.to):
+                    writer.write(table)
                 rows, nbytes = rows + table.num_rows, nbytes + int(table.nbytes)
                 progress(rows, nbytes, total)
         if not rows:
@@ -174,16 +176,12 @@ def _check_destination(request: ImportRequest) -> None:
             raise DataError(f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to a table")
 
 
-class _destination:
-    """Turns errors of the storage at a destination into a DataError."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Conflict):
-            raise DataError(f"{self._url!r}: another process made a table there meanwhile: {error}") from error
-        if isinstance(error, (StorageError, OSError)):
-            raise DataError(f"{self._url!r}: {error}") from error
+@contextmanager
+def _destination(url: str) -> Iterator[None]:
+    """Turn errors of the storage at a destination into a DataError."""
+    try:
+        yield
+    except Conflict as error:
+        raise DataError(f"{url!r}: another process made a table there meanwhile: {error}") from error
+    except (StorageError, OSError) as error:
+        raise DataError(f"{url!r}: {error}") from error

@@ -79,8 +79,12 @@ def _open(fs: AbstractFileSystem, files: Sequence[str], function: str, options: 
 
 
 def _selected(name: str, kind: str) -> str:
-    """Return a column's expression: values of several types as text, without JSON's quotes around texts."""
+    """Return a column's expression: values of several types as text, without JSON's quotes around texts, and numbers
+    beyond 64 bits as text.
+    """
     quoted = '"' + name.replace('"', '""') + '"'
+    if kind in ("HUGEINT", "UHUGEINT"):  # would become decimals, which cannot move between workers
+        return f"CAST({quoted} AS VARCHAR) AS {quoted}"
     return f"{quoted} ->> '$' AS {quoted}" if kind == "JSON" else quoted
 
 
