@@ -183,8 +183,10 @@ def _record(fs: AbstractFileSystem, path: str) -> dict[str, object]:
 def _saved_files(source: str, state: dict[str, object]) -> list[str]:
     """Return the data files that a saved dataset lists, in its order."""
     listed = state.get("_data_files")
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed or ()]  # type: ignore[attr-defined]
-    if not names or not all(isinstance(name, str) and is_below(name) for name in names):
+    entries = listed if isinstance(listed, list) else []
+    named = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    names = [name for name in named if isinstance(name, str) and is_below(name)]
+    if not names or len(names) < len(entries):
         raise DataError(f"{source!r}: its state.json lists no data files below it, and a saved dataset's does")
     return names
 

@@ -172,7 +172,7 @@ def _field(array: pa.Array, path: Sequence[str]) -> pa.Array:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
