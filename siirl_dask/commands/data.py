@@ -102,7 +102,8 @@ def _import(chosen: argparse.Namespace) -> None:
     console = PipeConsole()
     with row_progress(console, "importing") as progress:
         table = import_data(request, progress)
-    print_import(console, table, prompts and prompts.lengths, chosen.max_prompt_length)
+    lengths = None if prompts is None else prompts.lengths
+    print_import(console, table, lengths, chosen.max_prompt_length)
 
 
 def _show(chosen: argparse.Namespace) -> None:

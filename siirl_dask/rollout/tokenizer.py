@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
                 "expected a chat model, or prompts that are strings"
             )
         messages = [[dict(message) for message in chat] for chat in chats]
-        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return [list(ids) for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
