@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from siirl_dask.commands.check import CHECK_EXIT_CODES, check
+from siirl_dask.commands.data import add_data, data
 from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
     EXIT_CODES,
@@ -61,11 +62,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     again = commands.add_parser("replay", help="run nodes again on a run's stored rows, changed", epilog=EXIT_CODES)
     _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
+    add_data(commands)
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
     chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
     unknown = any(text.startswith("-") for text in more)
     if not unknown and hasattr(chosen, "overrides"):
         chosen.overrides += more
+    elif not unknown and hasattr(chosen, "paths"):
+        chosen.paths += more
     elif not unknown and len(more) == 1 and getattr(chosen, "sql", more) is None:
         (chosen.sql,) = more
     elif more:
@@ -164,6 +168,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             sys.exit(check(chosen.run))
         case "eval":
             _evaluate(chosen)
+        case "data":
+            data(chosen)
         case "export":
             from siirl_dask.commands.export import export
 

@@ -143,6 +143,7 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
         "run.url": out,
         "data.url": data,
         "data.prepare": None,
+        "data.prepare_options": {},
         "cluster.placement": {},
         "rollout.expected_length_column": None,
         "rollout.prompt_placement": None,

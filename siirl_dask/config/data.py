@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from siirl_storage import RETRY_SECONDS
 
@@ -60,6 +61,8 @@ class DataConfig:
     prepare: str | None = None
     """Function, as ``module:function``, that makes the dataset; called with the Config if nothing is at ``data.url``.
     """
+    prepare_options: dict[str, Any] = field(default_factory=dict)
+    """Options of ``prepare``, by name, such as ``{source: /datasets/gsm8k}``."""
     batch_size: int = 32
     """Prompts per step, over all workers."""
     prompt: str = "prompt"
@@ -87,6 +90,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         self.url = absolute(self.url)
+        if self.prepare_options and self.prepare is None:
+            raise ConfigError("data.prepare_options are given without data.prepare")
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         at_least("data", 0, quadratic_from=self.quadratic_from)
         for key, value in {"data.memory_limit": self.memory_limit, "data.read_limit": self.read_limit}.items():

@@ -13,6 +13,7 @@ from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
+from siirl_dask.planner.spec import bind
 from siirl_dask.recipes import common
 from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, DataType, Schema
 
@@ -107,7 +108,7 @@ def prepare(config: Config) -> bool:
     """Call ``data.prepare`` if it is set and the dataset is absent; return whether it was called."""
     if config.data.prepare is None:
         return False
-    make = resolve(config.data.prepare)
+    make = bind(resolve(config.data.prepare), config.data.prepare_options, "data.prepare_options")
     if exists(config.data.url):
         return False
     make(config)

@@ -72,9 +72,11 @@ def write_part(
     return put_part(url, part_name(index, count, format), table, format, rows_per_group)
 
 
-def put_part(url: str, path: str, table: pa.Table, format: Format, rows_per_group: int) -> Part:
+def put_part(
+    url: str, path: str, table: pa.Table, format: Format, rows_per_group: int, bytes_per_group: int | None = None
+) -> Part:
     """Write ``table`` as one part at ``path`` below ``url``, atomically."""
-    buffer = encode(table, format, rows_per_group)
+    buffer = encode(table, format, rows_per_group, bytes_per_group)
     fs, root = open_fs(url)
     write_atomic(fs, at(root, path), memoryview(buffer))
     return Part(path, buffer.size, decode_footer(buffer, format).groups, FileDigest.of(memoryview(buffer)).sha256)
