@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from siirl_dask.coordinator.layout.balance import Ints, split
+
+_KNOWN_ROWS = 2**18  # rows whose order is known ahead, over all streams: 2 MiB, however long the dataset is
+_LEAST_KNOWN = 64  # of one stream: a row group is shuffled, and read, once for so many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,22 @@ class RowPosition:
     """Number of the prompt, from which its stream follows."""
 
 
+class _Window(NamedTuple):
+    """The next rows of one stream in one row group."""
+
+    epoch: int
+    first: int
+    """Index of the first one in the epoch's order."""
+    rows: Ints
+
+
 class GlobalOrder:
     """The order of the rows of a dataset, over all epochs.
 
     ``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order. All prompts of all
     epochs are numbered in this order; a number is a prompt, whichever worker reads it.
+
+    It holds a number per row group and the next rows of each stream, nothing per row of the dataset.
     """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None) -> None:
@@ -43,7 +59,9 @@ class GlobalOrder:
         self._streams = split(self._rows, batch_size)
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
-        self._within = lru_cache(maxsize=1024)(self._shuffled_rows)
+        self._within = lru_cache(maxsize=1)(self._shuffled_rows)  # of neighbouring streams, which share a row group
+        self._known = max(_LEAST_KNOWN, _KNOWN_ROWS // batch_size)
+        self._windows: dict[int, _Window] = {}  # by stream
 
     def prompt_numbers(self, step: int) -> range:
         """Return the numbers of the prompts of global step ``step``, from 0.
@@ -62,18 +80,25 @@ class GlobalOrder:
 
     def row_position(self, number: int, position: int) -> RowPosition:
         """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
-        epoch, at, slot = self._place(number)
-        groups, starts = self._epoch(epoch)
-        group = int(groups[slot])
-        return RowPosition(position, group, int(self._within(epoch, group)[at - int(starts[slot])]), number)
+        group, rows = self._from(number)
+        return RowPosition(position, group, int(rows[0]), number)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the rows of the same row group that the stream of prompt ``number`` gives after it, in order."""
+        """Return the next rows that the stream of prompt ``number`` gives after it, in order, of the same row group."""
+        return self._from(number)[1][1:]
+
+    def _from(self, number: int) -> tuple[int, Ints]:
+        """Return the row group of prompt ``number``, and rows of it that its stream gives from there on."""
         epoch, at, slot = self._place(number)
         groups, starts = self._epoch(epoch)
         group, start = int(groups[slot]), int(starts[slot])
-        stream_end = self._streams[number % self._rows % len(self._streams)][1]
-        return self._within(epoch, group)[at + 1 - start : stream_end - start]
+        stream = number % self._rows % len(self._streams)
+        known = self._windows.get(stream)
+        if known is None or known.epoch != epoch or not known.first <= at < known.first + len(known.rows):
+            end = min(at + self._known, self._streams[stream][1], start + int(self._sizes[group]))
+            known = _Window(epoch, at, self._within(epoch, group)[at - start : end - start].astype(np.int64))
+            self._windows[stream] = known
+        return group, known.rows[at - known.first :]
 
     def _place(self, number: int) -> tuple[int, int, int]:
         """Return the epoch of prompt ``number``, its index in the epoch's order, and its group's."""
@@ -90,8 +115,8 @@ class GlobalOrder:
         ends = np.cumsum(self._sizes[groups])
         return groups, ends - self._sizes[groups]
 
-    def _shuffled_rows(self, epoch: int, group: int) -> Ints:
-        rows = np.arange(self._sizes[group])
+    def _shuffled_rows(self, epoch: int, group: int) -> NDArray[np.int32]:
+        rows = np.arange(self._sizes[group], dtype=np.int32)  # the shuffle does not depend on the type
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch, group]).shuffle(rows)
         return rows
