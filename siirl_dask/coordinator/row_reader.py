@@ -12,7 +12,7 @@ from itertools import islice, zip_longest
 
 import numpy as np
 import pyarrow as pa
-from siirl_storage import RowGroup, Snapshot, StorageError, TooLarge
+from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarge
 
 from siirl_dask.coordinator.data_order import RowPosition
 from siirl_dask.coordinator.layout.balance import Ints
@@ -56,6 +56,7 @@ class RowReader:
         self._snapshot = snapshot
         self._groups: Sequence[RowGroup] = snapshot.row_groups()
         self._limit = read_limit
+        self._footers = FooterCache()
         self._keep = keep
         self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
         self._held_bytes = 0
@@ -88,9 +89,7 @@ class RowReader:
                 raise self._too_large(f"a step of {len(rows)} rows", size)
         return pa.concat_tables(slices).combine_chunks()
 
-    def _hold(
-        self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int
-    ) -> _Held:
+    def _hold(self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int) -> _Held:
         """Return a group's rows with those that are wanted, read now if they are not held already."""
         held = self._held.pop(key, None)
         self._held_bytes -= held.nbytes if held else 0
@@ -115,7 +114,9 @@ class RowReader:
 
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
         try:
-            table = self._snapshot.read_row_group(group, columns, rows=rows.tolist(), max_bytes=self._limit)
+            table = self._snapshot.read_row_group(
+                group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
+            )
         except TooLarge as error:
             raise self._too_large(error.where, error.nbytes) from error
         except StorageError as error:

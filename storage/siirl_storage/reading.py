@@ -16,11 +16,13 @@ from fsspec import AbstractFileSystem
 
 from siirl_storage.errors import CorruptPart, TooLarge
 from siirl_storage.files import full_name, open_input
-from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
+from siirl_storage.footers import FooterCache
+from siirl_storage.formats import Footer, Format, damage, known_format
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
 _BATCH_ROWS = 2**16
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
+_READ_AHEAD = 2**16  # bytes after a column of a row group: s3fs fetches 50 MiB, most of them of other row groups
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
 _ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
 
@@ -34,25 +36,29 @@ def read_rows(
     *,
     rows: Sequence[int] | None = None,
     max_bytes: int | None = None,
+    footers: FooterCache | None = None,
 ) -> pa.Table:
     """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
 
     ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
-    pages that the batch is in: pyarrow's writer makes them of 1,024 values.
+    pages that the batch is in: pyarrow's writer makes them of 1,024 values. With ``footers`` it reads the part's footer
+    only where they do not hold it.
 
     CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
     group or the rows take more than ``max_bytes`` (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     where = f"row group {index} of {full_name(fs, path)}"
-    with damage(fs, path), open_input(fs, path) as file:
+    alone = footers is not None  # and not with the row groups beside it
+    with damage(fs, path), open_input(fs, path, _READ_AHEAD if alone else None) as file:
         kind = known_format(path)
-        footer = footer_of(file, kind)
+        held = (footers or FooterCache()).get(path, file, kind)
+        footer = held.footer
         _check_groups(footer, groups, full_name(fs, path))
         present = [name for name in columns if name in footer.schema.names]
         match kind:
             case Format.PARQUET:
-                schema, batches = _parquet_batches(file, index, present, bound, where)
+                schema, batches = _parquet_batches(file, held.metadata, index, present, bound, where)
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
         selected = list(_select(batches, rows, bound, where))
@@ -92,10 +98,12 @@ def _select(
 
 
 def _parquet_batches(
-    file: pa.NativeFile, index: int, columns: Sequence[str], bound: int, where: str
+    file: pa.NativeFile, metadata: pq.FileMetaData | None, index: int, columns: Sequence[str], bound: int, where: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
-    reader = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
+    reader = pq.ParquetFile(
+        file, metadata=metadata, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+    )
     group = reader.metadata.row_group(index)
     size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
     if size > bound:
