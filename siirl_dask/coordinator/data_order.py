@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from siirl_dask.coordinator.layout.balance import Ints, split
 
-_KNOWN_ROWS = 2**18  # rows whose order is known ahead, over all streams: 2 MiB, however long the dataset is
+KNOWN_ROWS = 2**18
+"""Rows whose order is known ahead, over all streams: 2 MiB, however long the dataset is."""
 _LEAST_KNOWN = 64  # of one stream: a row group is shuffled, and read, once for so many steps
 
 
@@ -32,6 +33,8 @@ class RowPosition:
     row: int
     number: int
     """Number of the prompt, from which its stream follows."""
+    source: int = 0
+    """Number of the table that the row group is of, where there are several."""
 
 
 class _Window(NamedTuple):
@@ -52,7 +55,7 @@ class GlobalOrder:
     It holds a number per row group and the next rows of each stream, nothing per row of the dataset.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None) -> None:
+    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None, known_rows: int = KNOWN_ROWS) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._seed = seed
         self._rows = int(self._sizes.sum())
@@ -60,7 +63,7 @@ class GlobalOrder:
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
         self._within = lru_cache(maxsize=1)(self._shuffled_rows)  # of neighbouring streams, which share a row group
-        self._known = max(_LEAST_KNOWN, _KNOWN_ROWS // batch_size)
+        self._known = max(_LEAST_KNOWN, known_rows // batch_size)
         self._windows: dict[int, _Window] = {}  # by stream
 
     def prompt_numbers(self, step: int) -> range:
@@ -75,8 +78,12 @@ class GlobalOrder:
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
         """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so: those of its streams."""
         first, last = split(len(self._streams), count)[index]
-        own = (number for number in numbers if first <= number % self._rows % len(self._streams) < last)
+        own = (number for number in numbers if first <= self.stream(number) < last)
         return [self.row_position(number, number - numbers.start) for number in own]
+
+    def stream(self, number: int) -> int:
+        """Return the stream of prompt ``number``."""
+        return number % self._rows % len(self._streams)
 
     def row_position(self, number: int, position: int) -> RowPosition:
         """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
@@ -92,7 +99,7 @@ class GlobalOrder:
         epoch, at, slot = self._place(number)
         groups, starts = self._epoch(epoch)
         group, start = int(groups[slot]), int(starts[slot])
-        stream = number % self._rows % len(self._streams)
+        stream = self.stream(number)
         known = self._windows.get(stream)
         if known is None or known.epoch != epoch or not known.first <= at < known.first + len(known.rows):
             end = min(at + self._known, self._streams[stream][1], start + int(self._sizes[group]))

@@ -86,7 +86,7 @@ class RowReader:
             slices.append(source.slice(row.row))
             size += int(slices[-1].nbytes)
             if size > self._limit:
-                raise self._too_large(f"a step of {len(rows)} rows", size)
+                raise too_large(f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit)
         return pa.concat_tables(slices).combine_chunks()
 
     def _hold(self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int) -> _Held:
@@ -118,24 +118,26 @@ class RowReader:
                 group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
             )
         except TooLarge as error:
-            raise self._too_large(error.where, error.nbytes) from error
+            raise too_large(f"dataset {self._name!r}", error.where, error.nbytes, self._limit) from error
         except StorageError as error:
             raise DataError(f"dataset {self._name!r}: {error}") from error
         large = pa.schema([pa.field(field.name, with_large_offsets(field.type)) for field in table.schema])
         return table.cast(large).combine_chunks()
-
-    def _too_large(self, what: str, nbytes: int) -> DataError:
-        return DataError(
-            f"dataset {self._name!r}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
-            f"{self._limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, lower "
-            "data.batch_size, or write the dataset with smaller row groups"
-        )
 
     def _shrink(self) -> None:
         """Drop what was not used for longest, until the rest fits the budget."""
         while self._held and self._held_bytes > self._keep:
             oldest = next(iter(self._held))
             self._held_bytes -= self._held.pop(oldest).nbytes
+
+
+def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
+    """Return the error for ``what``, which takes more than may be read at once."""
+    return DataError(
+        f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read {limit} at once "
+        "(data.read_limit; as data.memory_limit where it is not set): raise it, lower data.batch_size, or write the "
+        "dataset with smaller row groups"
+    )
 
 
 def _with_following(wanted: Ints, following: Sequence[Ints], count: int) -> Ints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from siirl_storage import set_retry_seconds
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import Source, dataset_schema, opened
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.phases import Phases
@@ -31,10 +31,11 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     hide()
     set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(1, enabled=config.observe.progress)
-    schema = source_schema(open_source(source).schema, source)
+    dataset = opened(source)
+    schema = dataset_schema(dataset)
 
     def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), dataset)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     checked = check(config, planned)

@@ -167,10 +167,10 @@ class DAGWorker(WorkerPlugin):
         All workers have completed the iterations before sequence number ``completed``.
         """
         runtime = self._enter(iteration, completed)
-        plan, source = self._phases[iteration.phase]
+        plan, dataset = self._phases[iteration.phase]
         if iteration.phase not in self._loaders:
             positions = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[iteration.phase] = Dataloader(source, positions.get(iteration.phase))
+            self._loaders[iteration.phase] = Dataloader(dataset, positions.get(iteration.phase))
         calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
         metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
         parts = {table: json.dumps(part_entry(part)) for table, part in calls.saved.items()}
