@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from math import lcm
 
 from siirl_dask.coordinator.data_order import KNOWN_ROWS, GlobalOrder, RowPosition
@@ -83,7 +82,6 @@ class MixedOrder:
             GlobalOrder(groups, streams, seed, KNOWN_ROWS * streams // total)
             for groups, streams in zip(sizes, self.streams, strict=True)
         ]
-        self._first_stream = [0, *accumulate(self.streams)]
 
     def prompt_numbers(self, step: int) -> range:
         """Return the numbers of the prompts of global step ``step``, from 0."""
@@ -92,11 +90,12 @@ class MixedOrder:
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
         """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so, by position.
 
-        Prompts are sorted by their streams, source after source, and cut into equal parts. A worker so has the same
-        streams in every step, but for those at the ends of its part: the sources' numbers of prompts change by one.
+        Prompts are sorted by how far their stream is among those of its source, and cut into equal parts. A worker so
+        gets of every source what it gets of the step, as sources differ in what their prompts cost; and it gets the
+        same streams in every step, but for those at the ends of its part: a source's number of prompts changes by one.
         """
         start, stop = split(len(numbers), count)[index]
-        own = sorted(sorted(numbers, key=self._stream)[start:stop])
+        own = sorted(sorted(numbers, key=self._line)[start:stop])
         return [self.row_position(number, number - numbers.start) for number in own]
 
     def row_position(self, number: int, position: int) -> RowPosition:
@@ -110,9 +109,10 @@ class MixedOrder:
         source, within = self._interleaving.place(number)
         return self._orders[source].following_rows(within)
 
-    def _stream(self, number: int) -> int:
+    def _line(self, number: int) -> tuple[float, int]:
+        """Return the place of a prompt's stream, from 0 to 1, among those of its source."""
         source, within = self._interleaving.place(number)
-        return self._first_stream[source] + self._orders[source].stream(within)
+        return (self._orders[source].stream(within) + 0.5) / self.streams[source], source
 
 
 def _streams(weights: Sequence[Fraction], batch_size: int) -> list[int]:

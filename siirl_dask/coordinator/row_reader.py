@@ -19,6 +19,8 @@ from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import DataError
 from siirl_dask.schema import with_large_offsets
 
+_UNPACKED = 4  # times its bytes in the file that a row is guessed to take
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:
@@ -60,8 +62,8 @@ class RowReader:
         self._keep = keep
         self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
         self._held_bytes = 0
-        self._read_rows = 0
-        self._read_bytes = 0
+        stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
+        self._read_rows, self._read_bytes = 1, 1 + _UNPACKED * stored  # a guess, until a row group has been read
 
     def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
@@ -103,7 +105,7 @@ class RowReader:
     def _read(
         self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
     ) -> _Held:
-        fitting = budget * self._read_rows // max(1, self._read_bytes)  # so many rows of the mean size
+        fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
         held = _Held.of(self._decode(self._groups[group], columns, chosen), chosen)
         self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + held.nbytes

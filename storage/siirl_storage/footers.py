@@ -7,6 +7,7 @@ each.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -43,16 +44,17 @@ class FooterCache:
     _held: OrderedDict[str, HeldFooter] = field(default_factory=OrderedDict)
     _nbytes: int = 0
 
-    def get(self, path: str, file: pa.NativeFile, kind: Format) -> HeldFooter:
+    def get(self, path: str, file: pa.NativeFile, kind: Format, groups: Sequence[int]) -> HeldFooter:
         """Return the footer of the part that is open as ``file``, read now if it is not held for a file of this size.
 
-        Raises Arrow's own errors for a damaged one.
+        An Arrow file tells only the number of its row groups without reading a column of each: if that is right, their
+        rows are taken to be ``groups``. Raises Arrow's own errors for a damaged footer.
         """
         size = int(file.size())
         held = self._held.pop(path, None)
         self._nbytes -= held.nbytes if held else 0
         if held is None or held.file_bytes != size:
-            held = _read(file, kind, size)
+            held = _read(file, kind, size, groups)
         self._held[path] = held
         self._nbytes += held.nbytes
         while self._nbytes > self.max_bytes and len(self._held) > 1:
@@ -61,8 +63,11 @@ class FooterCache:
         return held
 
 
-def _read(file: pa.NativeFile, kind: Format, size: int) -> HeldFooter:
-    if kind is Format.ARROW:
-        return HeldFooter(footer_of(file, kind), None, size)
-    parquet = pq.ParquetFile(file)
-    return HeldFooter(parquet_footer(parquet), parquet.metadata, size)
+def _read(file: pa.NativeFile, kind: Format, size: int, groups: Sequence[int]) -> HeldFooter:
+    if kind is Format.PARQUET:
+        parquet = pq.ParquetFile(file)
+        return HeldFooter(parquet_footer(parquet), parquet.metadata, size)
+    arrow = pa.ipc.open_file(file)
+    if arrow.num_record_batches == len(groups):
+        return HeldFooter(Footer(arrow.schema, tuple(groups)), None, size)
+    return HeldFooter(footer_of(file, kind), None, size)

@@ -17,12 +17,12 @@ from fsspec import AbstractFileSystem
 from siirl_storage.errors import CorruptPart, TooLarge
 from siirl_storage.files import full_name, open_input
 from siirl_storage.footers import FooterCache
-from siirl_storage.formats import Footer, Format, damage, known_format
+from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
 _BATCH_ROWS = 2**16
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
-_READ_AHEAD = 2**16  # bytes after a column of a row group: s3fs fetches 50 MiB, most of them of other row groups
+_READ_AHEAD = 2**12  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
 _ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
 
@@ -49,16 +49,16 @@ def read_rows(
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     where = f"row group {index} of {full_name(fs, path)}"
-    alone = footers is not None  # and not with the row groups beside it
+    alone = footers is not None  # and not all row groups of the part in turn
     with damage(fs, path), open_input(fs, path, _READ_AHEAD if alone else None) as file:
         kind = known_format(path)
-        held = (footers or FooterCache()).get(path, file, kind)
-        footer = held.footer
+        held = None if footers is None else footers.get(path, file, kind, groups)
+        footer = held.footer if held else footer_of(file, kind)
         _check_groups(footer, groups, full_name(fs, path))
         present = [name for name in columns if name in footer.schema.names]
         match kind:
             case Format.PARQUET:
-                schema, batches = _parquet_batches(file, held.metadata, index, present, bound, where)
+                schema, batches = _parquet_batches(file, held and held.metadata, index, present, bound, where)
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
         selected = list(_select(batches, rows, bound, where))
