@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.loading import refused_by_name
 
 
 class HuggingFaceTokenizer:
@@ -48,6 +49,12 @@ class HuggingFaceTokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
+    """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if it cannot be loaded."""
+    with refused_by_name(path, subject):
+        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), path)
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
