@@ -80,7 +80,8 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     for name, source in zip(names, dataset.sources, strict=True):
         sample = sample_lengths(source, encode, config.data.max_prompt_length, _TEXT // len(names))
         if sample.looked_at:
-            notes.append(f"{name}{sample.text(config.data.max_prompt_length)}; such are dropped from their steps")
+            dropped = "; they are dropped from their steps" if sample.found else ""
+            notes.append(f"{name}{sample.text(config.data.max_prompt_length)}{dropped}")
     return notes
 
 

@@ -62,8 +62,9 @@ def test_a_run_tells_of_the_prompts_of_each_source_that_are_too_long(tmp_path):
     settings = [f"model.path={tmp_path}/model", "data.max_prompt_length=8", "data.url=null", "validation.url=null"]
     file = load_config_file(shipped("quickstart"), [*settings, *sources, "validation.test_url=null"])
     plan, dataset = plan_phases(file.config, *dags(file), worker_names(file.config))[Phase.TRAIN]
-    told = "prompts are longer than data.max_prompt_length=8; such are dropped from their steps"
-    expected = [f"source 'long': 2 of 3 {told}", f"source 'short': 0 of 2 {told}"]
+    told = "prompts are longer than data.max_prompt_length=8"
+    dropped = "; they are dropped from their steps"
+    expected = [f"source 'long': 2 of 3 {told}{dropped}", f"source 'short': 0 of 2 {told}"]
     assert notes_on_long_prompts(file.config, plan, dataset) == expected
     file.config.model.path = "nowhere"
     assert notes_on_long_prompts(file.config, plan, dataset) == []
