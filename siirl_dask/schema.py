@@ -37,6 +37,8 @@ PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
+SOURCE_NAME = "source_name"
+"""string. Name in ``data.sources`` of the dataset that the prompt is from."""
 PROMPT_IDS = "prompt_ids"
 """list<int32>. Token ids of the prompt."""
 RESPONSE_IDS = "response_ids"
@@ -103,6 +105,7 @@ TYPES: Mapping[str, pa.DataType] = {
     DATA_ROW: pa.int64(),
     SAMPLE_NUMBER: pa.int32(),
     SAMPLING_SEED: pa.int64(),
+    SOURCE_NAME: pa.large_string(),
     PROMPT_IDS: pa.large_list(pa.int32()),
     RESPONSE_IDS: pa.large_list(pa.int32()),
     PROMPT_TEXT: pa.large_string(),

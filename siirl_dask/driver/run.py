@@ -16,6 +16,7 @@ from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.driver.stages import with_stages
@@ -88,7 +89,7 @@ def _run(
             log.resume_at(with_stages(config, dag, resume, client, named))
             phases = _plan(config, dag, validation, list(named), log.resume, hosts_of(named))
             check_reachable(client, named, phases, checked.reads, config.run.url)
-            for note in host_notes(phases[Phase.TRAIN][0]):
+            for note in [*host_notes(phases[Phase.TRAIN][0]), *notes_on_long_prompts(config, *phases[Phase.TRAIN])]:
                 log.progress.note(note)
             store = DistributedCheckpoint(config.checkpoint.asynchronous)
             spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from siirl_storage import set_retry_seconds
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.phases import Phases
@@ -31,8 +31,8 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the samples' seeds.
     UserError before anything starts; Interrupted on Ctrl-C.
     """
-    schema = source_schema(open_source(source).schema, source)
-    (done,) = _passes(config, dag, source, schema, [step])
+    dataset = opened(source)
+    (done,) = _passes(config, dag, dataset, dataset_schema(dataset), [step])
     check_prompts(done, config.data.max_prompt_length)
     return values(done.metrics)
 
@@ -42,16 +42,16 @@ def stored_passes(config: Config, dag: DAG, steps: Sequence[int]) -> None:
 
     ``dag`` begins with a node that stands for stored rows (``planner.run_again``). Errors as in ``one_pass``.
     """
-    _passes(config, dag, Source.of(config.data, batch_size=config.data.batch_size), NO_DATA, steps)
+    _passes(config, dag, training_dataset(config.data, config.run.seed), NO_DATA, steps)
 
 
-def _passes(config: Config, dag: DAG, source: Source, schema: Schema, steps: Sequence[int]) -> list[Done]:
+def _passes(config: Config, dag: DAG, dataset: Dataset, schema: Schema, steps: Sequence[int]) -> list[Done]:
     hide()
     set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(len(steps), enabled=config.observe.progress)
 
     def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), dataset)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     checked = check(config, planned)

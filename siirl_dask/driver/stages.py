@@ -10,7 +10,7 @@ from distributed import Client
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import dataset_schema, training_dataset
 from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.driver.verification import File, damages
 from siirl_dask.errors import DataError, PlanError
@@ -31,9 +31,9 @@ def with_stages(
     """
     if not resume.exists or resume.fresh:
         return resume
-    source = Source.of(config.data)
+    dataset = training_dataset(config.data, config.run.seed)
     try:
-        cut = cut_at_stored(dag, source_schema(open_source(source).schema, source))
+        cut = cut_at_stored(dag, dataset_schema(dataset))
     except PlanError as error:
         return replace(resume, note=f"{resume.note}; its later steps are done anew: {error}")
     found = find_stages(config.run.url, cut.table, resume.done, RunIdentity.of(config, dag).digest())

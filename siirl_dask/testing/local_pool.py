@@ -28,7 +28,8 @@ from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
-from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.observe.metrics import merge
@@ -67,7 +68,7 @@ class LocalPool:
     """Workers of a plan in threads of this process. Use it as a context manager."""
 
     plan: Plan
-    source: Source
+    source: Dataset
     url: str
     """Folder for the tables that nodes save."""
     seed: int = 0

@@ -20,7 +20,8 @@ from siirl_storage import set_retry_seconds
 from siirl_storage.digests import FileDigest
 
 from siirl_dask.context import Device, Rank
-from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
@@ -144,7 +145,7 @@ class DAGWorker(WorkerPlugin):
             device=device,
             run_url=self.spec.url,
             stages=self._stage_writer(),
-            read_limit=self._phases[self.spec.builds_from][1].read_limit,
+            read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
@@ -167,19 +168,19 @@ class DAGWorker(WorkerPlugin):
         All workers have completed the iterations before sequence number ``completed``.
         """
         runtime = self._enter(iteration, completed)
-        plan, source = self._phases[iteration.phase]
+        plan, dataset = self._phases[iteration.phase]
         chain = plan.chains[self.worker_name]
-        loader = self._loader(iteration, source) if chain.loads or iteration.position is not None else None
+        loader = self._loader(iteration, dataset) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
         tables = chain.saved if runtime.stages.reports else []
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
 
-    def _loader(self, iteration: Iteration, source: Source) -> Dataloader:
+    def _loader(self, iteration: Iteration, dataset: Dataset) -> Dataloader:
         """Return the dataloader of the iteration's phase, which is made when it is first needed."""
         phase = iteration.phase.counts_as
         if phase not in self._loaders:
             positions = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[phase] = Dataloader(source, positions.get(phase))
+            self._loaders[phase] = Dataloader(dataset, positions.get(phase))
         if iteration.position is not None:
             self._loaders[phase].seek(iteration.position)
         return self._loaders[phase]

@@ -111,10 +111,7 @@ def known_format(path: str) -> Format:
 def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
     match kind:
         case Format.PARQUET:
-            parquet = pq.ParquetFile(file)
-            metadata = parquet.metadata
-            rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-            return Footer(parquet.schema_arrow, tuple(rows))
+            return parquet_footer(pq.ParquetFile(file))
         case Format.ARROW:
             schema = pa.ipc.open_file(file).schema
             if not schema.names:
@@ -123,6 +120,13 @@ def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
             narrow = next((i for i, field in enumerate(schema) if pa.types.is_primitive(field.type)), 0)
             reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[narrow]))
             return Footer(schema, tuple(reader.get_batch(i).num_rows for i in range(reader.num_record_batches)))
+
+
+def parquet_footer(file: pq.ParquetFile) -> Footer:
+    """Return schema and row groups of a Parquet file that is open."""
+    metadata = file.metadata
+    rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    return Footer(file.schema_arrow, tuple(rows))
 
 
 @contextmanager

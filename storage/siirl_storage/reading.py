@@ -16,6 +16,7 @@ from fsspec import AbstractFileSystem
 
 from siirl_storage.errors import CorruptPart, TooLarge
 from siirl_storage.files import full_name, open_input
+from siirl_storage.footers import FooterCache
 from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
@@ -23,6 +24,7 @@ _BATCH_ROWS = 2**16
 _FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
 _REPEATED_BYTES = 2**27  # of a batch whose texts are stored once, at most, unless that leaves few rows
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
+_READ_AHEAD = 2**12  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
 _ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
 
@@ -36,25 +38,29 @@ def read_rows(
     *,
     rows: Sequence[int] | None = None,
     max_bytes: int | None = None,
+    footers: FooterCache | None = None,
 ) -> pa.Table:
     """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
 
     ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
-    pages that the batch is in: pyarrow's writer makes them of 1,024 values.
+    pages that the batch is in: pyarrow's writer makes them of 1,024 values. With ``footers`` it reads the part's footer
+    only where they do not hold it.
 
     CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
     group or the rows take more than ``max_bytes`` (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     where = f"row group {index} of {full_name(fs, path)}"
-    with damage(fs, path), open_input(fs, path) as file:
+    alone = footers is not None  # and not all row groups of the part in turn
+    with damage(fs, path), open_input(fs, path, _READ_AHEAD if alone else None) as file:
         kind = known_format(path)
-        footer = footer_of(file, kind)
+        held = None if footers is None else footers.get(path, file, kind, groups)
+        footer = held.footer if held else footer_of(file, kind)
         _check_groups(footer, groups, full_name(fs, path))
         present = [name for name in columns if name in footer.schema.names]
         match kind:
             case Format.PARQUET:
-                schema, batches = _parquet_batches(file, index, present, bound, where)
+                schema, batches = _parquet_batches(file, held and held.metadata, index, present, bound, where)
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
         selected = list(_select(batches, rows, bound, where))
@@ -145,9 +151,9 @@ def _select(
 
 
 def _parquet_batches(
-    file: pa.NativeFile, index: int, columns: Sequence[str], bound: int, where: str
+    file: pa.NativeFile, metadata: pq.FileMetaData | None, index: int, columns: Sequence[str], bound: int, where: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    reader = _parquet_file(file)
+    reader = _parquet_file(file, metadata)
     size, _ = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, columns)
     if size > bound:
         raise TooLarge(where, size, bound)
@@ -155,9 +161,11 @@ def _parquet_batches(
     return schema, _group_batches(reader, index, columns, bound)
 
 
-def _parquet_file(file: pa.NativeFile) -> pq.ParquetFile:
+def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
-    return pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
+    return pq.ParquetFile(
+        file, metadata=metadata, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+    )
 
 
 def _group_batches(
