@@ -10,7 +10,7 @@ from typing import Any
 
 from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, SilentPeer, WorkerLost
 
-FAILURES = ("error", "lost", "silent", "unsaved")
+FAILURES = ("error", "lost", "silent", "unsaved", "unstored")
 """Kinds of events that end a run."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
 _GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
@@ -47,6 +47,8 @@ def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]])
 def _as_error(event: dict[str, Any], place: str) -> Exception:
     if event["kind"] == "silent":
         return PeerError(f"{place}: {event['what']}")
+    if event["kind"] == "unstored":
+        return RunError(f"worker {event['member']!r}: {event['what']}")
     if event["kind"] == "unsaved":
         return CheckpointError(f"worker {event['member']!r}: {event['what']}")
     error: Exception = event["error"]

@@ -52,7 +52,6 @@ class ChainRun:
         databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
-            runtime.stages.check()
             runtime.pulse.beat()
             match link:
                 case Load(name, columns, index, count):

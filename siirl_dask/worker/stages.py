@@ -56,8 +56,8 @@ class StageWriter:
     def save(self, link: Save, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
         """Write ``rows`` as this worker's part of a table, and report it with what is ``done`` of the step.
 
-        With ``storage.durability=sync`` it is written when this returns; with ``async`` the one before it is. Raises
-        what a write raised, also an earlier one.
+        With ``storage.durability=sync`` it is written when this returns; with ``async`` the one before it is. A write
+        that fails is reported at once, and raised here, if it was this one or the one before it.
         """
         if not self.reports:
             return
@@ -65,7 +65,12 @@ class StageWriter:
         event = _event(iteration, link.table, done)
 
         def write() -> None:
-            part = stage_part(folder, self.attempt, link.index, rows)
+            try:
+                part = stage_part(folder, self.attempt, link.index, rows)
+            except Exception as error:  # each store has errors of its own; the chain may be far away, or at its end
+                what = f"{iteration}: its rows could not be stored in {folder}: {type(error).__name__}: {error}"
+                self.report({"kind": "unstored", "what": what})
+                raise
             self.report({**event, "part": json.dumps(part_entry(part))})
 
         self.wait()
@@ -77,11 +82,6 @@ class StageWriter:
         """Report for a table of which this worker has no part."""
         if self.reports:
             self.report(_event(iteration, table, done))
-
-    def check(self) -> None:
-        """Raise what a write has raised, if it has."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
 
     def wait(self) -> None:
         """Wait until everything is written. Raises what a write raised; Aborted when the run is stopped."""
@@ -107,9 +107,6 @@ class PlainWriter:
 
     def note(self, table: str, iteration: Iteration, done: SoFar) -> None:
         """Report nothing: nobody commits the table."""
-
-    def check(self) -> None:
-        """Raise nothing: a part is written when ``save`` returns."""
 
     def close(self) -> None:
         """Do nothing."""

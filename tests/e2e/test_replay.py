@@ -11,6 +11,7 @@ import pytest
 from siirl_storage import complete_parts
 
 from siirl_dask.config.file import shipped
+from siirl_dask.errors import RunError
 from siirl_dask.nodes import generate
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from tests.e2e.test_resume import ONE, STEPS, WHOLE, check_same, with_kl  # noqa: F401
@@ -186,3 +187,11 @@ def test_without_durability_no_rows_are_stored_and_the_steps_are_generated_again
     train("run", *ONE, *WHOLE, "storage.durability=none", change=change)
     assert steps() == [3, 4]
     assert complete_parts(f"{run.url}/rollouts/step=000003") is None
+
+
+@pytest.mark.parametrize("durability", ["async", "sync"])
+def test_rows_that_cannot_be_stored_end_the_run_by_name_also_those_of_its_last_step(train, tmp_path, durability):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts").write_text("in the way")
+    with pytest.raises(RunError, match=r"train step 1: its rows could not be stored in .*rollouts/step=000001"):
+        train("run", *ONE, "run.steps=1", f"storage.durability={durability}")

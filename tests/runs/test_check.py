@@ -140,7 +140,7 @@ def test_any_byte_of_a_checkpoint_or_of_a_table_s_page_that_is_changed_is_notice
         (
             "rollouts/step=000005/part-0001-00000.parquet",
             b"PAR1",
-            "has 4 bytes.* after step 4, and does it again",
+            "has 4 bytes.* after step 4, and generates this step and the later ones again",
         ),
         ("checkpoints/step=000002-0001/policy/weights", None, "is gone; a resume does not need it: .* step 4"),
         ("checkpoints/step=000004-0001/policy/weights", b"", "has 0 bytes.*passes over it, and goes on after step 2"),

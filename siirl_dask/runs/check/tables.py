@@ -146,5 +146,6 @@ def _remedy(path: str, resumed: int) -> str:
     table, _, name = path.partition("/")
     matched = _STEP.fullmatch(name)
     if matched and (table == _ALWAYS_AGAIN or int(matched[1]) > resumed):
-        return f"a resume goes on after step {resumed}, and does it again" if resumed else "a resume does it again"
+        anew = "generates this step and the later ones again"
+        return f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
     return "its rows are lost, unless there is a copy; a resume goes on without them"
