@@ -23,10 +23,16 @@ class RunConfig:
     """Steps that the client submits ahead, so that no worker waits for it."""
     lease: float = 30.0
     """Seconds without a sign of life of this start, after which another one may take the folder over."""
+    max_restarts: int = 3
+    """Times in a row, without a new step in between, that the run is tried again by itself when it has lost a worker.
+    0: it ends then.
+    """
+    grace: float = 30.0
+    """Seconds that a run which gets SIGTERM has for the steps under way and a last checkpoint. 0: it ends at once."""
 
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
-        at_least("run", 0, seed=self.seed)
+        at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
         if not 0 < self.lease <= 86400:
             raise ConfigError(f"run.lease={self.lease}: expected more than 0 seconds and at most a day")
         if not self.url:

@@ -36,6 +36,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.steps",
     "run.lookahead",
     "run.lease",
+    "run.max_restarts",
+    "run.grace",
     "data.transport",
     "data.prefetch",
     "data.memory_limit",
