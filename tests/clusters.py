@@ -28,7 +28,7 @@ def local_cluster(workers: int, threads_per_worker: int = 1, **options: object) 
             memory_limit=0,
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",
-            silence_logs=50,
+            silence_logs=20,
             **options,
         ) as cluster,
     ):

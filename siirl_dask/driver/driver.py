@@ -176,9 +176,17 @@ class Driver:
             self._call("abort", reason=reason)
         except OSError as error:  # the scheduler is gone, or too busy to answer in time
             logger.warning("the scheduler did not take the order to stop the workers: %s", error)
-        deadline = time.monotonic() + _STOP_TIMEOUT
-        while time.monotonic() < deadline and self._pending and self._busy_workers():
+        deadline, there = time.monotonic() + _STOP_TIMEOUT, self._present()
+        while time.monotonic() < deadline and self._pending and there & {*self._busy_workers()}:
             time.sleep(0.05)
+
+    def _present(self) -> set[str]:
+        """Return the workers of the run that have not left the cluster."""
+        try:
+            known = self._client.scheduler_info(n_workers=-1)["workers"]
+        except OSError:
+            return set()
+        return {worker for worker, address in self._spec.members.items() if address in known}
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""

@@ -10,11 +10,12 @@ import pytest
 from tests.clusters import local_cluster
 
 ENDLESS = "run.steps=100000"
+ONCE = "run.max_restarts=0"
 
 
 @pytest.mark.alone
 def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
-    run = start(ENDLESS)
+    run = start(ENDLESS, ONCE)
     run.wait_for_steps(2)
     os.kill(run.workers()[1].pid, signal.SIGKILL)
     seconds, _, err = run.end(timeout=60)
@@ -31,7 +32,7 @@ def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
 
 @pytest.mark.alone
 def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
-    run = start(ENDLESS)
+    run = start(ENDLESS, ONCE)
     run.wait_for_steps(2)
     os.kill(run.workers()[1].pid, signal.SIGSTOP)
     seconds, _, err = run.end(timeout=60)
@@ -64,7 +65,7 @@ def test_ctrl_c_and_sigterm_stop_within_5_s_and_say_how_far_it_came(start, sign)
 def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, monkeypatch, sign):
     entered = tmp_path / "entered"
     monkeypatch.setenv("NEVER_RETURNS", str(entered))
-    run = start("rewards.function=tests.e2e.rewards:never_returns")
+    run = start("rewards.function=tests.e2e.rewards:never_returns", "run.grace=1")
     run.wait_until(entered.exists)
     os.killpg(run.process.pid, sign) if sign == signal.SIGINT else run.process.send_signal(sign)
     _, out, err = run.end(timeout=120)
@@ -82,6 +83,7 @@ def test_a_stopped_run_on_an_existing_cluster_names_its_busy_workers(start, tmp_
             f"cluster.address={cluster.scheduler_address}",
             "cluster.workers=1",
             "cluster.placement={}",
+            "run.grace=1",
         )
         run.wait_until(entered.exists)
         run.process.send_signal(signal.SIGTERM)

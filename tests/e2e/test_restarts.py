@@ -1,0 +1,115 @@
+"""A run that loses a worker goes on by itself: the others keep their processes and what they have built in them."""
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
+from tests.clusters import local_cluster
+from tests.conftest import Finished, digits_overrides
+from tests.e2e.test_resume import check_same
+
+TWO = ["cluster.workers=2", "cluster.placement={}", "run.steps=4", "checkpoint.every=2"]
+PLACES = {
+    "generate": ("siirl_dask.rollout.transformers_engine", "TransformersEngine", "_generate_batch", 4),
+    "pull": ("siirl_dask.coordinator.databuffer.databuffer", "Databuffer", "pull", 12),
+    "all-reduce": ("siirl_dask.training.learner", "Learner", "_norm", 7),
+    "weights": ("siirl_dask.training.policy", "Policy", "weights", 4),
+    "update": ("siirl_dask.training.learner", "Learner", "update", 4),
+    "save": ("siirl_dask.training.files.checkpoint", "DistributedCheckpoint", "save", 2),
+}
+"""Functions in which a worker dies, and the call of them in which it does, in step 3 or 4 of 4."""
+
+
+def killing(place, sign, marker):
+    """Patch a function of this process: one of its calls is this process's last."""
+    from importlib import import_module
+
+    module, kind, name, fatal = PLACES[place]
+    owner = getattr(import_module(module), kind)
+    original, calls = getattr(owner, name), []
+
+    def patched(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == fatal:
+            marker.write_text(str(os.getpid()))
+            os.kill(os.getpid(), sign)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def build(device, rank, *, role, inner, seen, place, sign, options):
+    """Build a role, and tell where; the second worker dies once, at its place."""
+    marker = Path(seen, "dead")
+    if role == "reward" and rank.rank == 1 and place and not marker.exists():
+        killing(place, sign, marker)
+    built = inner(device, rank, **options)
+    with Path(seen, f"{role}-{rank.rank}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return built
+
+
+def watched(dag, seen, place, sign):
+    about = {"seen": str(seen), "place": place, "sign": int(sign)}
+    roles = (
+        replace(role, build=partial(build, role=role.name, inner=role.build.func, options=role.build.keywords, **about))
+        for role in dag.roles
+    )
+    return replace(dag, roles=tuple(roles))
+
+
+def builds(folder, role, rank):
+    """Process of each time that a role was built on a worker."""
+    return [int(line) for line in (folder / f"{role}-{rank}").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def lose(cluster, digits_task, tmp_path):
+    """Train on a cluster whose second worker dies at a place, if one is given."""
+
+    def start(name, place, *overrides, sign=signal.SIGKILL):
+        folder = tmp_path / f"{name}-seen"
+        folder.mkdir()
+        given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
+        file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={cluster.scheduler_address}"])
+        dag, validation = dags(file)
+        return Finished(tmp_path / name, run(file.config, watched(dag, folder, place, sign), validation)), folder
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("place", "overrides"),
+    [
+        pytest.param("update", [], id="update"),
+        pytest.param("generate", ["checkpoint.every=0"], id="generate-without-checkpoint"),
+        *(pytest.param(place, [], marks=pytest.mark.slow, id=place) for place in PLACES if place != "update"),
+    ],
+)
+def test_a_run_goes_on_when_a_worker_is_killed_and_gives_what_it_would_have_given(lose, place, overrides):
+    straight, _ = lose("straight", None, *overrides)
+    tried, folder = lose("tried", place, *overrides)
+    dead = int(Path(folder, "dead").read_text())
+    (restart,) = tried.summary.restarts
+    assert "worker '1'" in restart.cause
+    resumed_at = restart.steps - restart.steps_again
+    assert resumed_at in ((0,) if overrides else (0, 2))
+    check_same(straight, tried, roles=() if overrides else ("policy",), tolerance=1e-5)
+    for role in ("rollout", "reward"):
+        assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
+        assert len(set(builds(folder, role, 1)) - {dead}) == 1
+    assert len(builds(folder, "policy", 0)) == (1 if resumed_at else 2)
+    assert len(set(builds(folder, "policy", 0))) == 1
