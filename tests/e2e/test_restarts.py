@@ -11,6 +11,7 @@ import pytest
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
+from siirl_dask.errors import WorkerLost
 from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
@@ -45,10 +46,10 @@ def killing(place, sign, marker):
     setattr(owner, name, patched)
 
 
-def build(device, rank, *, role, inner, seen, place, sign, options):
+def build(device, rank, *, role, inner, seen, place, sign, again, options):
     """Build a role, and tell where; the second worker dies once, at its place."""
     marker = Path(seen, "dead")
-    if role == "reward" and rank.rank == 1 and place and not marker.exists():
+    if role == "reward" and rank.rank == 1 and place and (again or not marker.exists()):
         killing(place, sign, marker)
     built = inner(device, rank, **options)
     with Path(seen, f"{role}-{rank.rank}").open("a") as file:
@@ -56,8 +57,7 @@ def build(device, rank, *, role, inner, seen, place, sign, options):
     return built
 
 
-def watched(dag, seen, place, sign):
-    about = {"seen": str(seen), "place": place, "sign": int(sign)}
+def watched(dag, **about):
     roles = (
         replace(role, build=partial(build, role=role.name, inner=role.build.func, options=role.build.keywords, **about))
         for role in dag.roles
@@ -80,36 +80,61 @@ def cluster():
 def lose(cluster, digits_task, tmp_path):
     """Train on a cluster whose second worker dies at a place, if one is given."""
 
-    def start(name, place, *overrides, sign=signal.SIGKILL):
+    def start(name, place, *overrides, sign=signal.SIGKILL, again=False):
         folder = tmp_path / f"{name}-seen"
         folder.mkdir()
         given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
         file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={cluster.scheduler_address}"])
         dag, validation = dags(file)
-        return Finished(tmp_path / name, run(file.config, watched(dag, folder, place, sign), validation)), folder
+        about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again}
+        return Finished(tmp_path / name, run(file.config, watched(dag, **about), validation)), folder
 
     return start
 
 
-@pytest.mark.parametrize(
-    ("place", "overrides"),
-    [
-        pytest.param("update", [], id="update"),
-        pytest.param("generate", ["checkpoint.every=0"], id="generate-without-checkpoint"),
-        *(pytest.param(place, [], marks=pytest.mark.slow, id=place) for place in PLACES if place != "update"),
-    ],
-)
-def test_a_run_goes_on_when_a_worker_is_killed_and_gives_what_it_would_have_given(lose, place, overrides):
+CASES = [
+    pytest.param("update", signal.SIGKILL, [], id="update"),
+    pytest.param("generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"),
+    *(pytest.param(at, signal.SIGKILL, [], marks=pytest.mark.slow, id=at) for at in PLACES if at != "update"),
+    *(
+        pytest.param(at, signal.SIGSTOP, ["cluster.peer_timeout=2"], marks=pytest.mark.slow, id=f"{at}-stop")
+        for at in PLACES
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "sign", "overrides"), CASES)
+def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(lose, place, sign, overrides):
     straight, _ = lose("straight", None, *overrides)
-    tried, folder = lose("tried", place, *overrides)
-    dead = int(Path(folder, "dead").read_text())
+    tried, folder = lose("tried", place, *overrides, sign=sign)
+    dead = int((folder / "dead").read_text())
     (restart,) = tried.summary.restarts
     assert "worker '1'" in restart.cause
     resumed_at = restart.steps - restart.steps_again
-    assert resumed_at in ((0,) if overrides else (0, 2))
-    check_same(straight, tried, roles=() if overrides else ("policy",), tolerance=1e-5)
+    check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
     for role in ("rollout", "reward"):
         assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
         assert len(set(builds(folder, role, 1)) - {dead}) == 1
     assert len(builds(folder, "policy", 0)) == (1 if resumed_at else 2)
     assert len(set(builds(folder, "policy", 0))) == 1
+
+
+@pytest.mark.slow
+def test_shards_are_built_again_in_the_same_processes(lose):
+    fsdp = ["trainer.backend=fsdp"]
+    straight, _ = lose("straight", None, *fsdp)
+    tried, folder = lose("tried", "update", *fsdp)
+    check_same(straight, tried, tolerance=1e-5)
+    assert len(builds(folder, "rollout", 0)) == 1
+    assert len(builds(folder, "policy", 0)) == 2
+    assert len(set(builds(folder, "policy", 0))) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
+    with pytest.raises(WorkerLost, match="during train step 4") as raised:
+        lose("tried", "update", "run.max_restarts=2", "checkpoint.every=0", again=True)
+    (note,) = raised.value.__notes__
+    assert note.startswith(
+        "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker '1'"
+    )
