@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distributed import Client
 
@@ -40,8 +41,9 @@ def _give_up_silent(client: Client, addresses: Sequence[str], patience: float) -
     if not silent:
         return
     logger.warning("given up, since they answer nothing for %g s: workers at %s", patience, ", ".join(silent))
+    scheduler: Any = client.scheduler
     client.sync(
-        client.scheduler.restart_workers,
+        scheduler.restart_workers,
         workers=silent,
         timeout=_STOP_TIMEOUT,
         wait_for_workers=False,

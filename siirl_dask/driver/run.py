@@ -112,13 +112,14 @@ def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
     """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
     restarts = Restarts(job.config.run.max_restarts, log.progress.note, log.announce)
     log.restarts = restarts.done
-    named, last = members(client, job.config.cluster.workers), None
+    named = members(client, job.config.cluster.workers)
+    last: Driver | None = None
     try:
         while True:
             try:
-                driver, *prepared = _prepare(job, log, client, named, last)
+                driver, phases, prepare_folder, commit = _prepare(job, log, client, named, last)
                 earlier, last = last, driver
-                _drive(driver, log, client.dashboard_link, *prepared, restarts, earlier)
+                _drive(driver, log, client.dashboard_link, phases, prepare_folder, commit, restarts, earlier)
                 return
             except SiirlError as error:
                 if not restarts.after(error, log.steps):

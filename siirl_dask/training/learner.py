@@ -81,6 +81,7 @@ class Learner:
         """``shard_group`` is the process group that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model.
         """
+        self._group: Any = None
         self.join_group(rank)
         self._shard_group = shard_group
         self._config = config
@@ -143,7 +144,7 @@ class Learner:
         """Sum gradients over the group of ``rank`` from now on."""
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group: Any = rank.group
+        self._group = rank.group
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing without ``ema_decay``."""

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
@@ -15,6 +16,7 @@ from siirl_dask.errors import WorkerLost
 from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
+from tests.e2e.traps import start_workers
 
 TWO = ["cluster.workers=2", "cluster.placement={}", "run.steps=4", "checkpoint.every=2"]
 PLACES = {
@@ -80,11 +82,13 @@ def cluster():
 def lose(cluster, digits_task, tmp_path):
     """Train on a cluster whose second worker dies at a place, if one is given."""
 
-    def start(name, place, *overrides, sign=signal.SIGKILL, again=False):
+    def start(name, place, *overrides, sign=signal.SIGKILL, again=False, address=None):
         folder = tmp_path / f"{name}-seen"
         folder.mkdir()
         given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
-        file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={cluster.scheduler_address}"])
+        file = load_config_file(
+            shipped("quickstart.yaml"), [*given, f"cluster.address={address or cluster.scheduler_address}"]
+        )
         dag, validation = dags(file)
         about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again}
         return Finished(tmp_path / name, run(file.config, watched(dag, **about), validation)), folder
@@ -138,3 +142,22 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
     assert note.startswith(
         "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker '1'"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, sign):
+    straight, _ = lose("straight", None)
+    with local_cluster(0) as bare:
+        workers = start_workers(bare.scheduler_address, 3)
+        with Client(bare) as client:
+            client.wait_for_workers(3, timeout=60)
+        try:
+            overrides = ["cluster.peer_timeout=2"]
+            tried, folder = lose("tried", "generate", *overrides, sign=sign, address=bare.scheduler_address)
+        finally:
+            for worker in workers:
+                worker.kill()
+    check_same(straight, tried, tolerance=1e-5)
+    assert {*tried.table("rollouts", 4)["worker"].to_pylist()} == {"0", "2"}
+    assert len(builds(folder, "rollout", 0)) == 1
