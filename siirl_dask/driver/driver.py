@@ -199,7 +199,7 @@ class Driver:
         self._watch.stop()
         self._pending.clear()
         self._last = {}
-        if not self._started:
+        if not self._started or self._cut_off:
             return
         self._started = False
         try:

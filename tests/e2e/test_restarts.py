@@ -1,4 +1,7 @@
-"""A run that loses a worker goes on by itself: the others keep their processes and what they have built in them."""
+"""A run that loses a worker goes on by itself: the others keep their processes and what they have built in them.
+
+With ``-s`` each case prints its seconds to notice, those until all are at work again, and the steps done again.
+"""
 
 import os
 import signal
@@ -96,12 +99,14 @@ def lose(cluster, digits_task, tmp_path):
     return start
 
 
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+STOP = ["cluster.peer_timeout=2"]
 CASES = [
     pytest.param("update", signal.SIGKILL, [], id="update"),
     pytest.param("generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"),
-    *(pytest.param(at, signal.SIGKILL, [], marks=pytest.mark.slow, id=at) for at in PLACES if at != "update"),
+    *(pytest.param(at, signal.SIGKILL, [], marks=SLOW, id=at) for at in PLACES if at != "update"),
     *(
-        pytest.param(at, signal.SIGSTOP, ["cluster.peer_timeout=2"], marks=pytest.mark.slow, id=f"{at}-stop")
+        pytest.param(at, signal.SIGSTOP, STOP, marks=SLOW if at == "all-reduce" else SWEEP, id=f"{at}-stop")
         for at in PLACES
     ),
 ]
@@ -113,6 +118,8 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
     tried, folder = lose("tried", place, *overrides, sign=sign)
     dead = int((folder / "dead").read_text())
     (restart,) = tried.summary.restarts
+    seconds = f"{restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}"
+    print(f"| {place} | {sign.name} | {seconds} | `{restart.cause[:90]}` |")
     assert "worker '1'" in restart.cause
     resumed_at = restart.steps - restart.steps_again
     check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
