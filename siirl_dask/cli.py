@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
+from siirl_dask.commands.check import CHECK_EXIT_CODES, check
+from siirl_dask.commands.data import add_data, data
+from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
     EXIT_CODES,
     add_cluster_option,
@@ -16,7 +20,7 @@ from siirl_dask.commands.script import (
 )
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.phases import dags
+from siirl_dask.errors import did_you_mean
 
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
@@ -51,22 +55,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     add_cluster_option(quick)
-    query = commands.add_parser("rollouts", help="query every sample of a run with SQL, as the table 'rollouts'")
-    query.add_argument("run", metavar="RUN", help="the run's folder or URL")
-    query.add_argument(
-        "sql", metavar="SQL", nargs="?", default=None, help="default: count and mean reward of each step"
-    )
-    query.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
+    add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
+    whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
+    whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
+    again = commands.add_parser("replay", help="run nodes again on a run's stored rows, changed", epilog=EXIT_CODES)
+    _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
+    add_data(commands)
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
     chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
     unknown = any(text.startswith("-") for text in more)
     if not unknown and hasattr(chosen, "overrides"):
         chosen.overrides += more
+    elif not unknown and hasattr(chosen, "paths"):
+        chosen.paths += more
     elif not unknown and len(more) == 1 and getattr(chosen, "sql", more) is None:
         (chosen.sql,) = more
     elif more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        command = commands.choices[chosen.command]
+        known = re.findall(r"--[\w-]+", command.format_usage())
+        command.error(f"unrecognized arguments: {' '.join(more)}{did_you_mean(more[0], known)}")
     return chosen
 
 
@@ -79,6 +88,36 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="URL", help="where to write; default: RUN/evaluations/..., ./evaluations/...")
     for name, (key, metavar, text) in _EVAL_OPTIONS.items():
         command.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
+
+
+def _add_clean(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    command.add_argument("--keep-stages", type=int, metavar="N", help="rows of the N newest steps; default: of all")
+    command.add_argument("--replays", action="store_true", help="tables of replays as well")
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run's folder or URL")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="where to run, such as cluster.workers=2")
+    command.add_argument("--from", dest="first", metavar="NODE", required=True, help="node to begin with")
+    command.add_argument("--steps", default=":", metavar="A:B", help="steps A to B, both included; default: all")
+    command.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="such as rewards.function=file.py:f",
+    )
+    command.add_argument(
+        "--node",
+        dest="nodes",
+        action="append",
+        default=[],
+        metavar="NAME=file.py:f",
+        help="another function for a node",
+    )
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
@@ -95,30 +134,42 @@ def _dispatch(chosen: argparse.Namespace) -> None:
     """Call the chosen command. Each is imported here: torch and Dask take seconds, for which others need not wait."""
     match chosen.command:
         case "run":
+            from siirl_dask.driver.phases import dags
+
             file = load_config_file(chosen.config, overrides_of(chosen))
             train(file.config, *dags(file), chosen)
         case "plan":
             from siirl_dask.commands.hosts import read_hosts
             from siirl_dask.commands.plan import describe_run
+            from siirl_dask.driver.phases import dags
 
             hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
             workers = chosen.workers if hosts is None else sum(hosts)
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
             print(describe_run(file.config, *dags(file), chosen.format, hosts))
+        case "clean":
+            from siirl_dask.commands.clean import clean
+
+            given = {name: value for name, value in vars(chosen).items() if name not in ("command", "run")}
+            print(clean(chosen.run, **given))
+        case "replay":
+            from siirl_dask.commands.replay import ReplayRequest, render, replay
+
+            given = {name: value for name, value in vars(chosen).items() if name != "command"}
+            print(render(replay(ReplayRequest(**given))))
         case "quickstart":
             from siirl_dask.commands.quickstart import quickstart
 
             quickstart(shipped("quickstart.yaml"), overrides_of(chosen))
         case "rollouts":
-            from siirl_dask.runs.rollouts import render
-
-            text, remark = render(chosen.run, chosen.sql, incomplete=chosen.incomplete)
-            print(text)
-            if remark:
-                print(remark, file=sys.stderr)
+            show_rollouts(chosen)
+        case "check":
+            sys.exit(check(chosen.run))
         case "eval":
             _evaluate(chosen)
+        case "data":
+            data(chosen)
         case "export":
             from siirl_dask.commands.export import export
 

@@ -23,10 +23,22 @@ TOKENS = "tokens"
 """int64. Cost of the row for balancing: its tokens, prompt and response. Before there is a response, the expected cost
 of sampling one.
 """
+PROMPT_NUMBER = "prompt_number"
+"""int64. Number of the prompt in the order in which the run draws prompts, over all steps and epochs."""
+DATA_PART = "data_part"
+"""int32. Index of the prompt's part in the dataset, in the order of the table's parts."""
+DATA_ROW = "data_row"
+"""int64. Row of the prompt in that part."""
+SAMPLE_NUMBER = "sample_number"
+"""int32. Number of the sample among those of its prompt, from 0."""
+SAMPLING_SEED = "sampling_seed"
+"""int64. Seed that the response was sampled with: with it, the prompt and the weights the engine samples it again."""
 PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
+SOURCE_NAME = "source_name"
+"""string. Name in ``data.sources`` of the dataset that the prompt is from."""
 PROMPT_IDS = "prompt_ids"
 """list<int32>. Token ids of the prompt."""
 RESPONSE_IDS = "response_ids"
@@ -88,6 +100,12 @@ TYPES: Mapping[str, pa.DataType] = {
     ROW_ID: pa.int64(),
     GROUP_ID: pa.int64(),
     TOKENS: pa.int64(),
+    PROMPT_NUMBER: pa.int64(),
+    DATA_PART: pa.int32(),
+    DATA_ROW: pa.int64(),
+    SAMPLE_NUMBER: pa.int32(),
+    SAMPLING_SEED: pa.int64(),
+    SOURCE_NAME: pa.large_string(),
     PROMPT_IDS: pa.large_list(pa.int32()),
     RESPONSE_IDS: pa.large_list(pa.int32()),
     PROMPT_TEXT: pa.large_string(),
@@ -120,6 +138,8 @@ TYPES: Mapping[str, pa.DataType] = {
 
 IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
 """Columns that every table has and every edge carries: the id of a row, its group, its cost."""
+ORIGIN = (PROMPT_NUMBER, DATA_PART, DATA_ROW)
+"""Columns that tell where a prompt comes from; they travel to the nodes whose tables are saved."""
 
 
 def with_large_offsets(kind: DataType) -> DataType:

@@ -17,7 +17,7 @@ LAYERS = (
     {"planner"},
     {"algorithms", "rewards"},
     {"coordinator", "rollout", "training", "observe"},
-    {"nodes", "worker", "runs", "tasks"},
+    {"nodes", "worker", "runs", "tasks", "datasets"},
     {"recipes"},
     {"driver"},
     {"commands", "testing"},

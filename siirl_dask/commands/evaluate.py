@@ -18,7 +18,7 @@ from siirl_storage import join, open_table, set_retry_seconds
 from siirl_dask.commands.export import check_unused, write_folder
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import Source, open_source, source_schema
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
@@ -142,7 +142,9 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
     return {
         "run.url": out,
         "data.url": data,
+        "data.sources": {},
         "data.prepare": None,
+        "data.prepare_options": {},
         "cluster.placement": {},
         "rollout.expected_length_column": None,
         "rollout.prompt_placement": None,

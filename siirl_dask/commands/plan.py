@@ -54,15 +54,15 @@ def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
 
 def _assumed(config: Config) -> list[str]:
     """Return a note on the datasets that are not there yet; none where all are."""
-    urls = dict.fromkeys([config.data.url, config.validation.url, config.validation.test_url])
+    urls = dict.fromkeys([*config.data.urls, config.validation.url, config.validation.test_url])
     absent = [url for url in urls if url is not None and not exists(url)]
     if not absent:
         return []
     columns = ", ".join(f"{column.name}: {column.type}" for column in assumed_columns(config))
     note = f"no dataset is at {', '.join(absent)} yet; assumed the columns that the config names ({columns})"
-    if absent != [config.data.url]:
+    if not set(absent) <= set(config.data.urls):
         note += f", and {config.data.batch_size} rows to validate on"
-    made = config.data.prepare is not None and config.data.url in absent
+    made = config.data.prepare is not None and not set(absent).isdisjoint(config.data.urls)
     return [
         f"{note}; a run calls data.prepare={config.data.prepare} first" if made else f"{note}; a run needs that data"
     ]

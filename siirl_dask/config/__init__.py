@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from siirl_dask.config.checks import parse_bytes
-from siirl_dask.config.data import DataConfig, StorageConfig, TransportMode
+from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -27,7 +27,9 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DataSource",
     "Dtype",
+    "Durability",
     "Engine",
     "FsdpConfig",
     "LoraConfig",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
+from typing import Any
 
 from siirl_storage import RETRY_SECONDS
 
@@ -22,9 +24,25 @@ class TransportMode(StrEnum):
     """Shared memory for every pair; a pair without it is an error."""
 
 
+class Durability(StrEnum):
+    """When the rows that a step saves are on the store."""
+
+    none = "none"
+    """Never: nothing is saved, and a run that stops repeats its steps from the newest checkpoint."""
+    asynchronous = "async"
+    """Soon: a worker writes its rows while it goes on with the step, one table at a time."""
+    sync = "sync"
+    """At once: a worker goes on when its rows are written."""
+
+
 @dataclass(kw_only=True, slots=True)
 class StorageConfig:
     """``storage``: reads and writes of all files, on any store."""
+
+    durability: Durability = Durability.asynchronous
+    """When the rows that a step saves are on the store: ``none``, ``async`` or ``sync``. What is there when a run stops
+    is never generated again.
+    """
 
     retry_seconds: float = RETRY_SECONDS
     """Seconds for which an operation on a store is tried again that failed with an error that may pass: a lost
@@ -36,14 +54,35 @@ class StorageConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DataSource:
+    """One dataset of ``data.sources``."""
+
+    url: str
+    """A Parquet folder or file, or a table of siirl_storage, on any fsspec URL."""
+    weight: float = 1.0
+    """The source's part of all prompts, beside the weights of the others."""
+    prompt: str | None = None
+    """Column of the prompt. None: as ``data.prompt``."""
+    answer: str | None = None
+    """Column of the answer. None: as ``data.answer``."""
+
+    def __post_init__(self) -> None:
+        self.url = absolute(self.url)
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     """``data``: the dataset, its columns, and the movement of rows."""
 
-    url: str = "???"
-    """A Parquet folder or file, or a table of siirl_storage, on any fsspec URL."""
+    url: str | None = "???"
+    """A Parquet folder or file, or a table of siirl_storage, on any fsspec URL. None: ``sources`` are given."""
+    sources: dict[str, DataSource] = field(default_factory=dict)
+    """Several datasets in place of ``url``, by name. Prompts are taken in exact proportion to their weights."""
     prepare: str | None = None
     """Function, as ``module:function``, that makes the dataset; called with the Config if nothing is at ``data.url``.
     """
+    prepare_options: dict[str, Any] = field(default_factory=dict)
+    """Options of ``prepare``, by name, such as ``{source: /datasets/gsm8k}``."""
     batch_size: int = 32
     """Prompts per step, over all workers."""
     prompt: str = "prompt"
@@ -70,9 +109,35 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        self.url = absolute(self.url)
+        self._check_sources()
+        self.url = self.url and absolute(self.url)
+        if self.prepare_options and self.prepare is None:
+            raise ConfigError("data.prepare_options are given without data.prepare")
         at_least("data", 1, batch_size=self.batch_size, max_prompt_length=self.max_prompt_length)
         at_least("data", 0, quadratic_from=self.quadratic_from)
         for key, value in {"data.memory_limit": self.memory_limit, "data.read_limit": self.read_limit}.items():
             if value is not None and parse_bytes(key, value) < 2**20:
                 raise ConfigError(f"{key}={value!r}: expected at least 1MiB")
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of the datasets to train on."""
+        return [source.url for source in self.sources.values()] if self.url is None else [self.url]
+
+    def _check_sources(self) -> None:
+        if self.sources and self.url == "???":
+            self.url = None
+        if self.sources and self.url is not None:
+            raise ConfigError(
+                f"data.url={self.url!r} and data.sources are both given: expected one of them; data.url=null takes "
+                "away what a base gives"
+            )
+        if not self.sources and not self.url:
+            raise ConfigError(f"data.url={self.url!r}: expected the URL of a dataset, or several in data.sources")
+        for name, source in self.sources.items():
+            if not isinstance(name, str) or not name.strip():
+                raise ConfigError(f"data.sources has a source {name!r}: expected a text as its name")
+            if not source.url:
+                raise ConfigError(f"data.sources.{name}.url={source.url!r}: expected the URL of a dataset")
+            if not 0 < source.weight < inf:
+                raise ConfigError(f"data.sources.{name}.weight={source.weight}: expected a number above 0")

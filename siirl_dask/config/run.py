@@ -21,6 +21,8 @@ class RunConfig:
     """Seed of data order and sampling."""
     lookahead: int = 2
     """Steps that the client submits ahead, so that no worker waits for it."""
+    keep_stages: int | None = None
+    """Number of newest steps whose saved rows stay, beyond those that a resume may need. None: all."""
     lease: float = 30.0
     """Seconds without a sign of life of this start, after which another one may take the folder over."""
     max_restarts: int = 3
@@ -33,6 +35,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
         at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
+        if self.keep_stages is not None:
+            at_least("run", 1, keep_stages=self.keep_stages)
         if not 0 < self.lease <= 86400:
             raise ConfigError(f"run.lease={self.lease}: expected more than 0 seconds and at most a day")
         if not self.url:

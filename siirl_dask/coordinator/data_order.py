@@ -12,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from siirl_dask.coordinator.layout.balance import Ints, split
+
+KNOWN_ROWS = 2**18
+"""Rows whose order is known ahead, over all streams: 2 MiB, however long the dataset is."""
+_LEAST_KNOWN = 64  # of one stream: a row group is shuffled, and read, once for so many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,17 @@ class RowPosition:
     row: int
     number: int
     """Number of the prompt, from which its stream follows."""
+    source: int = 0
+    """Number of the table that the row group is of, where there are several."""
+
+
+class _Window(NamedTuple):
+    """The next rows of one stream in one row group."""
+
+    epoch: int
+    first: int
+    """Index of the first one in the epoch's order."""
+    rows: Ints
 
 
 class GlobalOrder:
@@ -34,16 +51,20 @@ class GlobalOrder:
 
     ``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order. All prompts of all
     epochs are numbered in this order; a number is a prompt, whichever worker reads it.
+
+    It holds a number per row group and the next rows of each stream, nothing per row of the dataset.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None) -> None:
+    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None, known_rows: int = KNOWN_ROWS) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._seed = seed
         self._rows = int(self._sizes.sum())
         self._streams = split(self._rows, batch_size)
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
-        self._within = lru_cache(maxsize=1024)(self._shuffled_rows)
+        self._within = lru_cache(maxsize=1)(self._shuffled_rows)  # of neighbouring streams, which share a row group
+        self._known = max(_LEAST_KNOWN, known_rows // batch_size)
+        self._windows: dict[int, _Window] = {}  # by stream
 
     def prompt_numbers(self, step: int) -> range:
         """Return the numbers of the prompts of global step ``step``, from 0.
@@ -57,23 +78,34 @@ class GlobalOrder:
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
         """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so: those of its streams."""
         first, last = split(len(self._streams), count)[index]
-        own = (number for number in numbers if first <= number % self._rows % len(self._streams) < last)
+        own = (number for number in numbers if first <= self.stream(number) < last)
         return [self.row_position(number, number - numbers.start) for number in own]
+
+    def stream(self, number: int) -> int:
+        """Return the stream of prompt ``number``."""
+        return number % self._rows % len(self._streams)
 
     def row_position(self, number: int, position: int) -> RowPosition:
         """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
-        epoch, at, slot = self._place(number)
-        groups, starts = self._epoch(epoch)
-        group = int(groups[slot])
-        return RowPosition(position, group, int(self._within(epoch, group)[at - int(starts[slot])]), number)
+        group, rows = self._from(number)
+        return RowPosition(position, group, int(rows[0]), number)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the rows of the same row group that the stream of prompt ``number`` gives after it, in order."""
+        """Return the next rows that the stream of prompt ``number`` gives after it, in order, of the same row group."""
+        return self._from(number)[1][1:]
+
+    def _from(self, number: int) -> tuple[int, Ints]:
+        """Return the row group of prompt ``number``, and rows of it that its stream gives from there on."""
         epoch, at, slot = self._place(number)
         groups, starts = self._epoch(epoch)
         group, start = int(groups[slot]), int(starts[slot])
-        stream_end = self._streams[number % self._rows % len(self._streams)][1]
-        return self._within(epoch, group)[at + 1 - start : stream_end - start]
+        stream = self.stream(number)
+        known = self._windows.get(stream)
+        if known is None or known.epoch != epoch or not known.first <= at < known.first + len(known.rows):
+            end = min(at + self._known, self._streams[stream][1], start + int(self._sizes[group]))
+            known = _Window(epoch, at, self._within(epoch, group)[at - start : end - start].astype(np.int64))
+            self._windows[stream] = known
+        return group, known.rows[at - known.first :]
 
     def _place(self, number: int) -> tuple[int, int, int]:
         """Return the epoch of prompt ``number``, its index in the epoch's order, and its group's."""
@@ -90,8 +122,8 @@ class GlobalOrder:
         ends = np.cumsum(self._sizes[groups])
         return groups, ends - self._sizes[groups]
 
-    def _shuffled_rows(self, epoch: int, group: int) -> Ints:
-        rows = np.arange(self._sizes[group])
+    def _shuffled_rows(self, epoch: int, group: int) -> NDArray[np.int32]:
+        rows = np.arange(self._sizes[group], dtype=np.int32)  # the shuffle does not depend on the type
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch, group]).shuffle(rows)
         return rows

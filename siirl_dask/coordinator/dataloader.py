@@ -7,114 +7,37 @@ checkpoints keep it (``position``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import Snapshot, StorageError, open_table
+from siirl_storage import Snapshot
 
-from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.data_order import GlobalOrder, RowPosition
-from siirl_dask.coordinator.layout.balance import split
-from siirl_dask.coordinator.row_reader import RowReader
-from siirl_dask.coordinator.transport.frames import check_types
-from siirl_dask.errors import DataError, did_you_mean
-from siirl_dask.schema import ANSWER, GROUP_ID, IDENTITY, PROMPT, ROW_ID, TOKENS, TYPES, with_large_offsets
+from siirl_dask.coordinator.layout.balance import Ints, split
+from siirl_dask.coordinator.mixed_order import MixedOrder
+from siirl_dask.coordinator.row_reader import RowReader, too_large
+from siirl_dask.coordinator.source import Dataset, Mixture, Source, dataset_schema, open_source, opened, source_schema
+from siirl_dask.schema import (
+    ANSWER,
+    DATA_PART,
+    DATA_ROW,
+    GROUP_ID,
+    IDENTITY,
+    ORIGIN,
+    PROMPT,
+    PROMPT_NUMBER,
+    ROW_ID,
+    SOURCE_NAME,
+    TOKENS,
+    TYPES,
+)
 
-_ROW = 8  # bytes that a row takes at least: its place in the order of its row group
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """A dataset and how it is read. ``prompt`` and ``answer`` name columns; a dot goes into a struct.
-
-    ``batch_size`` None reads everything in one step; ``seed`` None keeps the table's order.
-    """
-
-    url: str
-    prompt: str
-    answer: str
-    batch_size: int | None = None
-    seed: int | None = None
-    read_limit: int = 2 * 2**30
-    """Bytes that a worker's rows of a step, or a row group, may take once decoded."""
-    keep: int = 2**28
-    """Bytes of rows that a worker holds for later steps."""
-
-    @staticmethod
-    def of(data: DataConfig, *, batch_size: int | None = None, seed: int | None = None) -> Source:
-        """Return the dataset that ``data`` describes."""
-        memory = parse_bytes("data.memory_limit", data.memory_limit)
-        limit = memory if data.read_limit is None else parse_bytes("data.read_limit", data.read_limit)
-        return Source(
-            url=data.url,
-            prompt=data.prompt,
-            answer=data.answer,
-            batch_size=batch_size,
-            seed=seed,
-            read_limit=limit,
-            keep=memory // 8,
-        )
-
-
-def open_source(source: Source) -> Snapshot:
-    """Open the table behind ``source``.
-
-    DataError when it is missing, corrupt, empty, or lacks the columns, and when its storage cannot be reached.
-    """
-    try:
-        snapshot = open_table(source.url)
-    except StorageError as error:
-        raise DataError(f"dataset {source.url!r}: {error}") from error
-    except Exception as error:  # drivers of remote storage raise what they like
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"dataset {source.url!r}: its storage cannot be reached: {reason}") from error
-    if snapshot.num_rows == 0:
-        raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
-    source_schema(snapshot.schema, source)
-    longest = max(snapshot.row_groups(), key=lambda group: group.rows)
-    if longest.rows * _ROW > source.read_limit:
-        raise DataError(
-            f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, more than the "
-            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise it, or write the "
-            "dataset with smaller row groups"
-        )
-    return snapshot
-
-
-def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
-    """Return the columns that the dataloader gives: identity, ``prompt``, ``answer``, and all others as they are.
-
-    Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
-
-    DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
-    """
-    fields = {name: TYPES[name] for name in IDENTITY}
-    paths = {PROMPT: source.prompt, ANSWER: source.answer}
-    fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}
-    for field in schema:
-        if field.name in IDENTITY:
-            raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
-        fields.setdefault(field.name, with_large_offsets(field.type))
-    loaded = pa.schema(fields)
-    check_types(loaded)
-    return loaded
-
-
-def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
-    names, kind = path.split("."), pa.struct(list(schema))
-    for name in names:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
-            raise DataError(
-                f"dataset {source.url!r} has no column {path!r}: "
-                f"no {name!r} (there is: {known}){did_you_mean(name, known)}"
-            )
-        kind = kind.field(name).type
-    return kind
+__all__ = ["Dataloader", "Source", "open_source", "source_schema"]
 
 
 class Dataloader:
@@ -123,15 +46,12 @@ class Dataloader:
     DataError names the file that cannot be read.
     """
 
-    def __init__(self, source: Source, position: int | None = None) -> None:
+    def __init__(self, dataset: Dataset, position: int | None = None) -> None:
         """``position`` is that of a checkpoint's dataloader, whichever worker's it was."""
-        self._source = source
-        self._snapshot = open_source(source)
-        self._schema = source_schema(self._snapshot.schema, source)
-        self._rows = RowReader(source.url, self._snapshot, source.read_limit, source.keep)
-        sizes = [group.rows for group in self._snapshot.row_groups()]
-        batch_size = source.batch_size or self._snapshot.num_rows
-        self._order = GlobalOrder(sizes, batch_size, source.seed)
+        dataset = opened(dataset)
+        self._batch_size = dataset.batch_size
+        self._schema = dataset_schema(dataset)
+        self._order, self._tables = _order(dataset), _table_readers(dataset)
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
         self._ahead: dict[tuple[range, tuple[str, ...], int, int], Future[pa.Table]] = {}
         self._drawn = range(position or 0, position or 0)  # numbers of the last step's prompts
@@ -148,7 +68,7 @@ class Dataloader:
         wanted = (self._drawn, tuple(columns), index, count)
         future = self._ahead.pop(wanted, None) or self._reader.submit(self._read, *wanted)
         following = (self._step_numbers(step + 1), *wanted[1:])
-        if self._source.batch_size is not None and not self._drew_more and following not in self._ahead:
+        if self._batch_size is not None and not self._drew_more and following not in self._ahead:
             self._ahead[following] = self._reader.submit(self._read, *following)
         return future.result()
 
@@ -165,43 +85,112 @@ class Dataloader:
         self._ahead.clear()  # what was read ahead is no longer what the next step begins with
         return self._reader.submit(self._read_rows, rows, tuple(columns)).result()
 
+    def seek(self, position: int) -> None:
+        """Go on with the prompt of that number, as ``position`` gave it after an earlier step."""
+        self._drawn, self._drew_more = range(position, position), True
+        self._ahead.clear()
+
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _step_numbers(self, step: int) -> range:
         if not self._drew_more:
             return self._order.prompt_numbers(step)
-        return range(self._drawn.stop, self._drawn.stop + (self._source.batch_size or 0))
+        return range(self._drawn.stop, self._drawn.stop + (self._batch_size or 0))
 
     def _read(self, numbers: range, columns: tuple[str, ...], index: int, count: int) -> pa.Table:
         return self._read_rows(self._order.worker_rows(numbers, index, count), columns)
 
     def _read_rows(self, rows: Sequence[RowPosition], columns: tuple[str, ...]) -> pa.Table:
-        names = self._dataset_columns(columns)
-        if not names or not rows:
-            return self._shape(None, rows, columns)
-        following = [self._order.following_rows(row.number) for row in rows]
-        return self._shape(self._rows.read(rows, following, names), rows, columns)
-
-    def _dataset_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """Return the dataset's own names of the columns, without what only the dataloader knows."""
-        paths = {PROMPT: self._source.prompt, ANSWER: self._source.answer}
-        return tuple(sorted({paths.get(name, name).split(".")[0] for name in columns if name not in IDENTITY}))
-
-    def _shape(self, table: pa.Table | None, rows: Sequence[RowPosition], columns: Sequence[str]) -> pa.Table:
-        """Return the columns under the data plane's names, identity columns included. ``table`` is None for no other
-        columns.
-        """
         schema = pa.schema([self._schema.field(name) for name in columns])
-        if not rows:
+        by_source: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_source.setdefault(row.source, []).append(place)
+        if not by_source:
             return schema.empty_table()
+        if len(by_source) == 1:
+            return self._read_source(rows, schema)
+        parts = [self._read_source([rows[place] for place in places], schema) for places in by_source.values()]
+        if (size := sum(int(part.nbytes) for part in parts)) > self._tables[0].limit:
+            raise too_large("the mixture", f"a step of {len(rows)} rows", size, self._tables[0].limit)
+        order = np.argsort(np.concatenate([*by_source.values()]))
+        return pa.concat_tables(parts).take(pa.array(order)).combine_chunks()
+
+    def _read_source(self, rows: Sequence[RowPosition], schema: pa.Schema) -> pa.Table:
+        """Return rows that are all from one source, with their identity columns."""
+        read = self._tables[rows[0].source].read
         position = pa.array([row.position for row in rows], pa.int64())
-        shaped = {ROW_ID: position, GROUP_ID: position, TOKENS: pa.array(np.zeros(len(rows), "i8"))}
-        paths = {PROMPT: self._source.prompt, ANSWER: self._source.answer}
-        for name in columns:
-            if table is not None and name not in IDENTITY:
-                shaped[name] = _extract(table, paths.get(name, name))
-        return pa.table([shaped[name] for name in columns], schema=schema).combine_chunks()
+        numbers = pa.array([row.number for row in rows], TYPES[PROMPT_NUMBER])
+        tokens = pa.array(np.zeros(len(rows), "i8"))
+        shaped = {ROW_ID: position, GROUP_ID: position, TOKENS: tokens, PROMPT_NUMBER: numbers}
+        shaped |= read(rows, [self._order.following_rows(row.number) for row in rows], schema)
+        return pa.table([shaped[name] for name in schema.names], schema=schema).combine_chunks()
+
+
+class _TableReader:
+    """Reads rows of one source under the data plane's names."""
+
+    def __init__(self, source: Source, name: str | None, part: Fraction) -> None:
+        """``name`` is that of a mixture's source; ``part`` is how much of what a worker holds ahead is for it."""
+        snapshot = open_source(source)
+        self.limit = source.read_limit
+        self._name = name
+        self._known = snapshot.schema.names
+        self._paths = {PROMPT: source.prompt, ANSWER: source.answer}
+        self._rows = RowReader(source.url, snapshot, source.read_limit, int(source.keep * part))
+        self._origins = _origins(snapshot)
+
+    def read(
+        self, rows: Sequence[RowPosition], following: Sequence[Ints], schema: pa.Schema
+    ) -> dict[str, pa.Array | pa.ChunkedArray]:
+        """Return the columns of ``schema`` that say where a row is in the table, and the table's own.
+
+        One that the table does not have is null.
+        """
+        origins = [self._origins[row.group] for row in rows]
+        numbers = [first + row.row for row, (_, first) in zip(rows, origins, strict=True)]
+        shaped: dict[str, pa.Array | pa.ChunkedArray] = {
+            DATA_PART: pa.array([part for part, _ in origins], TYPES[DATA_PART]),
+            DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
+        }
+        own = (*IDENTITY, *ORIGIN)
+        paths = {name: self._paths.get(name, name) for name in schema.names if name not in own}
+        if self._name is not None and SOURCE_NAME in paths:
+            del paths[SOURCE_NAME]
+            shaped[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
+        firsts = {path.split(".")[0] for path in paths.values()}
+        names = tuple(sorted(firsts.intersection(self._known)))
+        table = self._rows.read(rows, following, names) if names else None
+        for name, path in paths.items():
+            there = table is not None and path.split(".")[0] in names
+            shaped[name] = _extract(table, path) if there else pa.nulls(len(rows), schema.field(name).type)
+        return shaped
+
+
+def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:
+    """Return the order of a dataset that is open."""
+    sizes = [[group.rows for group in open_source(source).row_groups()] for source in dataset.sources]
+    if isinstance(dataset, Mixture):
+        return MixedOrder(sizes, [share.weight for share in dataset.shares], dataset.batch_size, dataset.seed)
+    return GlobalOrder(sizes[0], dataset.batch_size or sum(sizes[0]), dataset.seed)
+
+
+def _table_readers(dataset: Dataset) -> list[_TableReader]:
+    if isinstance(dataset, Source):
+        return [_TableReader(dataset, None, Fraction(1))]
+    weight = sum(share.weight for share in dataset.shares)
+    return [_TableReader(share.source, share.name, share.weight / weight) for share in dataset.shares]
+
+
+def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:
+    """Return, for each row group, the index of its part and the number of its first row there."""
+    index = {part.path: number for number, part in enumerate(snapshot.parts)}
+    before: Counter[str] = Counter()
+    origins = []
+    for group in snapshot.row_groups():
+        origins.append((index[group.part], before[group.part]))
+        before[group.part] += group.rows
+    return origins
 
 
 def _extract(table: pa.Table, path: str) -> pa.ChunkedArray:

@@ -6,17 +6,20 @@ as fit into the budget, so that it is not decoded once for each row; all others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
+import numpy as np
 import pyarrow as pa
-from siirl_storage import RowGroup, Snapshot, StorageError, TooLarge
+from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarge
 
 from siirl_dask.coordinator.data_order import RowPosition
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import DataError
 from siirl_dask.schema import with_large_offsets
+
+_UNPACKED = 4  # times its bytes in the file that a row is guessed to take
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,21 @@ class _Held:
     """Rows of a row group, in ascending order."""
 
     table: pa.Table
-    index: Mapping[int, int]
-    """Where each of the group's rows is in the table."""
+    rows: Ints
+    """Number of each row in the group."""
+    nbytes: int
+
+    @staticmethod
+    def of(table: pa.Table, rows: Ints) -> _Held:
+        return _Held(table, rows, int(table.nbytes) + rows.nbytes)
+
+    def has(self, rows: Ints) -> bool:
+        places = np.searchsorted(self.rows, rows)
+        return bool((places < len(self.rows)).all()) and bool((self.rows[places] == rows).all())
+
+    def slice(self, row: int) -> pa.Table:
+        """Return one row, which is held."""
+        return self.table.slice(int(np.searchsorted(self.rows, row)), 1)
 
 
 class RowReader:
@@ -42,15 +58,12 @@ class RowReader:
         self._snapshot = snapshot
         self._groups: Sequence[RowGroup] = snapshot.row_groups()
         self._limit = read_limit
+        self._footers = FooterCache()
         self._keep = keep
         self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
-        self._read_rows = 0
-        self._read_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the rows that are held."""
-        return sum(int(held.table.nbytes) for held in self._held.values())
+        self._held_bytes = 0
+        stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
+        self._read_rows, self._read_bytes = 1, 1 + _UNPACKED * stored  # a guess, until a row group has been read
 
     def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
@@ -63,78 +76,74 @@ class RowReader:
         by_group: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_group.setdefault(row.group, []).append(number)
-        places: list[tuple[pa.Table, int] | None] = [None] * len(rows)
+        sources: list[_Held | None] = [None] * len(rows)
         for group, numbers in by_group.items():
             budget = self._keep * len(numbers) // len(rows)
-            wanted = [rows[number].row for number in numbers]
+            wanted = np.array([rows[number].row for number in numbers], np.int64)
             held = self._hold((group, columns), wanted, [following[number] for number in numbers], budget)
             for number in numbers:
-                places[number] = (held.table, held.index[rows[number].row])
-        for place in places:
-            assert place is not None
-            slices.append(place[0].slice(place[1], 1))
+                sources[number] = held
+        for row, source in zip(rows, sources, strict=True):
+            assert source is not None
+            slices.append(source.slice(row.row))
             size += int(slices[-1].nbytes)
             if size > self._limit:
-                raise self._too_large(f"a step of {len(rows)} rows", size)
+                raise too_large(f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit)
         return pa.concat_tables(slices).combine_chunks()
 
-    def _hold(
-        self, key: tuple[int, tuple[str, ...]], wanted: Sequence[int], following: Sequence[Ints], budget: int
-    ) -> _Held:
+    def _hold(self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int) -> _Held:
         """Return a group's rows with those that are wanted, read now if they are not held already."""
         held = self._held.pop(key, None)
-        if held is None or any(row not in held.index for row in wanted):
+        self._held_bytes -= held.nbytes if held else 0
+        if held is None or not held.has(wanted):
             held = self._read(*key, wanted, following, budget)
         self._held[key] = held  # at the end: the dict's order is that of use
+        self._held_bytes += held.nbytes
         self._shrink()
         return held
 
     def _read(
-        self,
-        group: int,
-        columns: tuple[str, ...],
-        wanted: Sequence[int],
-        following: Sequence[Ints],
-        budget: int,
+        self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
     ) -> _Held:
-        fitting = budget * self._read_rows // max(1, self._read_bytes)  # so many rows of the mean size
+        fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
-        table = self._decode(self._groups[group], columns, chosen)
-        self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + int(table.nbytes)
-        if table.nbytes > budget:  # rows here are longer than those before
-            place = {row: number for number, row in enumerate(chosen)}
-            chosen = _with_following(wanted, following, len(chosen) * budget // int(table.nbytes))
-            table = table.take(pa.array([place[row] for row in chosen], pa.int64()))
-        return _Held(table, {row: number for number, row in enumerate(chosen)})
+        held = _Held.of(self._decode(self._groups[group], columns, chosen), chosen)
+        self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + held.nbytes
+        if held.nbytes <= budget:
+            return held
+        fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)  # longer ones than before
+        return _Held.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
 
-    def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Sequence[int]) -> pa.Table:
+    def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
         try:
-            table = self._snapshot.read_row_group(group, columns, rows=rows, max_bytes=self._limit)
+            table = self._snapshot.read_row_group(
+                group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
+            )
         except TooLarge as error:
-            raise self._too_large(error.where, error.nbytes) from error
+            raise too_large(f"dataset {self._name!r}", error.where, error.nbytes, self._limit) from error
         except StorageError as error:
             raise DataError(f"dataset {self._name!r}: {error}") from error
         large = pa.schema([pa.field(field.name, with_large_offsets(field.type)) for field in table.schema])
         return table.cast(large).combine_chunks()
 
-    def _too_large(self, what: str, nbytes: int) -> DataError:
-        return DataError(
-            f"dataset {self._name!r}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
-            f"{self._limit} at once (data.read_limit; as data.memory_limit where it is not set): raise it, lower "
-            "data.batch_size, or write the dataset with smaller row groups"
-        )
-
     def _shrink(self) -> None:
         """Drop what was not used for longest, until the rest fits the budget."""
-        size = self.held_bytes
-        for key in list(self._held):
-            if size <= self._keep:
-                return
-            size -= int(self._held.pop(key).table.nbytes)
+        while self._held and self._held_bytes > self._keep:
+            oldest = next(iter(self._held))
+            self._held_bytes -= self._held.pop(oldest).nbytes
 
 
-def _with_following(wanted: Sequence[int], following: Sequence[Ints], count: int) -> list[int]:
+def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
+    """Return the error for ``what``, which takes more than may be read at once."""
+    return DataError(
+        f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read {limit} at once "
+        "(data.read_limit; as data.memory_limit where it is not set): raise it, lower data.batch_size, or write the "
+        "dataset with smaller row groups"
+    )
+
+
+def _with_following(wanted: Ints, following: Sequence[Ints], count: int) -> Ints:
     """Return the rows that are wanted, and up to ``count`` with those that are wanted soonest, in ascending order."""
     soonest: Iterator[int | None] = (row for rows in zip_longest(*following) for row in rows)
     ahead = islice((int(row) for row in soonest if row is not None), max(0, count - len(wanted)))
-    return sorted({*wanted, *ahead})
+    return np.array(sorted({*wanted.tolist(), *ahead}), np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import time
@@ -13,14 +12,14 @@ from typing import Any
 
 from distributed import Client, Future
 from siirl_storage.digests import FileDigest
-from siirl_storage.manifest import parse_part
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.busy_workers import warn_of_busy_workers, where_they_are
 from siirl_dask.driver.calls import SLICE, complete, submit
 from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
-from siirl_dask.driver.under_way import Done, Pending, Writing, Written
+from siirl_dask.driver.staged_tables import StagedTables
+from siirl_dask.driver.under_way import Done, Pending, Staged, Writing, Written
 from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
@@ -54,6 +53,7 @@ class Driver:
         self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[Pending] = deque()
+        self._tables = StagedTables(spec.members)
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
         self._started = False
@@ -128,10 +128,11 @@ class Driver:
         self._last = self._submit("start", start_worker, ports=[ports[address] for address in addresses])
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
-    def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Written]:
-        """Yield each iteration that all workers have completed, and each checkpoint once it is written.
+    def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Staged | Written]:
+        """Yield each iteration that all workers have completed, each table and each checkpoint once it is written.
 
-        The next iterations are under way by then, and a checkpoint may come some iterations later. Raises the run's
+        The next iterations are under way by then. A table may come while its iteration goes on, or some iterations
+        later; a checkpoint comes after all tables of the steps up to it. Raises the run's
         failure: WorkerLost names the worker and the step, CheckpointError a folder that cannot be written; any other
         exception comes from a node.
         """
@@ -139,24 +140,30 @@ class Driver:
         while True:
             while len(self._pending) <= self._lookahead and (iteration := next(iterations, None)) is not None:
                 self._hand_out(iteration)
+            while (staged := self._tables.pop()) is not None:
+                yield staged
             while (written := self._next_written()) is not None:
                 yield written
-            if not self._pending and not self._writing:
+            if not self._pending and not self._writing and self._tables.first_awaited is None:
                 return
             if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
                 self._handle(self._next_event(self._stall_timeout, self._place(), "cluster.stall_timeout"))
                 continue
             head = self._pending.popleft()
+            self._tables.end(head.iteration.sequence)
             now = time.monotonic()
             metrics = merge([head.logged[worker] for worker in self._spec.members])
-            yield Done(head.iteration, now - since, metrics, head.parts)
+            yield Done(head.iteration, now - since, metrics)
             since = now
 
     def _next_written(self) -> Written | None:
         """Return a written checkpoint whose iteration was yielded before, if there is one."""
-        under_way = {pending.iteration.sequence for pending in self._pending}
+        heads = [pending.iteration.sequence for pending in self._pending]
+        awaited = self._tables.first_awaited
+        first = min(heads if awaited is None else [awaited, *heads], default=None)
         for sequence, writing in self._writing.items():
-            if sequence not in under_way and len(writing.written) == len(self._spec.members):
+            done = first is None or sequence < first
+            if done and len(writing.written) == len(self._spec.members):
                 del self._writing[sequence]
                 saved = [writing.saved[worker] for worker in self._spec.members]
                 files = {name: digest for own in writing.written.values() for name, digest in own.items()}
@@ -216,7 +223,7 @@ class Driver:
     def _hand_out(self, iteration: Iteration) -> None:
         """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
-        named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain)
+        named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain, iteration.position)
         name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._folder(iteration.step)
@@ -286,10 +293,11 @@ class Driver:
             case "done":
                 pending = next(p for p in self._pending if p.iteration.sequence == event["sequence"])
                 pending.logged[event["member"]] = unpack(event["metrics"])
-                for table, part in event.get("parts", {}).items():
-                    pending.parts.setdefault(table, []).append(parse_part(json.loads(part)))
+                self._tables.await_tables(event["sequence"], event.get("tables", ()))
                 if "saved" in event:
                     self._writing[event["sequence"]].saved[event["member"]] = event["saved"]
+            case "staged":
+                self._tables.report(event)
             case "written":
                 files = {name: FileDigest(nbytes, digits) for name, (nbytes, digits) in event["files"].items()}
                 self._writing[event["sequence"]].written[event["member"]] = files

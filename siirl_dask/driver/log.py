@@ -79,19 +79,19 @@ class RunLog:
         return self._started is not None
 
     def begin(self, dashboard: str) -> None:
-        """Open the logs; a resumed run's lines after the checkpoint are dropped, and those before it are counted.
+        """Open the logs; a resumed run's lines of steps that are done anew are dropped, and the others are counted.
 
         A run that is tried again begins again.
         """
-        url, done = self.config.run.url, self.resume.done
+        url, done, last = self.config.run.url, self.resume.done, self.resume.last
         self.steps, self.samples, self.peer_bytes, self.accuracy = done, 0.0, 0.0, Accuracy()
         self._seconds_before, self._latest, self._of_step, self._had_best = 0.0, {}, {}, False
         if self._tensorboard:
             self._tensorboard.close()
-        until, again_from = (done or -1, done + 1 if done else 0) if self.resume.exists else (None, None)
+        until, again_from = (last or -1, last + 1 if last else 0) if self.resume.exists else (None, None)
         self._metrics = MetricsLog(url, until, self.attempt.number)
         self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
-        for record in read_metrics(url) if done else ():
+        for record in read_metrics(url) if last else ():
             self._seconds_before += record["seconds"]
             self._tally(record)
         self._started = time.monotonic()
@@ -99,28 +99,39 @@ class RunLog:
 
     def record(self, done: Done) -> None:
         """Log a completed iteration. Fenced if another start has taken the run over."""
-        phase = done.iteration.phase
+        phase, step = done.iteration.phase.counts_as, done.iteration.step
         if phase is Phase.CHECKPOINT:
-            self._of_step[done.iteration.step] = self._latest
+            self._of_step[step] = self._latest
         if phase not in MEASURED:
             return
         self.attempt.check()
-        metrics = values(done.metrics)
         if phase is Phase.TRAIN:
             self.steps += 1
-            _add_speeds(metrics, done.seconds)
-        check_prompts(done, self.config.data.max_prompt_length)
-        record = Record(step=done.iteration.step, phase=phase, seconds=done.seconds, metrics=metrics)
-        self._tally(record)
+        if (record := self.resume.measured.get((phase, step))) is None:
+            record = self._measure(done)
+            self._tally(record)
+            assert self._metrics is not None
+            self._metrics.write(record)
+            if self._tensorboard:
+                self._tensorboard.write(record)
         self._remember(record)
-        assert self._metrics is not None
-        self._metrics.write(record)
-        if self._tensorboard:
-            self._tensorboard.write(record)
         if phase is Phase.TRAIN:
             self.progress.step(record)
         else:
-            self.progress.validation(done.iteration.step, metrics, phase)
+            self.progress.validation(step, record["metrics"], phase)
+
+    def _measure(self, done: Done) -> Record:
+        """Return the record of an iteration; that of a replay has the metrics that its stage had as well."""
+        iteration, metrics = done.iteration, done.metrics
+        if iteration.phase is Phase.REPLAY:
+            stage = next(stage for stage in self.resume.stages if stage.step == iteration.step)
+            metrics = stage.metrics | metrics
+        else:
+            check_prompts(done, self.config.data.max_prompt_length)
+        named = values(metrics)
+        if iteration.phase is Phase.TRAIN:
+            _add_speeds(named, done.seconds)
+        return Record(step=iteration.step, phase=iteration.phase.counts_as, seconds=done.seconds, metrics=named)
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return, once, metrics of a checkpoint's step and of the validation after it, named as ``train/loss``."""

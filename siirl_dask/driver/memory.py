@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_bytes
-from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.coordinator.source import Dataset, Source, open_source
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
@@ -89,8 +89,8 @@ def memory_of(config: Config, phases: Phases, costs: Mapping[str, RoleCost]) -> 
     """Return the memory of each group of workers with the same roles, in the phase that takes most."""
     count = cache(count_parameters)
     used = {
-        phase: usage(plan, sizes_of(config, plan, source, count))
-        for phase, (plan, source) in phases.items()
+        phase: usage(plan, sizes_of(config, plan, dataset, count))
+        for phase, (plan, dataset) in phases.items()
         if phase is not Phase.TEST  # the validation's plan on other data
     }
     groups = []
@@ -145,12 +145,12 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
 
 
 def sizes_of(
-    config: Config, plan: Plan, source: Source, count: Callable[[str], ModelSize | None] = count_parameters
+    config: Config, plan: Plan, dataset: Dataset, count: Callable[[str], ModelSize | None] = count_parameters
 ) -> Sizes:
     """Return the sizes that a phase's estimates start from. An absent dataset that is read whole counts as a batch."""
     published = {node.name: _published(node, config, plan, count) for node in plan.dag.nodes}
     weights = {name: pair for name, pair in published.items() if pair is not None}
-    rows = source.batch_size or (open_source(source).num_rows if exists(source.url) else config.data.batch_size)
+    rows = dataset.batch_size or _rows(dataset.sources[0]) or config.data.batch_size
     return Sizes(
         prompts=rows,
         prompt_tokens=config.data.max_prompt_length,
@@ -162,6 +162,11 @@ def sizes_of(
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )
+
+
+def _rows(source: Source) -> int:
+    """Return the rows of a table, 0 for an absent one."""
+    return open_source(source).num_rows if source.table or exists(source.url) else 0
 
 
 def _published(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -10,13 +10,14 @@ from siirl_storage import StorageError, TableNotFound, open_table
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import ConfigFile
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, training_dataset
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
+from siirl_dask.planner.spec import bind
 from siirl_dask.recipes import common
-from siirl_dask.schema import REFERENCE_LOGPROBS, TOKEN_VERSIONS, DataType, Schema
+from siirl_dask.schema import REFERENCE_LOGPROBS, SOURCE_NAME, TOKEN_VERSIONS, DataType, Schema
 
-Phases = dict[Phase, tuple[Plan, Source]]
+Phases = dict[Phase, tuple[Plan, Dataset]]
 """The plan and the dataset of each phase; the first phase's plan has every role."""
 
 
@@ -37,26 +38,36 @@ def plan_phases(
     the configuration names.
     """
     _check(config, dag, validation)
-    training = Source.of(config.data, batch_size=config.data.batch_size, seed=config.run.seed)
-    sources = {Phase.TRAIN: (dag, training)}
+    datasets: dict[Phase, tuple[DAG, Dataset]] = {Phase.TRAIN: (dag, training_dataset(config.data, config.run.seed))}
     if validation is not None and config.validation.url:
-        whole = replace(training, url=config.validation.url, batch_size=None, seed=None)
-        sources[Phase.VALIDATION] = (validation, whole)
+        datasets[Phase.VALIDATION] = (validation, Source.of(config.data, url=config.validation.url))
         if config.validation.test_url:
             nodes = tuple(replace(node, save_as=node.save_as and "test") for node in validation.nodes)
-            sources[Phase.TEST] = (replace(validation, nodes=nodes), replace(whole, url=config.validation.test_url))
+            test = Source.of(config.data, url=config.validation.test_url)
+            datasets[Phase.TEST] = (replace(validation, nodes=nodes), test)
     phases = {}
-    for phase, (graph, source) in sources.items():
-        absent = assume_columns and not exists(source.url)
-        columns = assumed_columns(config) if absent else open_source(source).schema
-        plan = compile_chains(graph, workers, source_schema(columns, source), config.cluster.placement, hosts)
-        phases[phase] = (plan, source)
+    for phase, (graph, dataset) in datasets.items():
+        absent = {source.url for source in dataset.sources if assume_columns and not exists(source.url)}
+        dataset, schema = _open(config, dataset, absent)
+        phases[phase] = (compile_chains(graph, workers, schema, config.cluster.placement, hosts), dataset)
     return phases
 
 
-def assumed_columns(config: Config) -> Schema:
-    """Return the dataset columns that the configuration names: texts, and whole numbers for expected lengths."""
-    named = [config.data.prompt, config.data.answer, config.validation.source_column]
+def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
+    """Return the dataset with its tables open, but for those at the URLs ``absent``, and the columns to load."""
+    ready = dataset.each(lambda source: source if source.url in absent else replace(source, table=open_source(source)))
+    return ready, dataset_schema(
+        ready, lambda source: open_source(source).schema if source.table else assumed_columns(config, source)
+    )
+
+
+def assumed_columns(config: Config, source: Source | None = None) -> Schema:
+    """Return the dataset columns that the configuration names: texts, and whole numbers for expected lengths.
+
+    ``source`` may have names of its own for prompt and answer.
+    """
+    own = (source or config.data).prompt, (source or config.data).answer
+    named = [*own, None if config.validation.source_column == SOURCE_NAME else config.validation.source_column]
     paths: dict[str, DataType] = {path: pa.string() for path in named if path is not None}
     if config.rollout.expected_length_column is not None:
         paths[config.rollout.expected_length_column] = pa.int64()
@@ -104,11 +115,11 @@ def worker_names(config: Config) -> list[str]:
 
 
 def prepare(config: Config) -> bool:
-    """Call ``data.prepare`` if it is set and the dataset is absent; return whether it was called."""
+    """Call ``data.prepare`` if it is set and a dataset to train on is absent; return whether it was called."""
     if config.data.prepare is None:
         return False
-    make = resolve(config.data.prepare)
-    if exists(config.data.url):
+    make = bind(resolve(config.data.prepare), config.data.prepare_options, "data.prepare_options")
+    if all(map(exists, config.data.urls)):
         return False
     make(config)
     return True

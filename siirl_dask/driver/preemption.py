@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 from siirl_dask.planner import Iteration, Phase
@@ -38,17 +39,20 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what getsignal gave
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-        """Yield the iterations; once SIGTERM has come, only a checkpoint of the last step, unless that has one."""
-        last: Iteration | None = None
+        """Yield the iterations; once SIGTERM has come, one step more, which drains the pipeline, and its checkpoint."""
         for iteration in iterations:
-            if self.asked and iteration.phase is not Phase.CHECKPOINT:
-                break
-            yield iteration
-            last = iteration
-        else:
+            if not self.asked:
+                yield iteration
+                continue
+            match iteration.phase.counts_as:
+                case Phase.CHECKPOINT:
+                    yield iteration
+                case Phase.TRAIN:
+                    yield replace(iteration, drain=True)
+                    yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence + 1)
+                case Phase.VALIDATION if iteration.step:
+                    yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence)
             return
-        if last is not None and last.phase not in (Phase.CHECKPOINT, Phase.WEIGHTS) and last.step:
-            yield Iteration(Phase.CHECKPOINT, last.step, last.sequence + 1)
 
     def _take(self, signum: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from siirl_storage import StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source, open_source
+from siirl_dask.coordinator.source import Source, open_source
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
@@ -118,8 +118,8 @@ def _check_expected_lengths(config: Config, phases: Phases) -> None:
             f"rollout.expected_length_column={column!r} and no node reads that column: give the node that runs "
             "siirl_dask.nodes:encode_prompts the rollout as well, as in with: {rollout: ${rollout}, ...}"
         )
-    for phase, (_, source) in phases.items():
-        if exists(source.url):
+    for phase, source in ((phase, source) for phase, (_, dataset) in phases.items() for source in dataset.sources):
+        if source.table or exists(source.url):
             _check_column(source, column, required=phase is first)
 
 

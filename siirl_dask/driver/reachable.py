@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from distributed import Client
 from siirl_storage.files import absolute
 
+from siirl_dask.coordinator.source import Mixture
 from siirl_dask.driver.phases import Phases
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Load
@@ -53,7 +54,9 @@ def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) ->
         if worker in plan.placement.get(role, ())
         for url in urls
     }
-    for phase, (phase_plan, source) in phases.items():
+    for phase, (phase_plan, dataset) in phases.items():
         if any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):
-            needed[f"the {phase} dataset"] = absolute(source.url)
+            labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+            for label, source in zip(labels, dataset.sources, strict=True):
+                needed[f"the {phase} dataset{label}"] = absolute(source.url)
     return tuple(needed.items())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
-from siirl_dask.observe import Status, read_summary
-from siirl_dask.planner import DAG, Node
+from siirl_dask.observe import Record, Status, read_summary
+from siirl_dask.planner import DAG, Cut, Node, Phase
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints
 from siirl_dask.runs.folder import RunIdentity, read_identity
+from siirl_dask.runs.stages import Stage
 from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.worker.role_state import ResumeFrom
 
@@ -36,6 +37,17 @@ class ResumePoint:
     """A sentence for the user about where the run begins."""
     passed_over: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that cannot be used."""
+    cut: Cut | None = None
+    """What a step with a stage still has to do; None if no step has one."""
+    stages: tuple[Stage, ...] = ()
+    """Stored rows of the steps after ``done``, which are replayed; none is left out."""
+    measured: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
+    """Records of the steps up to the last one with a stage, by phase and step, which are not measured again."""
+
+    @property
+    def last(self) -> int:
+        """The last step of which everything generated is kept."""
+        return self.stages[-1].step if self.stages else self.done
 
     @property
     def checkpoint(self) -> ResumeFrom | None:

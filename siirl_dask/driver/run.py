@@ -13,22 +13,24 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.iterations import iterations, with_drains
+from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.replacement import find_workers
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
-from siirl_dask.driver.under_way import Written
+from siirl_dask.driver.stages import with_stages
+from siirl_dask.driver.under_way import Done, Staged, Written
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.errors import ConfigError, Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
-from siirl_dask.planner import DAG, Hosts, Phase, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.attempt import take
@@ -41,8 +43,9 @@ from siirl_dask.runs.folder import (
     remove_summary,
     write_identity,
 )
-from siirl_dask.runs.tables import commit_tables, remove_steps, tables_of
-from siirl_dask.schema import IDENTITY, TYPES, make_schema
+from siirl_dask.runs.retention import remove_old_stages
+from siirl_dask.runs.stages import describe_stage
+from siirl_dask.runs.tables import commit_table, remove_steps, tables_of
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.worker.run_spec import RunSpec
 
@@ -137,14 +140,15 @@ def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
 
 def _prepare(
     job: _Job, log: RunLog, client: Client, named: Mapping[str, str], last: Driver | None
-) -> tuple[Driver, list[Phase], Callable[[], None], Callable[[Written], None]]:
+) -> tuple[Driver, list[Phase], Callable[[], None], Callable[[Staged | Written], None]]:
     """Find where the run goes on, and plan it for the workers ``named``; ``last`` had what they have built."""
     config, dag, fresh = job.config, job.dag, job.fresh and not log.begun
-    log.resume_at(verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force))
+    resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
+    log.resume_at(with_stages(config, dag, resume, client, named))
     again = last is not None
     phases = _plan(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
-    for note in host_notes(phases[Phase.TRAIN][0]):
+    for note in [*host_notes(phases[Phase.TRAIN][0]), *notes_on_long_prompts(config, *phases[Phase.TRAIN])]:
         log.progress.note(note)
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
@@ -154,7 +158,12 @@ def _prepare(
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
     driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
     prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
-    return driver, list(phases), prepare_folder, partial(_commit, checkpoints, log, dag)
+    return (
+        driver,
+        list(phases),
+        prepare_folder,
+        partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest()),
+    )
 
 
 def _note_start(log: RunLog) -> None:
@@ -170,24 +179,24 @@ def _drive(
     dashboard: str,
     phases: Sequence[Phase],
     prepare_folder: Callable[[], None],
-    commit: Callable[[Written], None],
+    commit: Callable[[Staged | Written], None],
     restarts: Restarts,
     earlier: Driver | None,
 ) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
-    config = log.config
+    config, resume = log.config, log.resume
     with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
         prepare_folder()
         log.begin(dashboard)
         restarts.at_work(log.resume.done, config.cluster.workers, sum(map(bool, driver.kept.values())))
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
-            for event in driver.run(with_drains(preemption.cut(iterations(config, phases, log.resume.done)))):
-                if isinstance(event, Written):
-                    commit(event)
-                else:
-                    commit_tables(log.attempt, event.iteration.step, event.parts)
+            planned = iterations(config, phases, resume.done, resume.stages, resume.measured)
+            for event in driver.run(preemption.cut(planned)):
+                if isinstance(event, Done):
                     log.record(event)
+                else:
+                    commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
     if preemption.asked and log.steps < config.run.steps:
@@ -213,9 +222,11 @@ def _plan(
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
     if (resume.done or again) and (loading := weights_dag(dag)) is not None:
-        identity = make_schema({name: TYPES[name] for name in IDENTITY})
-        plan = compile_chains(loading, workers, identity, config.cluster.placement, hosts)
+        plan = compile_chains(loading, workers, NO_DATA, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
+    if resume.cut is not None:
+        plan = compile_chains(resume.cut.dag, workers, NO_DATA, config.cluster.placement, hosts)
+        phases[Phase.REPLAY] = (plan, phases[Phase.TRAIN][1])
     return phases
 
 
@@ -226,13 +237,21 @@ def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, log: RunLo
     if resume.fresh:
         remove_run(url, tables)
     elif resume.exists:
-        remove_steps(url, tables, resume.done)
+        remove_steps(url, tables, resume.last)
         remove_summary(url)
     write_identity(config, dag, replace=resume.exists)
 
 
-def _commit(checkpoints: Checkpoints, log: RunLog, dag: DAG, written: Written) -> None:
-    """Commit a checkpoint that every worker has written."""
-    step, digest = written.iteration.step, RunIdentity.of(log.config, dag).digest()
+def _commit(checkpoints: Checkpoints, log: RunLog, digest: str, written: Staged | Written) -> None:
+    """Commit a table of a step, or a checkpoint, that every worker has written. ``digest`` is that of the identity."""
+    step = written.iteration.step
+    if isinstance(written, Staged):
+        about = describe_stage(
+            digest=digest, attempt=log.attempt.number, metrics=written.metrics, position=written.position
+        )
+        commit_table(log.attempt, written.table, step, written.parts, about)
+        return
     state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest)
     checkpoints.commit(written.url, state, written.files)
+    if (keep := log.config.run.keep_stages) is not None:
+        remove_old_stages(log.attempt.url, keep)

@@ -1,11 +1,13 @@
-"""Runs a DAG once over a dataset, without training and checkpoints."""
+"""Runs a DAG without training and checkpoints: once over a dataset, or over rows that a run stored."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from siirl_storage import set_retry_seconds
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
+from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.phases import Phases
@@ -17,8 +19,9 @@ from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
-from siirl_dask.planner import DAG, Hosts, Iteration, Phase, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, compile_chains
 from siirl_dask.runs.folder import check_writable
+from siirl_dask.schema import Schema
 from siirl_dask.worker.run_spec import RunSpec
 
 
@@ -28,13 +31,27 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the samples' seeds.
     UserError before anything starts; Interrupted on Ctrl-C.
     """
+    dataset = opened(source)
+    (done,) = _passes(config, dag, dataset, dataset_schema(dataset), [step])
+    check_prompts(done, config.data.max_prompt_length)
+    return values(done.metrics)
+
+
+def stored_passes(config: Config, dag: DAG, steps: Sequence[int]) -> None:
+    """Run every worker through ``dag`` on the rows that the run at ``run.url`` stored at each of ``steps``.
+
+    ``dag`` begins with a node that stands for stored rows (``planner.run_again``). Errors as in ``one_pass``.
+    """
+    _passes(config, dag, training_dataset(config.data, config.run.seed), NO_DATA, steps)
+
+
+def _passes(config: Config, dag: DAG, dataset: Dataset, schema: Schema, steps: Sequence[int]) -> list[Done]:
     hide()
     set_retry_seconds(config.storage.retry_seconds)
-    progress = Progress(1, enabled=config.observe.progress)
-    schema = source_schema(open_source(source).schema, source)
+    progress = Progress(len(steps), enabled=config.observe.progress)
 
     def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), source)}
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), dataset)}
 
     planned = phases([str(worker) for worker in range(config.cluster.workers)])
     checked = check(config, planned)
@@ -49,10 +66,8 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster, SiirlError.announce):
-                once = iter([Iteration(Phase.EVALUATION, step, 0)])
-                (done,) = (event for event in driver.run(once) if isinstance(event, Done))
-            check_prompts(done, config.data.max_prompt_length)
-            return values(done.metrics)
+                iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
+                return [event for event in driver.run(iterations) if isinstance(event, Done)]
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:

@@ -23,8 +23,19 @@ class Done:
     """Seconds since the previous iteration was done, or since the start."""
     metrics: dict[str, Metric]
     """Metrics of all workers, merged."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-    """Parts that the workers wrote of each table, to be committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A table of a step of which every worker has written its part; the step itself may go on."""
+
+    iteration: Iteration
+    table: str
+    parts: list[Part]
+    metrics: dict[str, Metric]
+    """Metrics that the workers had logged of the step by then, merged."""
+    position: int | None
+    """Number of the dataloader's next prompt, where the step has drawn more prompts than its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,6 @@ class Pending:
     iteration: Iteration
     futures: dict[str, Future[Any]]
     logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
-    parts: dict[str, list[Part]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

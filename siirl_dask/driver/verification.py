@@ -1,11 +1,13 @@
-"""Verifies a checkpoint before a run resumes from it: the workers read every file once, and compare its digest."""
+"""Verifies what a run resumes from: the workers read every file once, and compare its digest."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from distributed import Client, Future, wait
+from siirl_storage.digests import FileDigest
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
@@ -27,7 +29,8 @@ def verified_resume_point(
     damaged: dict[str, str] = {}
     while True:
         resume = find_resume_point(config, dag, fresh=fresh, force=force, damaged=damaged)
-        if resume.found is None or not (damage := _damage(client, members, resume.found, config.cluster.stall_timeout)):
+        timeout = config.cluster.stall_timeout
+        if resume.found is None or not (damage := _damage(client, members, resume.found, timeout)):
             for text in resume.passed_over:
                 logger.warning("%s; it is passed over", text)
             return resume
@@ -35,31 +38,54 @@ def verified_resume_point(
 
 
 def _damage(client: Client, members: Mapping[str, str], found: Checkpoint, timeout: float) -> str:
-    """Return what is wrong with the checkpoint; empty if nothing is. The files are shared out among the workers."""
-    addresses, url = list(members.values()), absolute(found.url)
-    files = sorted(found.files().items(), key=lambda file: -file[1].nbytes)
-    load = dict.fromkeys(addresses, 0)
-    futures: list[Future[str]] = []
-    for name, written in files:  # the largest first, each to the worker that has least to read
-        address = min(addresses, key=load.__getitem__)
-        load[address] += written.nbytes
-        futures.append(client.submit(damage_of, url, {name: written}, workers=[address], pure=False))
+    """Return what is wrong with the checkpoint; empty if nothing is."""
+    files = [File(absolute(found.url), name, written) for name, written in found.files().items()]
+    return next(filter(None, damages(client, members, files, timeout)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as it was written."""
+
+    folder: str
+    name: str
+    written: FileDigest
+
+
+def damages(client: Client, members: Mapping[str, str], files: Sequence[File], timeout: float) -> list[str]:
+    """Return what is wrong with each of the files, empty for one that is as it was written.
+
+    They are shared out among the workers. RunError when nothing comes for ``timeout`` seconds, or a file cannot be
+    read.
+    """
+    load = dict.fromkeys(members.values(), 0)
+    futures: dict[File, Future[str]] = {}
+    for file in sorted(files, key=lambda file: -file.written.nbytes):
+        address = min(load, key=load.__getitem__)  # the worker that has least to read gets the largest
+        load[address] += file.written.nbytes
+        named = {file.name: file.written}
+        futures[file] = client.submit(damage_of, file.folder, named, workers=[address], pure=False)
     try:
-        return next(filter(None, _results(futures, url, timeout)), "")
+        _wait(futures.values(), timeout)
+        return [_result(file, futures[file]) for file in files]
     finally:
-        client.cancel(futures)
+        client.cancel(list(futures.values()))
 
 
-def _results(futures: Collection[Future[str]], url: str, timeout: float) -> Iterator[str]:
-    """Yield the results as they come. RunError when none does for ``timeout`` seconds, or a file cannot be read."""
+def _wait(futures: Iterable[Future[str]], timeout: float) -> None:
+    """Wait for all. RunError when none is done for ``timeout`` seconds."""
     pending = set(futures)
     while pending:
         try:
-            done, pending = wait(pending, timeout=timeout, return_when="FIRST_COMPLETED")
+            pending = wait(pending, timeout=timeout, return_when="FIRST_COMPLETED").not_done
         except TimeoutError as error:
-            raise RunError(f"no worker could read a file of {url} in {timeout:g} s (cluster.stall_timeout)") from error
-        for future in done:
-            try:
-                yield future.result()
-            except OSError as error:
-                raise RunError(f"{url} cannot be read by a worker: {type(error).__name__}: {error}") from error
+            raise RunError(
+                f"no worker could read a file of the run in {timeout:g} s (cluster.stall_timeout)"
+            ) from error
+
+
+def _result(file: File, future: Future[str]) -> str:
+    try:
+        return future.result()
+    except OSError as error:
+        raise RunError(f"{file.folder} cannot be read by a worker: {type(error).__name__}: {error}") from error

@@ -18,15 +18,15 @@ from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
-def _writes_versions(*, rollout: RolloutConfig) -> Changes:
-    return Changes(writes=fields(TOKEN_VERSIONS) if rollout.partial else {})
+def _of_partial_rollouts(*, rollout: RolloutConfig) -> Changes:
+    return Changes(writes=fields(TOKEN_VERSIONS), carries=True) if rollout.partial else Changes()
 
 
 @columns(
     reads=[PROMPT_IDS],
     optional=[MAX_TOKENS],
     writes=SAMPLED,
-    depends_on_options=_writes_versions,
+    depends_on_options=_of_partial_rollouts,
     expand="rollout.rows_per_prompt",
     early=EARLY,
 )

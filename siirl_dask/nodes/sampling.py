@@ -24,6 +24,8 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     ROLLOUT_LOGPROBS,
     ROW_ID,
+    SAMPLE_NUMBER,
+    SAMPLING_SEED,
     TOKENS,
     TYPES,
     WEIGHTS_VERSION,
@@ -31,8 +33,10 @@ from siirl_dask.schema import (
     fields,
 )
 
-SAMPLED = fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER)
-"""The columns that ``add_samples`` adds."""
+SAMPLED = fields(
+    SAMPLE_NUMBER, SAMPLING_SEED, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER
+)
+"""The columns that ``make_requests`` and ``add_samples`` add."""
 EARLY = (PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS)
 """The columns of a row that are known as soon as its response is: they travel while others are sampled."""
 
@@ -40,15 +44,22 @@ EARLY = (PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS)
 def make_requests(
     ctx: Context, table: pa.Table, samplings: Sequence[Sampling]
 ) -> tuple[pa.Table, list[GenerationRequest]]:
-    """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row."""
+    """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row.
+
+    The rows tell the number and the seed of their sample.
+    """
     n = len(samplings)
     rows = _repeated(table, n)
-    row_ids = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
+    samples = np.tile(np.arange(n), table.num_rows)
+    row_ids = table[ROW_ID].to_numpy().repeat(n) * n + samples
+    seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
+    for name, values in ((SAMPLE_NUMBER, samples), (SAMPLING_SEED, seeds)):
+        rows = rows.append_column(name, pa.array(values, TYPES[name]))
     limits = limits_of(rows)
     requests = [
-        GenerationRequest(prompt, ctx.seed(row_id), _within(samplings[at % n], limits[at]))
-        for at, (row_id, prompt) in enumerate(zip(row_ids.tolist(), rows[PROMPT_IDS].to_pylist(), strict=True))
+        GenerationRequest(prompt, seed, _within(samplings[at % n], limits[at]))
+        for at, (seed, prompt) in enumerate(zip(seeds, rows[PROMPT_IDS].to_pylist(), strict=True))
     ]
     return rows, requests
 

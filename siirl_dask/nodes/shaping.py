@@ -24,7 +24,12 @@ from siirl_dask.schema import (
 )
 
 
-@columns(reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS], optional=[RESPONSE_MASK], writes=fields(KL_PENALTY))
+@columns(
+    reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS],
+    optional=[RESPONSE_MASK],
+    writes=fields(KL_PENALTY),
+    stateful=True,
+)
 def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor], Tensor] = k1) -> pa.Table:
     """Add each token's penalty ``-coefficient * kl(old, reference)``.
 

@@ -217,6 +217,7 @@ def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
 
 @columns(
     reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA],
+    stateful=True,
     stream=WeightSink(load_weights_in_parts, load_weights_from_tensors),
 )
 def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
@@ -234,7 +235,7 @@ def _try_adapters(*, trainer: TrainerConfig, **options: object) -> None:
         raise ValueError("trainer.lora.rank is 0, and load_adapters merges adapters: give the rank of the policy's")
 
 
-@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], trial=_try_adapters)
+@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], stateful=True, trial=_try_adapters)
 def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer: TrainerConfig) -> pa.Table:
     """Load the weights in ``model.path`` with the adapters merged in; the node asks for rows=REPLICATED."""
     from siirl_dask.training.files.safetensors import read_weights

@@ -3,13 +3,14 @@
 Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
-from siirl_dask.observe.console import PipeConsole
+from siirl_dask.observe.console import PipeConsole, printable
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
     Message,
     MetricsLog,
     Record,
+    damaged_lines,
     merge,
     pack,
     read_metrics,
@@ -38,11 +39,13 @@ __all__ = [
     "Status",
     "Summary",
     "TensorBoardLog",
+    "damaged_lines",
     "eval_result_table",
     "merge",
     "pack",
     "plot_run",
     "print_eval_result",
+    "printable",
     "read_metrics",
     "read_summary",
     "render_report",

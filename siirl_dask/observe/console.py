@@ -11,3 +11,10 @@ class PipeConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True  # later prints, while the error propagates, must not raise again
         raise BrokenPipeError("whoever read the output has closed it")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without characters that a terminal obeys: a model can sample escape sequences."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

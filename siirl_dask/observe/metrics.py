@@ -158,6 +158,23 @@ def read_metrics(url: str) -> list[Record]:
     return sorted(records.values(), key=lambda record: record["step"])
 
 
+def damaged_lines(url: str) -> tuple[list[str], bool]:
+    """Return what is wrong with each line of the run at ``url`` that is no record, and whether the last was cut short.
+
+    FileNotFoundError without a file.
+    """
+    name = join(url, FILE)
+    fs, path = open_fs(name)
+    text = fs.cat_file(path)
+    whole, wrong = _whole_lines(text), []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            _decode(line, f"line {number}")
+        except DataError as error:
+            wrong.append(str(error))
+    return wrong, whole != text
+
+
 def _whole_lines(text: bytes) -> bytes:
     return text[: text.rfind(b"\n") + 1]
 

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from siirl_dask.observe.console import printable
 from siirl_dask.observe.summary import Status, Summary
 
 Sample = Mapping[str, object]
@@ -48,7 +49,7 @@ def render_report(report: Report) -> RenderableType:
     if report.files:
         parts += [_title("Files"), _files(report.files)]
     if report.next_lines:
-        parts += [_title("Next"), *(Padding(Text(_printable(line)), (0, 0, 0, 2)) for line in report.next_lines)]
+        parts += [_title("Next"), *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in report.next_lines)]
     return Group(*parts)
 
 
@@ -57,7 +58,7 @@ def _headline(summary: Summary) -> Text:
         ("\nRun ", "bold"), (summary.run_id, "bold"), " ", (str(summary.status), _COLOURS[summary.status])
     )
     if summary.error:
-        text.append(f"\n{_printable(summary.error)}", style=_COLOURS[summary.status])
+        text.append(f"\n{printable(summary.error)}", style=_COLOURS[summary.status])
     return text
 
 
@@ -120,17 +121,10 @@ def _text(value: object) -> str:
     """Return a prompt, an answer or a response as a few lines of plain text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = "\n".join(
-            _printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m)) for m in value
+            printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m)) for m in value
         )
-    text = _printable("" if value is None else str(value)).strip()
+    text = printable("" if value is None else str(value)).strip()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def _printable(text: str) -> str:
-    """Return ``text`` without characters that a terminal obeys: a model can sample escape sequences."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 def _score(value: float | None) -> str:

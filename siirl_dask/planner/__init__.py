@@ -13,6 +13,8 @@ from siirl_dask.planner.chain import (
     Phase,
     Plan,
     Recv,
+    Report,
+    Restore,
     Run,
     Save,
     Send,
@@ -40,14 +42,17 @@ from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
+from siirl_dask.planner.restore import NO_DATA, Cut, cut_at_stored, run_again, saved_after
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
 __all__ = [
     "DAG",
     "DATA",
+    "NO_DATA",
     "Chain",
     "Changes",
     "Contract",
+    "Cut",
     "Drop",
     "Early",
     "Edge",
@@ -64,6 +69,8 @@ __all__ = [
     "PlanInputs",
     "Preflight",
     "Recv",
+    "Report",
+    "Restore",
     "Role",
     "RoleCost",
     "Rows",
@@ -80,6 +87,7 @@ __all__ = [
     "builds",
     "columns",
     "compile_chains",
+    "cut_at_stored",
     "dag_from_spec",
     "dag_to_spec",
     "describe",
@@ -87,6 +95,8 @@ __all__ = [
     "estimate",
     "reads_option",
     "resolve",
+    "run_again",
+    "saved_after",
     "trace_columns",
     "usage",
 ]

@@ -107,6 +107,27 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """Report what this worker logged on the way to a saved table, of which it has no part, and its dataloader's
+    position.
+    """
+
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read this worker's share of the rows that the run's table ``table`` holds of the step, as a node's output."""
+
+    node: Node
+    table: str
+    schema: Schema
+    """Columns that a later node reads."""
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Forget a table that no later link of this worker reads."""
 
@@ -146,7 +167,7 @@ class Stream:
     """
 
 
-Link = Load | Run | Send | Recv | Save | Drop | Lagged | Stream
+Link = Load | Restore | Run | Send | Recv | Save | Report | Drop | Lagged | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +176,16 @@ class Chain:
 
     worker: str
     links: tuple[Link, ...]
+
+    @property
+    def loads(self) -> bool:
+        """Whether the worker reads prompts of the dataset."""
+        return any(isinstance(link, Load) for link in self.flat)
+
+    @property
+    def saved(self) -> list[str]:
+        """Tables of which this worker saves or reports a part."""
+        return [link.table for link in self.flat if isinstance(link, Save | Report)]
 
     @property
     def flat(self) -> Iterator[Link]:
@@ -166,6 +197,8 @@ class Phase(StrEnum):
     """The kind of an iteration; all workers are in the same phase."""
 
     TRAIN = "train"
+    REPLAY = "replay"
+    """Training step of a resumed run whose rows are stored: its updates are repeated, and nothing is generated."""
     VALIDATION = "validation"
     TEST = "test"
     EVALUATION = "evaluation"
@@ -174,6 +207,11 @@ class Phase(StrEnum):
     """Transfer of the restored weights to the engines, in a resumed run."""
     CHECKPOINT = "checkpoint"
     """Saving of the roles' states; no chain is run."""
+
+    @property
+    def counts_as(self) -> Phase:
+        """The phase under which its steps are logged and its nodes keep their state: a replay is training."""
+        return Phase.TRAIN if self is Phase.REPLAY else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +225,8 @@ class Iteration:
     """Number of the iteration in the run, which makes the keys of its messages unique."""
     drain: bool = False
     """True if no training step follows at once, so that nodes with a lag catch up in this iteration."""
+    position: int | None = None
+    """Number of the next prompt after a replayed step that had drawn more prompts than its own."""
 
     @property
     def batch(self) -> int:

@@ -52,6 +52,8 @@ class Changes:
     """See ``Contract.neighbour``."""
     draws: bool = False
     """See ``Contract.draws``."""
+    carries: bool = False
+    """See ``Contract.carries``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class Contract:
     draws: bool = False
     """True if it asks for more prompts than the step's own (``Context.draw_prompts``); it must then be the only node
     without parents."""
+    stateful: bool = False
+    """True if it changes its role's object, as an update does. A step that is replayed from stored rows runs such a
+    node again, and skips others whose output is stored."""
+    carries: bool = False
+    """True if it keeps rows from step to step (``Context.state``), which stored rows do not bring back."""
     expand: str | None = None
     """Dotted name of the option that holds the rows made per row, for estimates. None: no more than come in."""
     requires: tuple[str, ...] = ()
@@ -101,6 +108,7 @@ def columns(
     one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
+    stateful: bool = False,
     expand: str | None = None,
     requires: Iterable[str] = (),
     early: Iterable[str] = (),
@@ -123,6 +131,7 @@ def columns(
         new_rows=new_rows,
         passes=passes,
         one_of=tuple(one_of),
+        stateful=stateful,
         expand=expand,
         requires=tuple(requires),
         early=tuple(early),
@@ -161,6 +170,7 @@ def contract_of(fn: NodeFn) -> Contract:
         writes=make_schema(writes),
         neighbour=changes.neighbour,
         draws=changes.draws,
+        carries=changes.carries,
     )
 
 

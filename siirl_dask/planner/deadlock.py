@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Run, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Restore, Run, Send, Stream
 from siirl_dask.planner.dag import Node
 from siirl_dask.planner.weight_streams import run_order
 
@@ -46,7 +46,7 @@ def check_order(plan: Plan) -> None:
 
 def _run(link: Link) -> tuple[Node, ...]:
     match link:
-        case Run(node):
+        case Run(node) | Restore(node):
             return (node,)
         case Stream(source, target, gives, takes):
             return (source,) * gives + (target,) * takes
@@ -58,7 +58,7 @@ def _sent(chain: Chain) -> set[str]:
     latest, sent = "", set[str]()
     for link in chain.flat:
         match link:
-            case Run(node):
+            case Run(node) | Restore(node):
                 latest = node.name
             case Send(edge):
                 if edge.source != latest:
@@ -74,7 +74,7 @@ def _check_receives(worker: str, chain: Chain) -> None:
     following = ""
     for link in reversed(tuple(chain.flat)):
         match link:
-            case Run() | Stream():
+            case Run() | Restore() | Stream():
                 following = _run(link)[0].name
             case Recv(edge, guide) if {edge.target, guide.target} != {following}:
                 raise PlanError(_text(worker, f"receives {edge.name}, guided by {guide.name}, before {following!r}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.planner.chain import Drop, Link, Load, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Drop, Link, Load, Recv, Restore, Run, Save, Send, Stream
 
 
 def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
@@ -33,4 +33,6 @@ def _uses(link: Link) -> tuple[str, ...]:
             return (edge.name,)
         case Save(node):
             return (node,)
+        case Restore(node):
+            return (node.name,)
     return ()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.loading import refused_by_name
 
 
 class HuggingFaceTokenizer:
@@ -34,13 +35,26 @@ class HuggingFaceTokenizer:
         """
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return self._encode_chats([prompt])[0]
+
+    def lengths(self, prompts: Sequence[str | Sequence[dict[str, Any]]]) -> list[int]:
+        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time. ConfigError alike."""
+        if not prompts:
+            return []
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) < len(prompts):
+            return [len(ids) for ids in self._encode_chats(prompts)]
+        return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def _encode_chats(self, chats: Sequence[Any]) -> list[list[int]]:
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a list of messages; "
                 "expected a chat model, or prompts that are strings"
             )
-        messages = [dict(message) for message in prompt]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        messages = [[dict(message) for message in chat] for chat in chats]
+        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return [list(ids) for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of token ids, with spaces as they are."""
@@ -48,6 +62,12 @@ class HuggingFaceTokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
+    """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if it cannot be loaded."""
+    with refused_by_name(path, subject):
+        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), path)
 
 
 def end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:

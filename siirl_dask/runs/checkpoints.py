@@ -114,6 +114,11 @@ def committed(run_url: str) -> list[int]:
     return [found.step for found in find_checkpoints(run_url) if found.record]
 
 
+def kept_folders(run_url: str) -> set[str]:
+    """Return the names of the folders of all complete checkpoints, and of those whose record is damaged."""
+    return {found.url.rpartition("/")[2] for found in _found(run_url)}
+
+
 def find_checkpoint(run_url: str, step: int) -> Checkpoint:
     """Return the checkpoint of ``step``. CheckpointError if there is none."""
     there = {found.step: found for found in find_checkpoints(run_url)}

@@ -24,7 +24,7 @@ from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
 from siirl_dask.runs import checkpoints
-from siirl_dask.runs.tables import listed, remove_steps
+from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
 CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
@@ -35,6 +35,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.url",
     "run.steps",
     "run.lookahead",
+    "run.keep_stages",
     "run.lease",
     "run.max_restarts",
     "run.grace",
@@ -192,7 +193,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     """
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
-    remove_steps(url, {*tables, *_saved_tables(fs, path)}, 0)
+    remove_steps(url, {*tables, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
@@ -206,6 +207,12 @@ def _saved_tables(fs: AbstractFileSystem, path: str) -> set[str]:
     except ConfigError:
         return set()  # a damaged file is removed like any other, and names no tables
     return {name for name in names if isinstance(name, str) and _TABLE.fullmatch(name)}
+
+
+def _replays(fs: AbstractFileSystem, path: str) -> set[str]:
+    """Return the names of the tables that replays of the run's rows have made."""
+    names = {name.rpartition("/")[2] for name in listed(fs, path)}
+    return {name for name in names if REPLAY.fullmatch(name)}
 
 
 def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:

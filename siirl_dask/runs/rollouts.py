@@ -1,7 +1,7 @@
-"""SQL over every sample that a run generated, as one table: DuckDB reads the Parquet parts in place.
+"""The samples that a run saved, as one table: DuckDB reads the Parquet parts in place, and of them what is asked for.
 
 Only whole steps count: those whose parts are committed, see tables.py. The step under way is not one of them, nor one
-that a killed run began.
+that a killed run began. questions.py has questions that are often asked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -19,16 +19,17 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
 from siirl_storage.files import at, list_files
 
-from siirl_dask.errors import DataError
+from siirl_dask.errors import DataError, SiirlError, did_you_mean
 
 if TYPE_CHECKING:
     import duckdb
 
-_OVERVIEW = (
-    "SELECT step, count(*) AS samples, round(avg(reward), 4) AS reward, "
-    "round(avg(len(response_ids)), 1) AS response_tokens FROM rollouts GROUP BY step ORDER BY step"
-)
+TABLE = "rollouts"
+ATTEMPT = "attempt"
+"""int64. Number of the start that wrote the row, from its part's name; null where the name does not tell."""
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
+_NAME = re.compile(r"\w[\w-]*")
+_WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,135 @@ def saved_steps(fs: AbstractFileSystem, root: str) -> SavedSteps:
     return SavedSteps(dict(sorted(whole.items())), dict(sorted(incomplete.items())))
 
 
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The samples of a run, open for questions; ``open_rollouts`` makes it."""
+
+    name: str
+    """Name of the table, under which SQL finds it."""
+    fs: AbstractFileSystem
+    files: Mapping[int, Sequence[str]]
+    """Paths of the parts of each step that counts."""
+    schema: pa.Schema
+    remark: str
+    """A sentence about steps that are not whole, which may be empty."""
+    _connection: duckdb.DuckDBPyConnection
+
+    @property
+    def view(self) -> str:
+        """The table's name, quoted for SQL."""
+        return quoted(self.name)
+
+    def sql(self, sql: str, parameters: Sequence[Any] = ()) -> duckdb.DuckDBPyRelation:
+        """Return the answer to one SELECT, computed when it is read. DataError for any other or wrong SQL."""
+        with as_data_error():
+            relation = self._connection.sql(sql, params=list(parameters) or None)
+        if relation is None:
+            raise DataError(f"the query gives no table: expected a SELECT, not {sql!r:.100}")
+        return relation
+
+    def table(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
+        """Return the answer to one SELECT. DataError for any other or wrong SQL, and for damaged parts."""
+        with as_data_error():
+            return self.sql(sql, parameters).to_arrow_table()
+
+    def of_steps(self, steps: Sequence[int]) -> str:
+        """Return a table expression for SQL that reads the parts of these steps alone."""
+        return _source(self.fs, [path for step in steps for path in self.files[step]])
+
+    def column(self, path: str) -> str:
+        """Return SQL for the column at ``path``, in which a dot goes into a struct. DataError if there is none."""
+        kind, names = pa.struct(list(self.schema)), path.split(".")
+        for name in names:
+            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise DataError(
+                    f"the table {self.name!r} has no column {path!r}: expected one of {', '.join(known)}{hint}"
+                )
+            kind = kind.field(name).type
+        if pa.types.is_nested(kind):
+            raise DataError(f"the column {path!r} holds {kind}: expected one of numbers, texts or truth values")
+        return ".".join(quoted(name) for name in names)
+
+
+@contextmanager
+def open_rollouts(
+    url: str, *, table: str = TABLE, steps: range | None = None, incomplete: bool = False
+) -> Iterator[Rollouts]:
+    """Open the samples of the run at ``url``: those of ``table``, of ``steps`` alone if given.
+
+    With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such table or step.
+    """
+    import duckdb  # here, so that reading a config does not load it
+
+    if not _NAME.fullmatch(table):
+        raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
+    try:
+        fs, root = open_fs(join(url, table))
+        saved = saved_steps(fs, root)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    except SiirlError:
+        raise
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
+    counted = dict(sorted({**saved.whole, **(saved.incomplete if incomplete else {})}.items()))
+    remark = _remark(saved, incomplete)
+    if not counted:
+        what = "rollouts" if table == TABLE else f"table {table!r}"
+        expected = "expected the folder of a run that has finished a step"
+        raise DataError(f"{url!r} holds no {what}: {expected}" + (f"; {remark}" if remark else ""))
+    chosen = {step: parts for step, parts in counted.items() if steps is None or step in steps}
+    if steps is not None and not chosen:
+        there = f"{min(counted)} to {max(counted)}"
+        asked = f"step {steps.start}" if len(steps) == 1 else f"step from {steps.start} to {steps.stop - 1}"
+        raise DataError(f"{url!r} has saved no {asked} of {table!r}: it has {len(counted)} steps, {there}")
+    files = {step: [at(root, part) for part in parts] for step, parts in chosen.items()}
+    with duckdb.connect() as connection:
+        if not isinstance(fs, LocalFileSystem):
+            connection.register_filesystem(fs)
+        with as_data_error():
+            everything = [path for paths in files.values() for path in paths]
+            connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")
+            schema = connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
+        yield Rollouts(table, fs, files, schema, remark, connection)
+
+
 def query(url: str, sql: str, *, incomplete: bool = False) -> pa.Table:
     """Return the answer to ``sql`` over the table ``rollouts`` of the run at ``url``: a row per sample, with ``step``.
 
     With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such table or the SQL is
     wrong.
     """
-    with _answer(url, sql, incomplete) as (relation, _):
-        return relation.to_arrow_table()
+    with open_rollouts(url, incomplete=incomplete) as rollouts:
+        return rollouts.table(sql)
 
 
-def render(url: str, sql: str | None = None, *, incomplete: bool = False) -> tuple[str, str]:
-    """Return the answer as text, and a sentence about steps that are not whole, which may be empty.
+@contextmanager
+def as_data_error() -> Iterator[None]:
+    """Raise DataError for DuckDB's errors: wrong SQL, a damaged part."""
+    import duckdb
 
-    Without SQL the answer is the number of samples and the mean reward of each step.
-    """
-    with _answer(url, sql or _OVERVIEW, incomplete) as (relation, steps):
-        return str(relation), _remark(steps, incomplete)
+    try:
+        yield
+    except duckdb.Error as error:
+        raise DataError(f"the query failed: {error}") from error
+
+
+def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
+    """Return SQL for the rows of these files, with the columns ``step`` and ``attempt``."""
+    names = paths if isinstance(fs, LocalFileSystem) else [fs.unstrip_protocol(path) for path in paths]
+    quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in names)
+    return (
+        f"(SELECT *, TRY_CAST(regexp_extract(filename, '{_WRITER}', 1) AS BIGINT) AS {ATTEMPT} "
+        f"FROM read_parquet([{quoted}], hive_partitioning=true, hive_types={{'step': BIGINT}}))"
+    )
+
+
+def quoted(name: str) -> str:
+    """Return a name, quoted for SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _remark(steps: SavedSteps, incomplete: bool) -> str:
@@ -81,36 +194,3 @@ def _remark(steps: SavedSteps, incomplete: bool) -> str:
         return ""
     parts = ", ".join(f"{step} ({len(parts)} parts)" for step, parts in steps.incomplete.items())
     return f"steps that are not whole, and {'counted' if incomplete else 'left out (--incomplete)'}: {parts}"
-
-
-@contextmanager
-def _answer(url: str, sql: str, incomplete: bool) -> Iterator[tuple[duckdb.DuckDBPyRelation, SavedSteps]]:
-    import duckdb  # here, so that reading a config does not load it
-
-    try:
-        fs, path = open_fs(join(url, "rollouts"))
-    except StorageError as error:
-        raise DataError(str(error)) from error
-    steps = saved_steps(fs, path)
-    parts = [*steps.whole.values(), *(steps.incomplete.values() if incomplete else ())]
-    if not parts:
-        remark = f"; {_remark(steps, incomplete)}" if steps.incomplete else ""
-        raise DataError(f"{url!r} holds no rollouts: expected the folder of a run that has finished a step{remark}")
-    local = isinstance(fs, LocalFileSystem)
-    with duckdb.connect() as connection:
-        if not local:
-            connection.register_filesystem(fs)
-        files = [at(path, part) for own in parts for part in own]
-        names = [file if local else fs.unstrip_protocol(file) for file in files]
-        quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in names)
-        connection.execute(
-            "CREATE VIEW rollouts AS SELECT * "
-            f"FROM read_parquet([{quoted}], hive_partitioning=true, hive_types={{'step': BIGINT}})"
-        )
-        try:
-            relation = connection.sql(sql)
-            if relation is None:
-                raise DataError(f"the query gives no table: expected a SELECT, not {sql!r:.100}")
-            yield relation, steps
-        except duckdb.Error as error:
-            raise DataError(f"the query failed: {error}") from error

@@ -1,22 +1,26 @@
 """The tables of rows that a run saves: ``<run.url>/rollouts/step=000007/``. A step counts when its record is there.
 
-The workers write parts that carry the number of their attempt, and the driver commits them when all workers have done
-the step: see siirl_storage/committed.py. Processes of an attempt that was fenced may still write parts, which no record
-lists.
+The workers write parts that carry the number of their attempt, and the driver commits them when all are written, also
+while the step goes on: see stages.py and siirl_storage/committed.py. Processes of an attempt that was fenced may still
+write parts, which no record lists.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fsspec import AbstractFileSystem
 from siirl_storage import Part, commit_parts, join, open_fs, remove_tree
 
+from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.planner import DAG
 from siirl_dask.runs.attempt import Attempt
 
 _TEST = "test"  # the table of the test phase
+REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
+"""Names of the tables that ``siirl-dask replay`` makes."""
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
 
@@ -25,19 +29,20 @@ def tables_of(dags: Iterable[DAG | None]) -> set[str]:
     return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
 
 
-def commit_tables(attempt: Attempt, step: int, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Commit the parts of each table at ``step``. Fenced if another start has taken the run over."""
-    if parts:
-        attempt.check()
-    for table, own in parts.items():
-        url = join(attempt.url, table, f"step={step:06d}")
-        commit_parts(url, attempt.number, sorted(own, key=lambda part: part.path))
+def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]) -> None:
+    """Commit the parts of a table at ``step``, with what ``describe_stage`` says of them.
+
+    Fenced if another start has taken the run over.
+    """
+    attempt.check()
+    ordered = sorted(parts, key=lambda part: part.path)
+    commit_parts(step_folder(attempt.url, table, step), attempt.number, ordered, about)
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
     """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
 
-    These steps are repeated, perhaps by other workers, and parts of both must not lie side by side. Only an attempt
+    These steps are done anew, perhaps by other workers, and parts of both must not lie side by side. Only an attempt
     that has the folder may do that: there is nobody else then who counts on them.
     """
     for table in tables:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from siirl_dask.config import Config
+from siirl_dask.errors import ConfigError
 
 MARK = "####"
 _MARKED_SHARE = 0.35
@@ -136,6 +137,8 @@ def prepare(config: Config) -> None:
     """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
     from rich.progress import Progress as Bar
 
+    if config.data.url is None:
+        raise ConfigError("data.prepare=siirl_dask.tasks.sorting:prepare makes one dataset, at data.url; it is not set")
     with Bar(transient=True) as bar:
         task = bar.add_task("warm start, supervised", total=None)
         write_sorting_task(

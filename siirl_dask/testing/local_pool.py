@@ -28,7 +28,8 @@ from siirl_dask.config import RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
-from siirl_dask.coordinator.dataloader import Dataloader, Source
+from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.observe.metrics import merge
@@ -38,6 +39,7 @@ from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.shared_items import ExpectedWork
+from siirl_dask.worker.stages import PlainWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
@@ -66,7 +68,7 @@ class LocalPool:
     """Workers of a plan in threads of this process. Use it as a context manager."""
 
     plan: Plan
-    source: Source
+    source: Dataset
     url: str
     """Folder for the tables that nodes save."""
     seed: int = 0
@@ -174,6 +176,7 @@ class LocalPool:
         return WorkerRuntime(
             device=device,
             run_url=self.url,
+            stages=PlainWriter(self.url),
             run_seed=self.seed,
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,

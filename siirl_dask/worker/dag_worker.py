@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import pickle
 import zlib
@@ -19,10 +18,10 @@ from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 from siirl_storage.digests import FileDigest
-from siirl_storage.manifest import part_entry
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
@@ -43,6 +42,7 @@ from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
+from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
@@ -155,7 +155,8 @@ class DAGWorker(WorkerPlugin):
         self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
-            attempt=self.spec.attempt,
+            stages=self._stage_writer(),
+            read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
@@ -178,14 +179,30 @@ class DAGWorker(WorkerPlugin):
         All workers have completed the iterations before sequence number ``completed``.
         """
         runtime = self._enter(iteration, completed)
-        plan, source = self._phases[iteration.phase]
-        if iteration.phase not in self._loaders:
+        plan, dataset = self._phases[iteration.phase]
+        chain = plan.chains[self.worker_name]
+        loader = self._loader(iteration, dataset) if chain.loads or iteration.position is not None else None
+        metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
+        tables = chain.saved if runtime.stages.reports else []
+        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
+
+    def _loader(self, iteration: Iteration, dataset: Dataset) -> Dataloader:
+        """Return the dataloader of the iteration's phase, which is made when it is first needed."""
+        phase = iteration.phase.counts_as
+        if phase not in self._loaders:
             positions = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[iteration.phase] = Dataloader(source, positions.get(iteration.phase))
-        calls = NodeCalls(runtime, iteration, self._loaders[iteration.phase])
-        metrics = ChainRun(calls, self._lag_window).run(plan.chains[self.worker_name])
-        parts = {table: json.dumps(part_entry(part)) for table, part in calls.saved.items()}
-        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "parts": parts})
+            self._loaders[phase] = Dataloader(dataset, positions.get(phase))
+        if iteration.position is not None:
+            self._loaders[phase].seek(iteration.position)
+        return self._loaders[phase]
+
+    def _stage_writer(self) -> StageWriter | PlainWriter:
+        spec = self.spec
+        if spec.attempt is None:
+            return PlainWriter(spec.url)
+        return StageWriter(
+            run_url=spec.url, attempt=spec.attempt, durability=spec.durability, report=self._report, stop=self.stop
+        )
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
@@ -264,6 +281,8 @@ class DAGWorker(WorkerPlugin):
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
+        if self._runtime is not None:
+            self._runtime.stages.close()
         self._runtime = self._states = None
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:

@@ -7,10 +7,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from siirl_storage import join, stage_part, write_part
-
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Run, Save, Send, Stream
+from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
+from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Report, Restore, Run, Save, Send, Stream
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -53,12 +52,18 @@ class ChainRun:
         databuffer = runtime.databuffer
         for link in links:
             runtime.stop.check()
+            runtime.stages.check()
             runtime.pulse.beat()
             match link:
                 case Load(name, columns, index, count):
+                    assert self.calls.loader is not None
                     self.calls.loaded = link
                     with _Timed(self.calls, name):
                         tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)
+                case Restore(node, table, schema, index, count):
+                    with _Timed(self.calls, node.name), self.calls.named(node):
+                        folder = step_folder(runtime.run_url, table, iteration.step)
+                        tables[node.name] = read_stored_rows(folder, schema, index, count, runtime.read_limit)
                 case Run(node, inputs, columns):
                     with _Timed(self.calls, node.name):
                         tables[node.name] = self.calls.call(node, inputs, columns)
@@ -69,13 +74,11 @@ class ChainRun:
                 case Recv(edge, guide):
                     with _Timed(self.calls, edge.name):
                         tables[edge.name] = self._wait(databuffer.pull(edge, guide, iteration))
-                case Save(node, table, index, count):
-                    folder = join(runtime.run_url, table, f"step={iteration.step:06d}")
+                case Save(node, table):
                     with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
-                        if runtime.attempt is None:
-                            write_part(folder, index, count, tables[node])
-                        else:  # the driver commits it with those of the other workers
-                            self.calls.saved[table] = stage_part(folder, runtime.attempt, index, tables[node])
+                        runtime.stages.save(link, iteration, tables[node], self.calls.so_far())
+                case Report(table):
+                    runtime.stages.note(table, iteration, self.calls.so_far())
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner import Chain, Iteration, Lagged
+from siirl_dask.planner import Chain, Iteration, Lagged, Phase
 
 
 class LagWindow:
@@ -14,8 +14,11 @@ class LagWindow:
     """
 
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
-        lags = {phase: _largest_lag(workers) for phase, workers in chains.items()}
-        self._lags = {phase: steps for phase, steps in lags.items() if steps}
+        self._lags: dict[Phase, int] = {}
+        for phase, workers in chains.items():
+            counted = Phase(phase).counts_as
+            if steps := max(_largest_lag(workers), self._lags.get(counted, 0)):
+                self._lags[counted] = steps
         self._iterations: list[Iteration] = []
 
     def begin(self, iteration: Iteration, completed: int) -> int:
@@ -23,11 +26,12 @@ class LagWindow:
 
         All workers have completed the iterations before number ``completed``.
         """
-        if iteration.phase in self._lags:
+        if iteration.phase.counts_as in self._lags:
             self._iterations.append(iteration)
         needed = completed
         for phase, steps in self._lags.items():
-            done = [past.sequence for past in self._iterations if past.phase == phase and past.sequence < completed]
+            own = (past.sequence for past in self._iterations if past.phase.counts_as == phase)
+            done = [sequence for sequence in own if sequence < completed]
             needed = min([needed, *done[-steps:]])
         self._iterations = [past for past in self._iterations if past.sequence >= needed]
         return needed
@@ -41,7 +45,7 @@ class LagWindow:
             return iteration
         since_drain: list[Iteration] = []
         for past in self._iterations:
-            if past.phase == iteration.phase:
+            if past.phase.counts_as == iteration.phase.counts_as:
                 since_drain = [] if past.drain else [*since_drain, past]
         return since_drain[-1 - steps] if len(since_drain) > steps else None
 

@@ -9,7 +9,6 @@ from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from siirl_storage import Part
 
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
@@ -18,6 +17,7 @@ from siirl_dask.planner import Edge, Input, Iteration, Load, Node
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
+from siirl_dask.worker.stages import SoFar
 
 
 @dataclass(slots=True)
@@ -26,15 +26,14 @@ class NodeCalls:
 
     runtime: WorkerRuntime
     iteration: Iteration
-    loader: Dataloader
+    loader: Dataloader | None
+    """None where the chain loads no prompts."""
     tables: dict[str, pa.Table] = field(default_factory=dict)
     """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Metrics logged so far."""
     handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
     """Edges whose rows can leave this worker early, by the node that hands them over."""
-    saved: dict[str, Part] = field(default_factory=dict)
-    """Parts of the run's tables that this worker has written, by table; nobody sees them before they are committed."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
@@ -43,6 +42,10 @@ class NodeCalls:
         with self.named(node):
             table = self.joined(inputs)
             return checked(node, columns, table, node.fn(self.context_of(node), table))
+
+    def so_far(self) -> SoFar:
+        """Return what a table that is saved now stands for, beside its rows."""
+        return SoFar(self.metrics, self.loader.position if self.loader else None)
 
     def joined(self, inputs: Sequence[Input]) -> pa.Table:
         """Return one table with the columns of all inputs, sorted by row id."""
@@ -68,12 +71,13 @@ class NodeCalls:
     def context_of(self, node: Node) -> Context:
         """Return the context that the node's function is called with."""
         context, load = self.context(node.role), self.loaded
-        context.state = self.runtime.node_state.setdefault(f"{self.iteration.phase}/{node.name}", {})
+        named = f"{self.iteration.phase.counts_as}/{node.name}"
+        context.state = self.runtime.node_state.setdefault(named, {})
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
         if edges := self.handing.get(node.name):
             context.hand_over = partial(self._hand_over, node, edges)
-        if node.contract.draws and load is not None:
+        if node.contract.draws and load is not None and self.loader is not None:
             context.draw_prompts = partial(
                 self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
             )

@@ -15,8 +15,8 @@ from types import ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config
-from siirl_dask.coordinator.dataloader import Source
+from siirl_dask.config import Config, Durability
+from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.planner import Phase, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
@@ -43,6 +43,8 @@ class RunSpec:
     data: DataSettings
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
+    durability: Durability = Durability.asynchronous
+    """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
     store: StateStore | None = None
@@ -73,6 +75,7 @@ class RunSpec:
             threads=config.cluster.threads,
             data=DataSettings.of(config, members.values()),
             retry_seconds=config.storage.retry_seconds,
+            durability=config.storage.durability,
             attempt=attempt,
             store=store,
             resume_from=resume_from,
@@ -90,7 +93,7 @@ class RunSpec:
         return f"siirl-{self.run}"
 
 
-Phases = Mapping[Phase, tuple[Plan, Source]]
+Phases = Mapping[Phase, tuple[Plan, Dataset]]
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _NEVER_BY_VALUE = ("siirl_dask", "siirl_storage")  # installed on every worker
 _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
@@ -102,7 +105,7 @@ def serialize_phases(phases: Phases) -> bytes:
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
     cannot be pickled.
     """
-    inputs = {phase: (PlanInputs.of(plan), source) for phase, (plan, source) in phases.items()}
+    inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
     with _by_value(_own_modules()):
         try:
             return bytes(cloudpickle.dumps(inputs))
@@ -119,13 +122,13 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
     RunError when this process lacks a package that nodes or roles use.
     """
     try:
-        inputs: Mapping[Phase, tuple[PlanInputs, Source]] = cloudpickle.loads(data)
+        inputs: Mapping[Phase, tuple[PlanInputs, Dataset]] = cloudpickle.loads(data)
     except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
             "must be installed on the workers, files of yours must be under the working directory or beside the script"
         ) from error
-    return {phase: (given.compile(workers), source) for phase, (given, source) in inputs.items()}
+    return {phase: (given.compile(workers), dataset) for phase, (given, dataset) in inputs.items()}
 
 
 @contextmanager

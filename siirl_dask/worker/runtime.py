@@ -11,6 +11,7 @@ from typing import Any
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.weight_broadcast import Broadcast
 
@@ -24,8 +25,10 @@ class WorkerRuntime:
     device: Device
     run_url: str
     run_seed: int
-    attempt: int | None = None
-    """Number of this start of the run, which the parts of its tables carry; None where there is one start only."""
+    stages: StageWriter | PlainWriter
+    """Writes the parts of tables that nodes save."""
+    read_limit: int = 2 * 2**30
+    """Bytes that stored rows of a step, or a row group of them, may take on a worker once decoded."""
     resources: Mapping[str, Any]
     """The object that each of this worker's roles built, by the role's name."""
     ranks: Mapping[str, Rank]

@@ -21,17 +21,21 @@ if TYPE_CHECKING:
     from siirl_dask.worker.dag_worker import DAGWorker
 
 
+_Fields = tuple[str, int, int, bool, int | None]
+"""An iteration in plain values."""
+
+
 def start_worker(plugin: str, turn: int, ports: Sequence[int]) -> None:
     """Build this worker's roles. ``ports`` are those of all workers, in rank order."""
     _call(plugin, turn, lambda running: running.start(ports))
 
 
-def run_chain(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int) -> None:
+def run_chain(plugin: str, turn: int, iteration: _Fields, completed: int) -> None:
     """Run the chain once."""
     _call(plugin, turn, lambda running: running.run_chain(_iteration(*iteration), completed))
 
 
-def save_worker(plugin: str, turn: int, iteration: tuple[str, int, int, bool], completed: int, url: str) -> None:
+def save_worker(plugin: str, turn: int, iteration: _Fields, completed: int, url: str) -> None:
     """Write this worker's part of a checkpoint."""
     _call(plugin, turn, lambda running: running.save(_iteration(*iteration), url, completed))
 
@@ -66,5 +70,5 @@ def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -
         work(running)
 
 
-def _iteration(phase: str, step: int, sequence: int, drain: bool) -> Iteration:
-    return Iteration(Phase(phase), step, sequence, drain)
+def _iteration(phase: str, step: int, sequence: int, drain: bool, position: int | None) -> Iteration:
+    return Iteration(Phase(phase), step, sequence, drain, position)

@@ -4,9 +4,10 @@ A table is a folder of Parquet or Arrow parts; a snapshot's manifest is written 
 reader sees a whole version or none. Plain files that somebody else wrote open as tables too. See docs/storage.md.
 """
 
-from siirl_storage.committed import commit_parts, complete_parts, stage_part
+from siirl_storage.committed import PartsRecord, commit_parts, complete_parts, read_record, stage_part
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound, TooLarge
 from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
+from siirl_storage.footers import FooterCache
 from siirl_storage.formats import ROWS_PER_GROUP, Format
 from siirl_storage.parts import Part, parse_part_name, part_name, write_part
 from siirl_storage.retry import RETRY_SECONDS, is_transient, retry, retry_seconds, set_retry_seconds
@@ -19,8 +20,10 @@ __all__ = [
     "ROWS_PER_PART",
     "Conflict",
     "CorruptPart",
+    "FooterCache",
     "Format",
     "Part",
+    "PartsRecord",
     "RowGroup",
     "Snapshot",
     "StorageError",
@@ -37,6 +40,7 @@ __all__ = [
     "open_table",
     "parse_part_name",
     "part_name",
+    "read_record",
     "remove_file",
     "remove_tree",
     "retry",

@@ -15,6 +15,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -28,6 +30,16 @@ from siirl_storage.parts import Part, complete_names, put_part
 _KIND = "siirl_storage parts 1"
 _PART = re.compile(r"part-(\d{4,})-(\d{5,})\.(parquet|arrow)", re.ASCII)
 _RECORD = re.compile(r"_parts-(\d{4,})\.json", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRecord:
+    """The parts that one writer committed to a folder."""
+
+    writer: int
+    parts: tuple[Part, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the writer says of them, as plain data. It is not checked here."""
 
 
 def stage_part(
@@ -46,15 +58,30 @@ def stage_part(
     return put_part(url, f"part-{writer:04d}-{index:05d}.{format}", table, format, rows_per_group)
 
 
-def commit_parts(url: str, writer: int, parts: Sequence[Part]) -> None:
+def commit_parts(url: str, writer: int, parts: Sequence[Part], about: Mapping[str, Any] | None = None) -> None:
     """Commit ``parts``, all of ``writer``'s, as those of the folder ``url``. Doing it again changes nothing.
 
-    Conflict if ``writer`` has committed others there.
+    ``about`` is plain data that goes into the record. Conflict if ``writer`` has committed others there.
     """
     fs, root = open_fs(url)
     path = at(root, f"_parts-{writer:04d}.json")
     document = {"kind": _KIND, "writer": writer, "parts": [part_entry(part) for part in parts]}
-    write_exclusive(fs, path, json.dumps(document, indent=1).encode())
+    if about:
+        document["about"] = dict(about)
+    write_exclusive(fs, path, json.dumps(document, indent=1, allow_nan=False).encode())
+
+
+def read_record(url: str) -> PartsRecord | None:
+    """Return the newest record of the folder ``url``; None if there is none, or a part that it lists is missing.
+
+    StorageError for a record that is damaged.
+    """
+    fs, root = open_fs(url)
+    files = list_files(fs, root)
+    if not (writers := _records(name for name in files if "/" not in name)):
+        return None
+    record = _read_record(fs, root, "", max(writers))
+    return record if all(files.get(part.path) == part.nbytes for part in record.parts) else None
 
 
 def complete_parts(url: str) -> list[str] | None:
@@ -80,12 +107,27 @@ def whole_folders(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) -
     whole = {}
     for folder, names in folders.items():
         if folder in listed:
-            parts = listed[folder]
+            parts = listed[folder].parts
             if all(names.get(part.path) == part.nbytes for part in parts):
                 whole[folder] = [_below(folder, part.path) for part in parts]
         elif complete := complete_names(names):
             whole[folder] = [_below(folder, name) for name in complete]
     return whole
+
+
+def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]) -> list[Part] | None:
+    """Return the parts that the newest record among the ``names`` in a folder lists, whether they are there or not.
+
+    None without a record. StorageError for a record that is damaged.
+    """
+    records = _records(names)
+    return list(_read_record(fs, root, folder, max(records)).parts) if records else None
+
+
+def record_name(names: Iterable[str]) -> str | None:
+    """Return the name of the newest record among ``names``; None if there is none."""
+    records = _records(names)
+    return f"_parts-{max(records):04d}.json" if records else None
 
 
 def by_folder(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -116,15 +158,17 @@ def _below(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) -> list[Part]:
+def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) -> PartsRecord:
     path = at(root, _below(folder, f"_parts-{writer:04d}.json"))
     try:
         document = json.loads(fs.cat_file(path))
         if not isinstance(document, dict) or document.get("kind") != _KIND or document.get("writer") != writer:
             raise StorageError(f'not an object of kind "{_KIND}" by writer {writer}')
-        parts = [parse_part(entry) for entry in document["parts"]]
+        parts, about = tuple(parse_part(entry) for entry in document["parts"]), document.get("about", {})
+        if not isinstance(about, dict):
+            raise StorageError('"about" is not an object')
     except (KeyError, TypeError, ValueError, RecursionError, StorageError) as error:
         raise StorageError(f"{full_name(fs, path)} is not a usable record of parts: {error}") from error
     if outside := [part.path for part in parts if "/" in part.path]:
         raise StorageError(f"{full_name(fs, path)} lists {outside[0]!r}, which is not beside it")
-    return parts
+    return PartsRecord(writer, parts, about)

@@ -19,9 +19,9 @@ class FileDigest:
     sha256: str
 
     @staticmethod
-    def of(data: bytes) -> FileDigest:
+    def of(data: bytes | memoryview) -> FileDigest:
         """Return the digest of a file with the content ``data``."""
-        return FileDigest(len(data), sha256(data).hexdigest())
+        return FileDigest(memoryview(data).nbytes, sha256(data).hexdigest())
 
 
 class DigestingStream:

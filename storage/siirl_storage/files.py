@@ -95,13 +95,16 @@ def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
     return {str(name)[start:]: int(info["size"] or 0) for name, info in files.items()}
 
 
-def open_input(fs: AbstractFileSystem, path: str) -> pa.NativeFile:
-    """Open ``path`` for random reads. FileNotFoundError if it is missing."""
+def open_input(fs: AbstractFileSystem, path: str, read_ahead: int | None = None) -> pa.NativeFile:
+    """Open ``path`` for random reads. FileNotFoundError if it is missing.
+
+    ``read_ahead`` is how many bytes after each read an object store's client may fetch with it; None: as it likes.
+    """
     if isinstance(fs, LocalFileSystem):
         return pa.OSFile(path, mode="rb")
     if isinstance(fs, MemoryFileSystem):
         return pa.BufferReader(fs.cat_file(path))  # its open() gives every reader the same object, position included
-    return pa.PythonFile(fs.open(path, "rb"), mode="r")
+    return pa.PythonFile(fs.open(path, "rb", block_size=read_ahead), mode="r")
 
 
 def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,12 @@ def format_of(path: str) -> Format | None:
     return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
 
 
-def encode(table: pa.Table, kind: Format, rows_per_group: int) -> pa.Buffer:
-    """Return ``table`` as the bytes of one part. StorageError if the format cannot hold a column."""
+def encode(table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: int | None = None) -> pa.Buffer:
+    """Return ``table`` as the bytes of one part. StorageError if the format cannot hold a column.
+
+    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before they are encoded;
+    a row that is larger than that is a row group by itself.
+    """
     if rows_per_group < 1:
         raise ValueError(f"rows_per_group={rows_per_group} must be at least 1")
     check_schema(table.schema, "table to write")
@@ -56,13 +61,30 @@ def encode(table: pa.Table, kind: Format, rows_per_group: int) -> pa.Buffer:
     try:
         match kind:
             case Format.PARQUET:
-                pq.write_table(table, sink, row_group_size=rows_per_group, compression="zstd", write_page_checksum=True)
+                with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+                    for group in _groups(table, rows_per_group, bytes_per_group):
+                        writer.write_table(group, row_group_size=rows_per_group)
             case Format.ARROW:
                 with pa.ipc.new_file(sink, table.schema) as writer:
-                    writer.write_table(table, max_chunksize=rows_per_group)
+                    for group in _groups(table, rows_per_group, bytes_per_group):
+                        writer.write_table(group, max_chunksize=rows_per_group)
     except pa.ArrowException as error:
         raise StorageError(f"cannot store this table as {kind}: {error}") from error
     return sink.getvalue()
+
+
+def _groups(table: pa.Table, rows: int, nbytes: int | None) -> Iterator[pa.Table]:
+    """Yield the table's rows in tables that do not exceed ``nbytes``, or the table as it is for None."""
+    if nbytes is None:
+        yield table
+        return
+    start = 0
+    while start < table.num_rows:
+        most = min(rows, table.num_rows - start)
+        lengths = range(1, most + 1)
+        fitting = bisect_right(lengths, nbytes, key=lambda length: int(table.slice(start, length).nbytes))
+        yield table.slice(start, max(1, fitting))
+        start += max(1, fitting)
 
 
 def decode_footer(buffer: pa.Buffer, kind: Format) -> Footer:
@@ -89,10 +111,7 @@ def known_format(path: str) -> Format:
 def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
     match kind:
         case Format.PARQUET:
-            parquet = pq.ParquetFile(file)
-            metadata = parquet.metadata
-            rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-            return Footer(parquet.schema_arrow, tuple(rows))
+            return parquet_footer(pq.ParquetFile(file))
         case Format.ARROW:
             schema = pa.ipc.open_file(file).schema
             if not schema.names:
@@ -101,6 +120,13 @@ def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
             narrow = next((i for i, field in enumerate(schema) if pa.types.is_primitive(field.type)), 0)
             reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[narrow]))
             return Footer(schema, tuple(reader.get_batch(i).num_rows for i in range(reader.num_record_batches)))
+
+
+def parquet_footer(file: pq.ParquetFile) -> Footer:
+    """Return schema and row groups of a Parquet file that is open."""
+    metadata = file.metadata
+    rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    return Footer(file.schema_arrow, tuple(rows))
 
 
 @contextmanager

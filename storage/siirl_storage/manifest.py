@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from siirl_storage.schemas import check_schema
 
 FOLDER = "_snapshots"  # readers of plain Parquet folders skip names that begin with an underscore
 _KIND = "siirl_storage 1"
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ def _schema(text: str) -> pa.Schema:
 
 def part_entry(part: Part) -> dict[str, Any]:
     """Return a part as plain data, as manifests and records of folders list it."""
-    return {"path": part.path, "rows": part.rows, "bytes": part.nbytes, "groups": list(part.groups)}
+    entry = {"path": part.path, "rows": part.rows, "bytes": part.nbytes, "groups": list(part.groups)}
+    return entry if part.sha256 is None else {**entry, "sha256": part.sha256}
 
 
 def parse_part(entry: Any) -> Part:
@@ -112,7 +115,10 @@ def parse_part(entry: Any) -> Part:
         raise StorageError(f"part path {path!r} does not lie below the table")
     if not all(type(rows) is int and rows >= 0 for rows in groups):
         raise StorageError(f"the row groups of part {path!r} are not counts of rows")
-    return Part(path, _natural(entry, "bytes"), tuple(groups))
+    sha256 = entry.get("sha256")
+    if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
+        raise StorageError(f"the digest of part {path!r} is not 64 hexadecimal digits")
+    return Part(path, _natural(entry, "bytes"), tuple(groups), sha256)
 
 
 def is_below(path: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from siirl_storage.digests import FileDigest
 from siirl_storage.files import at, open_fs, write_atomic
 from siirl_storage.formats import ROWS_PER_GROUP, Format, decode_footer, encode
 
@@ -28,6 +29,8 @@ class Part:
     """Size of the file in bytes."""
     groups: tuple[int, ...]
     """Number of rows of each row group."""
+    sha256: str | None = None
+    """SHA-256 of the file in hexadecimal; None where an earlier version wrote the part."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))  # a list, if it travelled as JSON
@@ -69,12 +72,14 @@ def write_part(
     return put_part(url, part_name(index, count, format), table, format, rows_per_group)
 
 
-def put_part(url: str, path: str, table: pa.Table, format: Format, rows_per_group: int) -> Part:
+def put_part(
+    url: str, path: str, table: pa.Table, format: Format, rows_per_group: int, bytes_per_group: int | None = None
+) -> Part:
     """Write ``table`` as one part at ``path`` below ``url``, atomically."""
-    buffer = encode(table, format, rows_per_group)
+    buffer = encode(table, format, rows_per_group, bytes_per_group)
     fs, root = open_fs(url)
     write_atomic(fs, at(root, path), memoryview(buffer))
-    return Part(path, buffer.size, decode_footer(buffer, format).groups)
+    return Part(path, buffer.size, decode_footer(buffer, format).groups, FileDigest.of(memoryview(buffer)).sha256)
 
 
 def complete_names(names: Iterable[str]) -> list[str] | None:

@@ -16,11 +16,15 @@ from fsspec import AbstractFileSystem
 
 from siirl_storage.errors import CorruptPart, TooLarge
 from siirl_storage.files import full_name, open_input
+from siirl_storage.footers import FooterCache
 from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
 _BATCH_ROWS = 2**16
+_FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
+_REPEATED_BYTES = 2**27  # of a batch whose texts are stored once, at most, unless that leaves few rows
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
+_READ_AHEAD = 2**12  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
 _ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
 
@@ -34,25 +38,29 @@ def read_rows(
     *,
     rows: Sequence[int] | None = None,
     max_bytes: int | None = None,
+    footers: FooterCache | None = None,
 ) -> pa.Table:
     """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
 
     ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
-    pages that the batch is in: pyarrow's writer makes them of 1,024 values.
+    pages that the batch is in: pyarrow's writer makes them of 1,024 values. With ``footers`` it reads the part's footer
+    only where they do not hold it.
 
     CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
     group or the rows take more than ``max_bytes`` (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     where = f"row group {index} of {full_name(fs, path)}"
-    with damage(fs, path), open_input(fs, path) as file:
+    alone = footers is not None  # and not all row groups of the part in turn
+    with damage(fs, path), open_input(fs, path, _READ_AHEAD if alone else None) as file:
         kind = known_format(path)
-        footer = footer_of(file, kind)
+        held = None if footers is None else footers.get(path, file, kind, groups)
+        footer = held.footer if held else footer_of(file, kind)
         _check_groups(footer, groups, full_name(fs, path))
         present = [name for name in columns if name in footer.schema.names]
         match kind:
             case Format.PARQUET:
-                schema, batches = _parquet_batches(file, index, present, bound, where)
+                schema, batches = _parquet_batches(file, held and held.metadata, index, present, bound, where)
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
         selected = list(_select(batches, rows, bound, where))
@@ -63,6 +71,54 @@ def read_rows(
     return table
 
 
+def read_batches(
+    fs: AbstractFileSystem,
+    path: str,
+    columns: Sequence[str],
+    groups: Sequence[int],
+    *,
+    max_bytes: int | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield all rows of the part at ``path``, some megabytes at a time, with those of ``columns`` that it has.
+
+    A row group of Parquet is decoded batch by batch; one of Arrow, which is a record batch, is read as a whole.
+    CorruptPart as in ``read_rows``; TooLarge if one batch takes more than ``max_bytes`` (None: the machine's memory).
+    """
+    bound = _machine_memory() if max_bytes is None else max_bytes
+    with damage(fs, path), open_input(fs, path) as file:
+        kind = known_format(path)
+        footer = footer_of(file, kind)
+        _check_groups(footer, groups, full_name(fs, path))
+        present = [name for name in columns if name in footer.schema.names]
+        reader = _parquet_file(file) if kind is Format.PARQUET else None
+        for index, rows in enumerate(groups):
+            if reader is not None:
+                batches = _group_batches(reader, index, present, min(bound, _REPEATED_BYTES), _machine_memory() // 2)
+            else:
+                batches = _arrow_batches(file, index, present)[1]
+            seen = 0
+            selected = _select(batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True)
+            for batch in _joined(selected):
+                seen += batch.num_rows
+                yield batch.select(present)
+            if seen != rows:
+                raise CorruptPart(full_name(fs, path), f"row group {index} gave {seen} rows instead of {rows}")
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of ``batches`` in batches of some megabytes or more."""
+    held: list[pa.RecordBatch] = []
+    rows = nbytes = 0
+    for batch in batches:
+        if held and (nbytes + batch.nbytes > _BATCH_BYTES or rows + batch.num_rows > _BATCH_ROWS):
+            yield held[0] if len(held) == 1 else pa.concat_batches(held)
+            held, rows, nbytes = [], 0, 0
+        held.append(batch)
+        rows, nbytes = rows + batch.num_rows, nbytes + batch.nbytes
+    if held:
+        yield held[0] if len(held) == 1 else pa.concat_batches(held)
+
+
 def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
     if footer.groups != tuple(groups):
         says = f"{sum(footer.groups)} rows in {len(footer.groups)} row groups"
@@ -71,9 +127,12 @@ def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
 
 
 def _select(
-    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str
+    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str, *, each: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted."""
+    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted.
+
+    TooLarge if all take more than ``bound``, or with ``each`` if one does.
+    """
     first, at, total = 0, 0, 0
     for batch in batches:
         batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
@@ -82,7 +141,7 @@ def _select(
             wanted = pa.array([row - first for row in rows[at:end]], pa.int64())
             first, at = first + batch.num_rows, end
             batch = batch.take(wanted) if len(wanted) else batch.slice(0, 0)
-        total += batch.nbytes
+        total = batch.nbytes + (0 if each else total)
         if total > bound:
             raise TooLarge(where, total, bound)
         if batch.num_rows:
@@ -92,19 +151,36 @@ def _select(
 
 
 def _parquet_batches(
-    file: pa.NativeFile, index: int, columns: Sequence[str], bound: int, where: str
+    file: pa.NativeFile, metadata: pq.FileMetaData | None, index: int, columns: Sequence[str], bound: int, where: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
-    reader = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER)
-    group = reader.metadata.row_group(index)
-    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
+    reader = _parquet_file(file, metadata)
+    size, _ = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, columns)
     if size > bound:
         raise TooLarge(where, size, bound)
-    mean = max(1, size // max(1, group.num_rows))
-    rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, bound // max(1, repeatable))
     schema = pa.schema([reader.schema_arrow.field(name) for name in columns])
+    return schema, _group_batches(reader, index, columns, bound)
+
+
+def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
+    return pq.ParquetFile(
+        file, metadata=metadata, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+    )
+
+
+def _group_batches(
+    reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int, most: int = 0
+) -> Iterator[pa.RecordBatch]:
+    """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot make larger
+    than ``bound``; or with ``most``, than that, where batches would otherwise have very few rows.
+    """
+    group = reader.metadata.row_group(index)
+    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
+    mean = max(1, size // max(1, group.num_rows))
+    fitting = max(bound // max(1, repeatable), min(_FEW_ROWS, most // max(1, repeatable)))
+    rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, fitting)
     batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns))
-    return schema, (batch.select(list(columns)) for batch in batches)  # they come in the file's order
+    return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 
 
 def _decoded_size(group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequence[str]) -> tuple[int, int]:

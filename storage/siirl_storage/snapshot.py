@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -13,9 +13,10 @@ from fsspec import AbstractFileSystem
 from siirl_storage import hive
 from siirl_storage.errors import CorruptPart, StorageError, TooLarge
 from siirl_storage.files import at, full_name, join, open_fs, open_input
+from siirl_storage.footers import FooterCache
 from siirl_storage.formats import Format, format_of
 from siirl_storage.parts import Part
-from siirl_storage.reading import read_rows
+from siirl_storage.reading import read_batches, read_rows
 from siirl_storage.schemas import difference
 
 
@@ -66,11 +67,12 @@ class Snapshot:
         *,
         rows: Sequence[int] | None = None,
         max_bytes: int | None = None,
+        footers: FooterCache | None = None,
     ) -> pa.Table:
         """Read ``group`` with all columns, or those named, and nothing else of the part.
 
         ``rows`` are the numbers of the rows to return, in ascending order; None: all. Others are decoded on the way, a
-        batch at a time, and are not kept.
+        batch at a time, and are not kept. ``footers`` spares a reader of many row groups their part's footer.
 
         CorruptPart if the part is missing, damaged, or not what the snapshot says; TooLarge if the row group takes more
         than ``max_bytes`` (None: the machine's memory); StorageError for a column, a group or a row that there is not.
@@ -81,7 +83,7 @@ class Snapshot:
         count = part.groups[group.index]
         if rows is not None and not _ascending(rows, count):
             raise StorageError(f"rows {list(rows)[:8]} of {count} in {group.part!r}: expected ascending row numbers")
-        return self._read(part, group.index, self._projection(columns), rows, max_bytes)
+        return self._read(part, group.index, self._projection(columns), rows, max_bytes, footers)
 
     def to_table(self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None) -> pa.Table:
         """Read the whole table into memory. Errors as in ``read_row_group``."""
@@ -94,6 +96,22 @@ class Snapshot:
                 if max_bytes is not None and total > max_bytes:
                     raise TooLarge(self.url, total, max_bytes)
         return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def batches(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield all rows in table order, a batch of some megabytes at a time, of whatever size the row groups are.
+
+        TooLarge for a batch of more than ``max_bytes`` (None: the machine's memory); else errors as in
+        ``read_row_group``.
+        """
+        schema = self._projection(columns)
+        fs, root = open_fs(self.base)
+        for part in self.parts:
+            path = at(root, part.path)
+            for batch in read_batches(fs, path, schema.names, part.groups, max_bytes=max_bytes):
+                table = self._with_folder_columns(pa.Table.from_batches([batch]), part, schema, batch.num_rows)
+                yield from _as_promised(table, schema, fs, path).to_batches()
 
     def dataset(self) -> ds.Dataset:
         """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
@@ -119,17 +137,27 @@ class Snapshot:
         return pa.schema([self.schema.field(name) for name in columns], self.schema.metadata)
 
     def _read(
-        self, part: Part, index: int, schema: pa.Schema, rows: Sequence[int] | None, max_bytes: int | None
+        self,
+        part: Part,
+        index: int,
+        schema: pa.Schema,
+        rows: Sequence[int] | None,
+        max_bytes: int | None,
+        footers: FooterCache | None = None,
     ) -> pa.Table:
         fs, root = open_fs(self.base)
         path = at(root, part.path)
-        table = read_rows(fs, path, index, schema.names, part.groups, rows=rows, max_bytes=max_bytes)
+        table = read_rows(fs, path, index, schema.names, part.groups, rows=rows, max_bytes=max_bytes, footers=footers)
+        count = part.groups[index] if rows is None else len(rows)
+        return _as_promised(self._with_folder_columns(table, part, schema, count), schema, fs, path)
+
+    def _with_folder_columns(self, table: pa.Table, part: Part, schema: pa.Schema, count: int) -> pa.Table:
+        """Return ``table``, of ``count`` rows of ``part``, with the columns that only its folders' names have."""
         for name, value in hive.values(part.path).items():
             if name in schema.names and name not in table.column_names:
                 constant = hive.scalar(value, schema.field(name).type)
-                count = part.groups[index] if rows is None else len(rows)
                 table = table.append_column(name, pa.repeat(constant, count))
-        return _as_promised(table, schema, fs, path)
+        return table
 
 
 def _ascending(rows: Sequence[int], count: int) -> bool:

@@ -101,15 +101,25 @@ def append(
         return _publish(url, staged, latest.schema, properties)
 
 
-def stage(url: str, table: pa.Table, *, format: Format = Format.PARQUET, rows_per_group: int = ROWS_PER_GROUP) -> Part:
+def stage(
+    url: str,
+    table: pa.Table,
+    *,
+    format: Format = Format.PARQUET,
+    rows_per_group: int = ROWS_PER_GROUP,
+    bytes_per_group: int | None = None,
+) -> Part:
     """Write ``table`` as a part of the table at ``url`` that no reader sees until a ``commit`` lists it.
+
+    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before they are encoded;
+    a row that is larger is one by itself.
 
     StorageError if the format cannot give a column back as it is.
     """
     back = decode_footer(encode(table.schema.empty_table(), format, 1), format).schema
     if differs := difference(table.schema, back):
         raise StorageError(f"this table stored as {format} {differs}: cast it first, or use another format")
-    return put_part(url, f"{DATA}/{uuid4().hex}.{format}", table, format, rows_per_group)
+    return put_part(url, f"{DATA}/{uuid4().hex}.{format}", table, format, rows_per_group, bytes_per_group)
 
 
 def commit(
@@ -118,8 +128,11 @@ def commit(
     *,
     schema: pa.Schema | None = None,
     properties: Mapping[str, str] | None = None,
+    new: bool = False,
 ) -> Snapshot:
     """Publish staged ``parts``, in this order, as the next version; the first if there is no table yet.
+
+    ``new`` makes it the first version of a table, or raises Conflict if there is one.
 
     Reads their footers, and refuses a part that is not what its stager said (CorruptPart) or does not fit ``schema``,
     which defaults to the first part's, or to the table (StorageError). Committing parts that are all there already
@@ -143,7 +156,7 @@ def commit(
             raise CorruptPart(where, f"it has {sum(footer.groups)} rows, and {part.rows} were staged")
         if differs := difference(schema, footer.schema):
             raise StorageError(f"{where} {differs}")
-    return _publish(url, parts, schema, properties)
+    return _publish(url, parts, schema, properties, version=1 if new else None)
 
 
 def _publish(

@@ -51,6 +51,12 @@ def test_rows_that_leave_their_host_are_tabled(tmp_path):
     assert text.count("| both roles on every worker |") == text.count("| a role on each half of every host |") == 3
 
 
+def test_every_question_to_a_run_is_timed(tmp_path):
+    lines = run("questions.py", "--steps", 2, "--folder", tmp_path).splitlines()
+    assert lines[0].startswith("2 steps, 1,024 rows")
+    assert len(lines) == 4 + 10
+
+
 def test_the_cost_of_a_step_to_the_scheduler_is_measured():
     record = json.loads(run("scale/scheduler.py", "--workers", 3, "--steps", 2, "--json"))
     assert record["workers"] == 3

@@ -438,3 +438,22 @@ def test_a_number_of_bytes_is_read_with_its_unit(text, count):
 def test_a_memory_limit_that_is_none_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"data\.memory_limit"):
         DataConfig(url="x", memory_limit=text)
+
+
+def test_sources_stand_in_for_a_url_change_one_by_one_and_come_back_from_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {sources: {math: {url: s3://a/b, weight: 3}, code: {url: rows}}}\nmodel: {path: model}\n")
+    config = load(file, ["data.sources.math.weight=0.7", "data.sources.more.url=/c"])
+    assert [(name, source.weight) for name, source in config.data.sources.items()] == [
+        ("math", 0.7),
+        ("code", 1.0),
+        ("more", 1.0),
+    ]
+    assert config.data.url is None
+    assert config.data.urls == ["s3://a/b", str(Path.cwd() / "rows"), "/c"]
+    file.write_text(dump(config))
+    assert load(file) == config
+    with pytest.raises(ConfigError, match=r"data\.sources\.math has an unknown key 'wieght'.*did you mean 'weight'"):
+        load(file, ["data.sources.math.wieght=2"])
+    with pytest.raises(ConfigError, match=r"both given.*data\.url=null"):
+        load(file, ["data.url=x"])

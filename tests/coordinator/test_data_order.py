@@ -1,3 +1,7 @@
+import hashlib
+import json
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +63,31 @@ def test_prompt_numbers_follow_the_steps_in_order(sizes, batch, seed, step):
     order = GlobalOrder(sizes, batch, seed)
     assert [order.row_position(n, i) for i, n in enumerate(order.prompt_numbers(step))] == step_of(order, step, 1)
     assert order.prompt_numbers(step + 1).start == order.prompt_numbers(step).stop
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "seed", "digest"),
+    [
+        ([7] * 7 + [1], 8, 3, "da33a93b079c8c84"),
+        ([64] * 20, 16, 0, "2cd4f643e5d4f305"),
+        ([1000, 3, 500], 32, 11, "454c57a760d32254"),
+        ([5, 5], 10, None, "75ad58f2b0df62da"),
+        ([3], 7, 1, "ed34635bf6d5fdbf"),
+    ],
+)
+def test_the_order_is_that_of_earlier_versions_so_that_their_runs_resume(sizes, batch, seed, digest):
+    order = GlobalOrder(sizes, batch, seed)
+    steps = [step_of(order, step, 1) for step in range(3 * order.steps_per_epoch)]
+    rows = [(p.position, p.group, p.row, p.number) for step in steps for p in step]
+    following = [order.following_rows(number).tolist()[:20] for number in range(0, 3 * sum(sizes), 7)]
+    assert hashlib.sha256(json.dumps([rows, following]).encode()).hexdigest().startswith(digest)
+
+
+@pytest.mark.parametrize("known", [1, 70, 2**18])
+def test_the_rows_do_not_depend_on_how_many_are_known_ahead(known):
+    order, other = GlobalOrder([1000, 300], 4, 5, known), GlobalOrder([1000, 300], 4, 5)
+    for number in (*range(0, 1300, 3), *range(2600, 1300, -7)):
+        assert order.row_position(number, 0) == other.row_position(number, 0)
+        ahead = order.following_rows(number).tolist()
+        assert ahead == other.following_rows(number).tolist()[: len(ahead)]
+        assert len(ahead) < 325

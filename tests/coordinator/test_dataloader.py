@@ -62,6 +62,28 @@ def test_any_step_can_be_loaded_first_as_a_resumed_run_does(url):
     assert load(url, 8, 2).equals(in_order[8])
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_prompt_leads_back_to_its_row_of_the_dataset(tmp_path, workers):
+    """Also those that a step draws, and in a second epoch; a prompt has one number, whoever reads it."""
+    parts = [[f"{part}-{row}" for row in range(rows)] for part, rows in enumerate((9, 1, 14))]
+    for part, prompts in enumerate(parts):
+        pq.write_table(pa.table({"q": prompts, "a": prompts}), tmp_path / f"{part}.parquet", row_group_size=4)
+    loaders = [Dataloader(source(str(tmp_path), answer="a")) for _ in range(workers)]
+    columns, rows = ("row_id", "prompt", "prompt_number", "data_part", "data_row"), []
+    for step in range(5):
+        for at, loader in enumerate(loaders):
+            rows += loader.load(step, columns, at, workers).to_pylist()
+        if step == 1:
+            rows += [
+                row for at, one in enumerate(loaders) for row in one.draw_prompts(3, columns, at, workers).to_pylist()
+            ]
+    for loader in loaders:
+        loader.close()
+    assert all(parts[row["data_part"]][row["data_row"]] == row["prompt"] for row in rows)
+    assert sorted(row["prompt_number"] for row in rows) == list(range(43))
+    assert len({row["prompt"] for row in rows if row["prompt_number"] < 24}) == 24
+
+
 def test_without_a_batch_size_everything_comes_in_table_order(url):
     loader = Dataloader(source(url, batch_size=None, seed=None))
     assert loader.load(0, COLUMNS, 0, 1)["extra"].to_pylist() == list(range(50))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.driver.iterations import with_drains
 from siirl_dask.driver.preemption import Preemption
 from siirl_dask.planner import Iteration, Phase
 
@@ -19,7 +18,7 @@ def plan(steps, every):
     sequence = 0
     for step in range(1, steps + 1):
         for phase in (TRAIN, SAVE) if step % every == 0 else (TRAIN,):
-            yield Iteration(phase, step, sequence)
+            yield Iteration(phase, step, sequence, phase is TRAIN and (step % every == 0 or step == steps))
             sequence += 1
 
 
@@ -27,7 +26,7 @@ def plan(steps, every):
 def test_whenever_it_comes_the_last_step_has_a_checkpoint_and_is_drained(steps, every, after):
     preemption = Preemption(1.0, print)
     got = []
-    for iteration in with_drains(preemption.cut(plan(steps, every))):
+    for iteration in preemption.cut(plan(steps, every)):
         got.append(iteration)
         preemption.asked = len(got) > after
     assert [iteration.sequence for iteration in got] == list(range(len(got)))

@@ -21,6 +21,11 @@ EXACT = [
     "reward",
     "advantage",
     "weights_version",
+    "prompt_number",
+    "data_part",
+    "data_row",
+    "sample_number",
+    "sampling_seed",
 ]
 
 

@@ -89,11 +89,12 @@ def test_a_kl_coefficient_is_restored_and_the_reference_not_saved(train, with_kl
 
 
 def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(train, tmp_path):
-    """The steps after the checkpoint, which four workers wrote, are repeated by two: two parts replace four."""
+    """The first step after the checkpoint is damaged, so both are done anew: one part replaces two."""
     straight = train("straight", *WHOLE)
     shutil.copytree(straight.url, tmp_path / "resumed")
     shutil.rmtree(checkpoint_url(str(tmp_path / "resumed"), STEPS))
     (tmp_path / "resumed" / "summary.json").unlink()
+    (tmp_path / "resumed" / "rollouts" / "step=000003" / "part-0001-00001.parquet").unlink()
     few = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
     resumed = train("resumed", *few, *WHOLE)
     check_same(straight, resumed, tolerance=1e-6)
@@ -119,10 +120,11 @@ def test_a_changed_config_needs_force_and_fresh_begins_anew(train, capsys):
     assert note.read_text() == "mine"
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, digits_task):
+def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew(train, digits_task):
     validated = [f"validation.url={digits_task.validation}", "validation.every=1"]
     killed = train("run", "cluster.workers=4", "run.steps=2", *validated)
     shutil.rmtree(killed.url / "checkpoints")
+    shutil.rmtree(killed.url / "rollouts")
     (killed.url / "summary.json").unlink()
     anew = train("run", *ONE, "run.steps=1", *validated)
     parts = {path.relative_to(anew.url).as_posix() for path in anew.url.rglob("part-*")}

@@ -16,7 +16,7 @@ from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.testing.local_pool import LocalPool
 
-COLUMNS = ["row_id", "group_id", "prompt", "answer", "response", "reward"]
+COLUMNS = ["row_id", "group_id", "prompt", "answer", "response", "reward", "prompt_number", "data_row", "sample_number"]
 
 
 class Digits:
@@ -87,6 +87,8 @@ def test_a_step_is_filled_with_groups_that_have_a_spread(source, tmp_path):
     assert set(groups["reward_max"].to_pylist()) == {1.0}
     assert set(groups["reward_min"].to_pylist()) == {0.0}
     assert table["row_id"].to_pylist() == list(range(48))
+    assert table["sample_number"].to_pylist() == [*range(6)] * 8
+    assert table["prompt"].to_pylist() == [str(row) for row in table["data_row"].to_pylist()]
     assert metrics["data/generation_rounds"].value > 1
 
 

@@ -96,6 +96,12 @@ def test_samples_are_numbered_by_prompt_and_seeded_by_their_number_alone():
     assert set(whole["weights_version"].to_pylist()) == {4}
 
 
+def test_a_row_has_the_number_and_the_seed_that_its_sample_was_drawn_with():
+    made, requests = make_requests(context(), rows(prompt_ids=[[1], [2, 3]]), [Sampling(max_tokens=4)] * 3)
+    assert made["sampling_seed"].to_pylist() == [request.seed for request in requests]
+    assert made["sample_number"].to_pylist() == [0, 1, 2, 0, 1, 2]
+
+
 def test_every_row_is_handed_over_once_as_it_is_in_the_table():
     handed, ctx = [], context(Echo())
     ctx.hand_over = handed.append

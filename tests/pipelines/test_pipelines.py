@@ -102,17 +102,16 @@ def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(caps
     monkeypatch.chdir(tmp_path)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
     tiny_model(tmp_path / "models" / "Qwen2.5-0.5B-Instruct", family="qwen2", chat_template=template)
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{at} + 1?"}], "reward_model": {"ground_truth": str(at + 1)}}
-        for at in range(8)
-    ]
+    rows = [{"question": f"{at} + 1?", "answer": f"one more\n#### {at + 1}"} for at in range(8)]
     for name in ("train", "test"):
-        path = tmp_path / "data" / "gsm8k" / f"{name}.parquet"
+        path = tmp_path / "hub" / "main" / f"{name}-00000-of-00001.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)
     main(["plan", str(shipped("grpo_gsm8k.yaml"))])
+    assert not (tmp_path / "data").exists()
     check_plan(capsys.readouterr().out)
     small = ["cluster.workers=2", "data.batch_size=4", "rollout.n=2", "rollout.max_response_length=4", "run.steps=1"]
+    small += ["data.prepare_options={source: hub}"]
     small += ["rollout.engine=transformers", "algorithm.minibatches=1"]
     main(["run", str(shipped("grpo_gsm8k.yaml")), *small, "run.url=run", "observe.progress=false"])
     rollouts = pq.read_table(tmp_path / "run" / "rollouts" / "step=000001")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Drop, Load, Node, Recv, Role, Rows, Run, Save, Send, columns, compile_chains
+from siirl_dask.planner import DAG, Drop, Load, Node, Recv, Report, Role, Rows, Run, Save, Send, columns, compile_chains
 from siirl_dask.schema import fields
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -102,9 +102,9 @@ def test_one_worker_moves_nothing(grpo, source):
     assert not [link for link in plan.chains["only"].links if isinstance(link, Send | Recv)]
 
 
-def test_a_worker_without_a_role_has_nothing_to_do(grpo, source):
+def test_a_worker_without_a_role_has_nothing_to_do_but_to_report_for_saved_tables(grpo, source):
     plan = compile_chains(grpo, (*WORKERS, "idle"), source, SPLIT)
-    assert plan.chains["idle"].links == ()
+    assert plan.chains["idle"].links == (Report("rollouts"),)
 
 
 def test_keep_is_numbered_by_rank(grpo, source):

@@ -11,9 +11,10 @@ import siirl_storage
 from siirl_storage.conformance import CHECKS
 
 PUBLIC = """
-RETRY_SECONDS ROWS_PER_GROUP ROWS_PER_PART Conflict CorruptPart Format Part RowGroup Snapshot StorageError
+RETRY_SECONDS ROWS_PER_GROUP ROWS_PER_PART Conflict CorruptPart FooterCache Format Part RowGroup Snapshot StorageError
 TableNotFound TooLarge append commit commit_parts complete_parts create_table is_transient join open_fs open_table
-parse_part_name part_name remove_file remove_tree retry retry_seconds set_retry_seconds stage stage_part
+PartsRecord parse_part_name part_name read_record
+remove_file remove_tree retry retry_seconds set_retry_seconds stage stage_part
 write_atomic write_exclusive write_part
 """
 

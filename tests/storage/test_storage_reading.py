@@ -8,7 +8,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from siirl_storage import Snapshot, StorageError, TooLarge, create_table, open_table
+from siirl_storage import (
+    Conflict,
+    Snapshot,
+    StorageError,
+    TooLarge,
+    commit,
+    create_table,
+    open_table,
+    stage,
+    write_part,
+)
 from siirl_storage.conformance import sample
 from siirl_storage.formats import Format
 
@@ -106,3 +116,33 @@ def test_one_row_of_a_large_row_group_takes_the_memory_of_a_batch_and_its_pages(
     assert snapshot.read_row_group(snapshot.row_groups()[0], rows=[50]).equals(row)
     assert pool.max_memory() <= max(most, before + expected // 2)
     assert pool.bytes_allocated() - before < 2**21
+
+
+@pytest.mark.parametrize("kind", [Format.PARQUET, Format.ARROW])
+def test_batches_give_every_row_in_order_with_the_columns_of_folders(kind: Format, tmp_path: Path) -> None:
+    for step in (3, 7):
+        (tmp_path / f"step={step}").mkdir()
+        write_part(str(tmp_path / f"step={step}"), 0, 1, sample(0, 50), format=kind, rows_per_group=7)
+    table = open_table(str(tmp_path))
+    assert pa.Table.from_batches(table.batches()).equals(table.to_table().combine_chunks())
+    steps = pa.Table.from_batches(table.batches(["step"]))["step"].to_pylist()
+    assert steps == [3] * 50 + [7] * 50
+
+
+def test_a_text_that_is_stored_once_does_not_make_a_batch_larger_than_the_bound(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": repeated("x" * 2**20, 600)}), tmp_path / "a.parquet", store_schema=False)
+    batches = open_table(str(tmp_path / "a.parquet")).batches(max_bytes=2**27)
+    sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
+    assert sum(rows for rows, _ in sizes) == 600
+    assert max(nbytes for _, nbytes in sizes) <= 2**27
+    with pytest.raises(TooLarge, match="Write it with smaller row groups"):
+        list(open_table(str(tmp_path / "a.parquet")).batches(max_bytes=2**20))
+
+
+def test_a_commit_of_a_new_table_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    url = str(tmp_path / "table")
+    parts = [stage(url, sample(0, 5)) for _ in range(2)]
+    assert commit(url, parts[:1], new=True).version == 1
+    with pytest.raises(Conflict):
+        commit(url, parts[1:], new=True)
+    assert commit(url, parts[1:]).num_rows == 10

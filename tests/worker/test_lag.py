@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.planner import Chain, Iteration, Lagged
+from siirl_dask.planner import Chain, Iteration, Lagged, Phase
 from siirl_dask.worker.lag import LagWindow
 
 
@@ -17,9 +17,9 @@ def iterations_of(with_drains):
     """A train iteration for each item, validated after where the item is True."""
     iterations = []
     for step, drain in enumerate(with_drains, 1):
-        iterations.append(Iteration("train", step, len(iterations), drain))
+        iterations.append(Iteration(Phase.TRAIN, step, len(iterations), drain))
         if drain:
-            iterations.append(Iteration("validation", step, len(iterations)))
+            iterations.append(Iteration(Phase.VALIDATION, step, len(iterations)))
     return iterations
 
 
@@ -64,4 +64,4 @@ def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, l
 
 def test_without_lagged_nodes_completed_iterations_are_forgotten():
     worker = history(0)
-    assert worker.begin(Iteration("train", 9, 8), 7) == 7
+    assert worker.begin(Iteration(Phase.TRAIN, 9, 8), 7) == 7

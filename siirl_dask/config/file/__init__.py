@@ -113,6 +113,8 @@ def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList
             if key in present:
                 lists[key] = merged_nodes(lists[key], layer, key)
         values = merged(values, {key: value for key, value in present.items() if key not in lists}, layer.depth)
+    if values["data"]["sources"] and values["data"]["url"] == "???":
+        values["data"]["url"] = None  # not missing: the sources stand in for it
     return values, lists["nodes"], lists["validation_nodes"]
 
 

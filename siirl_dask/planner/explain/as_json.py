@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_dask.planner.chain import Chain, Edge, Link, Load, Plan, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Link, Load, Plan, Recv, Restore, Run, Save, Send, Stream
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
@@ -48,6 +48,8 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
             return (("load", name),)
         case Run(node):
             return (("run", node.name),)
+        case Restore(node, table):
+            return (("restore", f"{node.name} from {table}"),)
         case Send(edge):
             return (("send", edge.name),)
         case Recv(edge):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner.chain import Chain, Edge, Load, Plan, Recv, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Load, Plan, Recv, Restore, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.explain.tables import (
@@ -80,6 +80,9 @@ def _chain(chain: Chain) -> str:
                 received.append("data")
             case Recv(edge):
                 received.append(edge.source)
+            case Restore(node, table):
+                begin(node.name)
+                notes["from"].append(f"stored {table}")
             case Run(node):
                 begin(f"{node.name}, {steps_behind(node.lag)}" if node.lag else node.name)
                 notes["from"], received = received, []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Run, Send, Stream
+from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Restore, Run, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Column, Stage
 from siirl_dask.planner.dag import Rows
 from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
@@ -62,7 +62,7 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
             case Recv(edge):
                 live[edge.name] = weigh.received[edge.name]
                 moving += live[edge.name]
-            case Run(ran):
+            case Run(ran) | Restore(ran):
                 now = sum(live.values()) + weigh.made[ran.name]
                 peak, node = max((peak, node), (now, ran.name), key=lambda pair: pair[0])
                 live[ran.name] = weigh.outputs[ran.name]

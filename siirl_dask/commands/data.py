@@ -1,0 +1,177 @@
+"""``siirl-dask data``: ``import`` writes datasets of any kind as a table, ``show`` looks into one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import progress as bars
+
+from siirl_dask.commands.script import EXIT_CODES
+from siirl_dask.config import parse_bytes
+from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.observe.console import PipeConsole
+
+_TOKENIZER = "Hugging Face folder of the model, whose tokens are counted"
+
+
+def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command line of ``data``."""
+    command = commands.add_parser("data", help="import datasets into a table, or look into one", epilog=EXIT_CODES)
+    actions = command.add_subparsers(dest="action", required=True)
+    _add_import(actions.add_parser("import", help="write datasets of any kind as a table", epilog=EXIT_CODES))
+    show = actions.add_parser("show", help="show columns, parts, lengths and samples of a dataset", epilog=EXIT_CODES)
+    show.add_argument("url", metavar="URL", help="a table, or anything that can be imported")
+    show.add_argument("--tokenizer", metavar="PATH", help=f"{_TOKENIZER}; default: characters are")
+    show.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
+    show.add_argument("--prompt", metavar="COLUMN", help="column whose lengths are counted; default: prompt")
+    show.add_argument("--rows", type=int, default=100_000, metavar="N", help="rows to look at; 0: all; default: 100000")
+    show.add_argument("--samples", type=int, default=3, metavar="N", help="rows to print; default: 3")
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "paths",
+        metavar="SRC... DEST",
+        nargs="+",
+        help="sources: files, globs, folders, saved datasets, hf://datasets/...; then the URL of the table",
+    )
+    command.add_argument(
+        "--column", action="append", default=[], metavar="NAME=PATH", help="add a column: answer=reward_model.truth"
+    )
+    command.add_argument("--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=string")
+    command.add_argument("--select", metavar="A,B", help="the table's columns; default: all")
+    command.add_argument("--drop", metavar="A,B", help="columns that the table does not have")
+    command.add_argument("--source-column", metavar="NAME", help="add a column with the source of each row")
+    command.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
+    command.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
+    command.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompts; default: prompt")
+    command.add_argument("--length-column", metavar="NAME", help="add a column with each prompt's tokens")
+    command.add_argument(
+        "--row-group-bytes", default="16MiB", metavar="SIZE", help="size of row groups, at most; default: 16MiB"
+    )
+    command.add_argument("--append", action="store_true", help="add rows to the table that is at DEST")
+
+
+def data(chosen: argparse.Namespace) -> None:
+    """Run ``data import`` or ``data show``."""
+    try:
+        if chosen.action == "import":
+            _import(chosen)
+        else:
+            _show(chosen)
+    except KeyboardInterrupt:
+        remark = f": there is nothing new at {chosen.paths[-1]}" if chosen.action == "import" else ""
+        raise Interrupted(f"stopped by the user{remark}") from None
+
+
+def _import(chosen: argparse.Namespace) -> None:
+    from siirl_dask.commands.data_tables import print_import
+    from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
+    from siirl_dask.datasets.mapping import ColumnMapping, parse_type
+
+    *sources, to = chosen.paths
+    if not sources:
+        raise ConfigError(f"data import {to}: expected sources and then a destination, as in data import a.jsonl DEST")
+    for option in ("max_prompt_length", "length_column"):
+        if getattr(chosen, option) is not None and chosen.tokenizer is None:
+            raise ConfigError(f"--{option.replace('_', '-')} counts tokens, and needs --tokenizer")
+    mapping = ColumnMapping(
+        columns=dict(_pairs("--column", chosen.column)),
+        types={name: parse_type(text) for name, text in _pairs("--type", chosen.type)},
+        select=None if chosen.select is None else _names("--select", chosen.select),
+        drop=() if chosen.drop is None else _names("--drop", chosen.drop),
+    )
+    prompts = None
+    if chosen.tokenizer is not None:
+        measure = _token_counter(chosen.tokenizer)
+        prompts = PromptLengths(prompt=chosen.prompt, measure=measure, column=chosen.length_column)
+    nbytes = parse_bytes("--row-group-bytes", chosen.row_group_bytes)
+    if nbytes < 1:
+        raise ConfigError(f"--row-group-bytes {chosen.row_group_bytes}: expected at least 1 byte")
+    request = ImportRequest(
+        sources=sources,
+        to=to,
+        mapping=mapping,
+        source_column=chosen.source_column,
+        prompts=prompts,
+        row_group_bytes=nbytes,
+        append=chosen.append,
+    )
+    console = PipeConsole()
+    with row_progress(console, "importing") as progress:
+        table = import_data(request, progress)
+    lengths = None if prompts is None else prompts.lengths
+    print_import(console, table, lengths, chosen.max_prompt_length)
+
+
+def _show(chosen: argparse.Namespace) -> None:
+    from siirl_dask.commands.data_tables import print_summary
+    from siirl_dask.datasets.lengths import characters
+    from siirl_dask.datasets.summary import summarise
+
+    for option in ("rows", "samples"):
+        if getattr(chosen, option) < 0:
+            raise ConfigError(f"--{option} {getattr(chosen, option)}: expected 0 or more")
+    if chosen.max_prompt_length is not None and chosen.tokenizer is None:
+        raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer")
+    measure = characters if chosen.tokenizer is None else _token_counter(chosen.tokenizer)
+    console = PipeConsole()
+    with row_progress(console, "reading") as progress:
+        found = summarise(
+            chosen.url,
+            measure=measure,
+            prompt=chosen.prompt,
+            rows=chosen.rows or None,
+            samples=chosen.samples,
+            progress=lambda rows: progress(rows, 0, chosen.rows or None),
+        )
+    print_summary(console, found, "characters" if chosen.tokenizer is None else "tokens", chosen.max_prompt_length)
+
+
+@contextmanager
+def row_progress(console: PipeConsole, text: str) -> Iterator[Callable[[int, int, int | None], None]]:
+    """Show a bar of rows on a terminal; yields the function that moves it: ``(rows, bytes, rows in all or None)``."""
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("{task.completed:,} rows {task.fields[size]}"),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=None, size="")
+
+        def show(rows: int, nbytes: int, total: int | None) -> None:
+            seconds = bar.tasks[0].elapsed or 0.0
+            size = f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s" if nbytes and seconds else ""
+            bar.update(task, completed=rows, total=total, size=size)
+
+        yield show
+
+
+def _token_counter(path: str) -> Callable[[Sequence[object]], list[int]]:
+    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
+
+    return load_tokenizer(path, f"--tokenizer {path!r}").lengths  # type: ignore[return-value]
+
+
+def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Split ``NAME=VALUE`` texts. ConfigError for another text, and for a name that is given twice."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = (part.strip() for part in text.partition("="))
+        if not (name and sign and value):
+            raise ConfigError(f"{option} {text!r}: expected {option} NAME=VALUE")
+        if name in pairs:
+            raise ConfigError(f"{option} {text!r}: {name!r} was given before, as {pairs[name]!r}")
+        pairs[name] = value
+    return list(pairs.items())
+
+
+def _names(option: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"{option} {text!r}: expected different names with commas between them")
+    return names

@@ -1,0 +1,156 @@
+"""Prints datasets: columns, parts, a histogram of lengths, and rows laid out for reading."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from siirl_storage import Part, Snapshot
+
+from siirl_dask.datasets.lengths import Lengths
+from siirl_dask.datasets.summary import DatasetSummary
+from siirl_dask.observe.console import PipeConsole
+from siirl_dask.planner.explain.tables import readable_bytes
+
+_BAR = 40  # characters of the longest bar
+_PARTS = 5  # parts that are listed
+_SHOWN = 800  # characters of a value that are shown
+_IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"RIFF": "WebP"}
+
+
+def print_import(console: PipeConsole, table: Snapshot, lengths: Lengths | None, limit: int | None) -> None:
+    """Print what an import has written, and the prompts' lengths in tokens if they were counted."""
+    nbytes = sum(part.nbytes for part in table.parts)
+    groups = sum(len(part.groups) for part in table.parts)
+    console.print(
+        f"{_counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in {_counted(len(table.parts), 'part')} and "
+        f"{_counted(groups, 'row group')} are in {escape(table.url)} (version {table.version})",
+        soft_wrap=True,
+        highlight=False,
+    )
+    columns = ", ".join(f"{_clean(one.name)}: {one.type}" for one in table.schema)
+    console.print(Text(f"columns: {columns}"), soft_wrap=True)
+    if lengths is not None:
+        print_lengths(console, lengths, "tokens", limit)
+
+
+def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit: int | None) -> None:
+    """Print what ``summarise`` has found; lengths are in ``unit``."""
+    size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}" if found.parts else ""
+    version = f", version {found.version}" if found.version is not None else ""
+    rows = _counted(found.rows, "row") if found.rows is not None else "rows are not counted"
+    console.print(Text(f"{found.url}: {rows}{size}{version}", style="bold"), soft_wrap=True)
+    if found.parts:
+        _print_parts(console, found.parts)
+    _print_columns(console, found)
+    if found.prompt is not None and found.read:
+        console.print(Text(f"\nLengths of {found.prompt}, in {unit}, of {_rows_read(found)}"))
+        print_lengths(console, found.lengths, unit, limit)
+    for number, row in enumerate(found.samples, 1):
+        console.print(Text(f"\nSample {number}", style="bold"))
+        for name, value in row.items():
+            console.print(Text.assemble((f"{_clean(name)}: ", "cyan"), _readable(value)))
+
+
+def print_lengths(console: PipeConsole, lengths: Lengths, unit: str, limit: int | None) -> None:
+    """Print a histogram, and how many are longer than ``limit``."""
+    if lengths.nulls:
+        console.print(f"{lengths.nulls:,} rows have no prompt: training would fail for them", highlight=False)
+    if not lengths.count:
+        return
+    most = max(count for *_, count in lengths.bins())
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    for first, last, count in lengths.bins():
+        name = f"{first:,} and more" if last is None else f"{first:,} to {last:,}" if last > first else f"{first:,}"
+        table.add_row(name, f"{count:,}", "█" * round(_BAR * count / most) or ("▏" if count else ""))
+    console.print(table)
+    shares = ", ".join(f"{name} {lengths.quantile(share):,}" for name, share in _QUANTILES.items())
+    console.print(f"{unit}: {shares}", highlight=False)
+    if limit is not None:
+        longer = lengths.longer_than(limit)
+        console.print(
+            f"{longer:,} of {lengths.count:,} prompts ({longer / lengths.count:.2%}) are longer than {limit:,} {unit}: "
+            f"training with data.max_prompt_length={limit} drops them",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+_QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+
+
+def _print_parts(console: PipeConsole, parts: Any) -> None:
+    groups = [rows for part in parts for rows in part.groups]
+    if groups:
+        console.print(
+            f"{_counted(len(parts), 'part')}, {_counted(len(groups), 'row group')} of {min(groups):,} to "
+            f"{_counted(max(groups), 'row')} (median {median(groups):,.0f})",
+            highlight=False,
+        )
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("part", "rows", "size", "row groups"):
+        table.add_column(head, justify="left" if head == "part" else "right", overflow="fold")
+    shown: list[Part] = list(parts[:_PARTS])
+    for part in shown:
+        table.add_row(Text(_clean(part.path)), f"{part.rows:,}", readable_bytes(part.nbytes), f"{len(part.groups):,}")
+    if len(parts) > len(shown):
+        table.add_row(f"and {len(parts) - len(shown):,} more", "", "", "")
+    console.print(table)
+
+
+def _print_columns(console: PipeConsole, found: DatasetSummary) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("column", overflow="fold")
+    table.add_column("type", overflow="fold")
+    for head in ("nulls", "mean size", "largest"):
+        table.add_column(head, justify="right")
+    for name, column in found.columns.items():
+        mean = f"{column.size / column.values:,.0f}" if column.values else ""
+        longest = f"{column.longest:,}" if column.values else ""
+        table.add_row(Text(_clean(name)), Text(_clean(str(column.type))), f"{column.nulls:,}", mean, longest)
+    console.print(table)
+    console.print(f"Nulls, and sizes in characters or bytes, are those of {_rows_read(found)}.", highlight=False)
+
+
+def _rows_read(found: DatasetSummary) -> str:
+    if found.read == found.rows:
+        return "the only row" if found.read == 1 else f"all {found.read:,} rows"
+    where = f", from the beginnings of {found.pieces} files" if found.pieces > 1 else ""
+    return f"the first {found.read:,} rows" if not where else f"{found.read:,} rows{where}"
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
+
+
+def _readable(value: Any) -> str:
+    """Return a value as text for a terminal, shortened, without control characters; blobs by kind and size."""
+    match value:
+        case bytes():
+            kind = next((name for head, name in _IMAGES.items() if value.startswith(head)), "binary")
+            return f"<{kind}, {readable_bytes(len(value))}>"
+        case str():
+            text = _clean(value[: _SHOWN + 1])
+            return text if len(value) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value):,} characters)"
+        case {"role": str(role), "content": content}:
+            return f"[{_clean(role)}] {_readable(content)}"
+        case dict():
+            return "{" + ", ".join(f"{_clean(str(key))}: {_readable(one)}" for key, one in value.items()) + "}"
+        case [{"role": _, "content": _}, *_]:
+            return "\n  ".join(["", *(_readable(one) for one in value)])
+        case list():
+            more = f", ... ({len(value)} items)" if len(value) > 8 else ""
+            return "[" + ", ".join(_readable(one) for one in value[:8]) + more + "]"
+    return str(value)
+
+
+def _clean(text: str) -> str:
+    """Replace what a terminal would take for a command: data is not to be trusted."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

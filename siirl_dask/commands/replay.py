@@ -1,0 +1,186 @@
+"""``siirl-dask replay``: runs nodes of a run's DAG again on the rows that it stored, with something changed.
+
+    siirl-dask replay runs/mine --steps 10:20 --from reward --set rewards.function=rewards.py:stricter
+
+The rows go into a table of their own beside the run's, and the difference is printed. Roles that none of these nodes
+uses are not built: a changed reward loads no model.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from siirl_storage import join, open_fs, open_table
+from siirl_storage.files import absolute
+
+from siirl_dask.config import Config
+from siirl_dask.driver.single_pass import stored_passes
+from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
+from siirl_dask.planner.names import canonical
+from siirl_dask.runs.reader import open_run
+from siirl_dask.runs.replays import Changes, compare
+from siirl_dask.runs.rollouts import saved_steps
+from siirl_dask.runs.tables import REPLAY, listed
+from siirl_dask.worker.lazy_role import built_when_used
+
+_STEPS = re.compile(r"(?P<first>\d*)(?P<range>:?)(?P<last>\d*)", re.ASCII)
+_WIDTH = 100  # letters of a prompt or a response
+_FUNCTIONS = {
+    "rewards.function": "reward",
+    "algorithm.advantage": "advantage",
+    "algorithm.advantage_options": "advantage",
+}
+"""Keys that name a function, or give its options, and the option of a role or node that holds it."""
+_PLACE = ("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null", "cluster.placement={}")
+_PLACE += (
+    "cluster.workers=1",
+    "rollout.expected_length_column=null",
+    "validation.url=null",
+    "validation.test_url=null",
+)
+"""A replay runs on one worker of this machine, unless it is told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRequest:
+    """What to run again, on which rows, with what changed."""
+
+    run: str
+    """The run's folder or URL."""
+    first: str
+    """Node to begin with."""
+    steps: str = ":"
+    """``10:20`` for steps 10 to 20, ``10:``, ``:20``, one step, or ``:`` for all."""
+    settings: Sequence[str] = ()
+    """Changed keys of the configuration, ``key=value``."""
+    nodes: Sequence[str] = ()
+    """Changed functions of nodes, ``name=module:function`` or ``name=file.py:function``."""
+    overrides: Sequence[str] = ()
+    """Where to run: further overrides, such as ``cluster.workers=1``."""
+
+
+def replay(request: ReplayRequest) -> Changes:
+    """Run the nodes again and return what changed. UserError before anything starts."""
+    run = open_run(request.run)
+    config = run.config_with([*_PLACE, *request.overrides, *request.settings])
+    config.run.url = absolute(request.run)
+    recorded = dag_from_spec(**run.dag)
+    table = saved_after(recorded, recorded.node(request.first))
+    steps = _chosen(request, table)
+    stored = open_table(join(request.run, table, f"step={steps[0]:06d}")).schema
+    name = _free_name(request.run)
+    again = run_again(recorded, stored, request.first, name).dag
+    dag = dag_from_spec(**changed_spec(run.dag, again, config, request))
+    cut = run_again(dag, stored, request.first, name)
+    stored_passes(config, DAG(tuple(map(built_when_used, cut.dag.roles)), cut.dag.nodes), steps)
+    written = dict.fromkeys(name for node in cut.dag.nodes[1:] for name in node.contract.writes.names)
+    return compare(request.run, table, name, [*written])
+
+
+def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest) -> dict[str, Any]:
+    """Return a DAG as plain data with the request's changes: functions of nodes, and options of nodes and roles that
+    hold a key of the configuration. ConfigError for a change that reaches none of those in ``again``.
+    """
+    roles, nodes = deepcopy(dict(spec["roles"])), deepcopy(list(spec["nodes"]))
+    known = [node["name"] for node in nodes if node["name"] in {other.name for other in again.nodes}]
+    for text in request.nodes:
+        name, _, function = text.partition("=")
+        if name not in known or not function:
+            raise ConfigError(
+                f"--node {text!r}: expected NAME=module:function or NAME=file.py:function, with the name of a node "
+                f"that is run again (nodes: {known}){did_you_mean(name, known)}"
+            )
+        next(node for node in nodes if node["name"] == name)["run"] = function
+    named = [role.name for role in again.roles]
+    owners = [*(roles[name] for name in named), *(node for node in nodes if node["name"] in known)]
+    for text in request.settings:
+        key = text.partition("=")[0]
+        if not _set(key, config, owners):
+            raise ConfigError(f"--set {text}: it changes nothing: nodes {known} of roles {named} do not have {key}")
+    return {"roles": roles, "nodes": nodes}
+
+
+def _set(key: str, config: Config, owners: Sequence[dict[str, Any]]) -> bool:
+    """Set a key of the configuration wherever an option holds it; return whether one does."""
+    group, _, name = key.partition(".")
+    found = False
+    for owner in owners:
+        options = owner.get("with") or {}
+        if key in _FUNCTIONS and (option := _FUNCTIONS[key]) in options:
+            options[option] = _function(config, key)
+            found = True
+        elif isinstance(held := options.get(group), dict) and name in held:
+            held[name] = canonical(getattr(getattr(config, group), name))
+            found = True
+    return found
+
+
+def _function(config: Config, key: str) -> Any:
+    """Return a function of the configuration as an option, with the options that the configuration gives it."""
+    group, _, name = key.removesuffix("_options").partition(".")
+    options = getattr(getattr(config, group), f"{name}_options", {})
+    function = getattr(getattr(config, group), name)
+    return {"run": function, "with": dict(options)} if options else function
+
+
+def _chosen(request: ReplayRequest, table: str) -> list[int]:
+    """Return the stored steps that ``--steps`` names. ConfigError for a text that is no range, or a step not stored."""
+    found = _STEPS.fullmatch(request.steps)
+    if found is None:
+        raise ConfigError(f"--steps {request.steps!r}: expected A:B, A:, :B or one step, such as 10:20")
+    there = list(saved_steps(*open_fs(join(request.run, table))).whole)
+    first = int(found["first"]) if found["first"] else min(there, default=0)
+    last = first if not found["range"] else int(found["last"]) if found["last"] else max(there, default=0)
+    wanted = [step for step in there if first <= step <= last]
+    if not wanted:
+        held = f"steps {there[0]} to {there[-1]}" if there else "none"
+        raise ConfigError(
+            f"--steps {request.steps}: run {request.run!r} has no stored rows of these steps (it has {held})"
+        )
+    return wanted
+
+
+def _free_name(run_url: str) -> str:
+    """Return ``replay-N`` with the first number that no table of the run has."""
+    fs, path = open_fs(run_url)
+    names = (name.rpartition("/")[2] for name in listed(fs, path))
+    taken = [int(found[1]) for name in names if (found := REPLAY.fullmatch(name))]
+    return f"replay-{max(taken, default=0) + 1}"
+
+
+def render(changes: Changes) -> str:
+    """Return the changes as text."""
+    first, last = changes.steps
+    lines = [f"{changes.rows} rows of steps {first} to {last}, in table {changes.table!r}", ""]
+    lines.append(
+        f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} {'corr.':>7}"
+    )
+    for column in changes.columns:
+        correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
+        lines.append(
+            f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} {column.before:>10.4g} "
+            f"{column.after:>10.4g} {correlation:>7}"
+        )
+    for sample in changes.samples:
+        lines += [
+            "",
+            f"step {sample.step}, row {sample.row}: reward {_number(sample.before)} -> {_number(sample.after)}",
+        ]
+        lines += [f"  prompt    {_shown(sample.prompt)}", f"  response  {_shown(sample.response)}"]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _shown(text: str) -> str:
+    """Return a text on one line, cut to what a terminal shows, without control characters: a model wrote it."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return textwrap.shorten(line, _WIDTH, placeholder=" ...") or "(nothing)"

@@ -1,0 +1,87 @@
+"""An answer to a question about a run's samples, and how its values are told: the same in a terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import pyarrow as pa
+
+from siirl_dask.observe import printable
+from siirl_dask.runs.mismatch import RATIO_BINS
+
+_SHARES = {"share", "truncated", *RATIO_BINS}
+
+
+class Layout(Enum):
+    """The ways in which an answer is laid out."""
+
+    TABLE = auto()
+    HISTOGRAM = auto()
+    SAMPLES = auto()
+    CHANGES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one question."""
+
+    title: str
+    table: pa.Table
+    layout: Layout = Layout.TABLE
+    note: str = ""
+
+
+def cell(name: str, value: object) -> str:
+    """Return a value of the column ``name`` as text without line breaks; shares in percent."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if name in _SHARES:
+            return f"{value:.1%}"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+    return " ".join(printable(str(value)).split())
+
+
+def headings(sample: Mapping[str, Any]) -> str:
+    """Return step, reward, length and end of a sample, in one line."""
+    reason = sample.get("finish_reason")
+    parts = [f"step {sample['step']}", f"reward {cell('reward', sample['reward'])}"]
+    parts += [f"{sample['response_tokens']} tokens"] if sample.get("response_tokens") is not None else []
+    parts += ["cut at the limit"] if reason == "length" else []
+    return ", ".join(parts)
+
+
+def reward_parts(sample: Mapping[str, Any]) -> str:
+    """Return the parts of a sample's reward, such as ``format 1, correct 0``."""
+    parts = sample.get("reward_parts") or ()
+    return ", ".join(f"{printable(str(name))} {cell('', value)}" for name, value in parts)
+
+
+def lineage(sample: Mapping[str, Any]) -> str:
+    """Return where a sample comes from, as far as its run has recorded it."""
+    told = {
+        "row": "row_id",
+        "prompt": "prompt_number",
+        "dataset part": "data_part",
+        "dataset row": "data_row",
+        "sample": "sample_number",
+        "worker": "worker",
+        "weights": "weights_version",
+        "seed": "sampling_seed",
+        "attempt": "attempt",
+    }
+    there = {text: sample[name] for text, name in told.items() if sample.get(name) is not None}
+    return ", ".join(f"{text} {printable(str(value))}" for text, value in there.items())
+
+
+def summary(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of prompts that two steps share, and what became of their rewards."""
+    then, now = (sum(row[name] for row in changes) / len(changes) for name in ("then", "now"))
+    rose, fell = (sum(sign * row["change"] > 0 for row in changes) for sign in (1, -1))
+    return (
+        f"{len(changes)} prompts are in both, with a mean reward of {then:.4f} then and {now:.4f} now: "
+        f"{rose} rose, {fell} fell, {len(changes) - rose - fell} stayed."
+    )

@@ -1,0 +1,218 @@
+"""Datasets as a run reads them: one table, or a mixture of several with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import pyarrow as pa
+from siirl_storage import Snapshot, StorageError, open_table
+
+from siirl_dask.config import DataConfig, parse_bytes
+from siirl_dask.coordinator.transport.frames import check_types
+from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.schema import ANSWER, IDENTITY, ORIGIN, PROMPT, SOURCE_NAME, TYPES, with_large_offsets
+
+_OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
+_ROW = 8  # bytes that a row takes at least: its place in the order of its row group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A dataset and how it is read. ``prompt`` and ``answer`` name columns; a dot goes into a struct.
+
+    ``batch_size`` None reads everything in one step; ``seed`` None keeps the table's order.
+    """
+
+    url: str
+    prompt: str
+    answer: str
+    batch_size: int | None = None
+    seed: int | None = None
+    read_limit: int = 2 * 2**30
+    """Bytes that a worker's rows of a step, or a row group, may take once decoded."""
+    keep: int = 2**28
+    """Bytes of rows that a worker holds for later steps."""
+    table: Snapshot | None = None
+    """The table, where it is open already: workers get it from the driver, and read no footer but of parts they read.
+    """
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self,)
+
+    def each(self, change: Callable[[Source], Source]) -> Source:
+        """Return the dataset with its tables changed."""
+        return change(self)
+
+    @staticmethod
+    def of(
+        data: DataConfig, *, url: str | None = None, batch_size: int | None = None, seed: int | None = None
+    ) -> Source:
+        """Return the table at ``data.url``, or at ``url``, read as ``data`` says."""
+        url = data.url if url is None else url
+        if url is None:
+            raise ConfigError("data.url is not set, and one dataset is expected here: data.sources are for training")
+        memory = parse_bytes("data.memory_limit", data.memory_limit)
+        limit = memory if data.read_limit is None else parse_bytes("data.read_limit", data.read_limit)
+        return Source(
+            url=url,
+            prompt=data.prompt,
+            answer=data.answer,
+            batch_size=batch_size,
+            seed=seed,
+            read_limit=limit,
+            keep=memory // 8,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A source of a mixture."""
+
+    name: str
+    weight: Fraction
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Several sources, of which each step takes prompts by weight. A source that is short begins anew."""
+
+    shares: tuple[Share, ...]
+    """In the order of their names, so that it does not matter how they were written."""
+    batch_size: int
+    seed: int
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(share.source for share in self.shares)
+
+    def each(self, change: Callable[[Source], Source]) -> Mixture:
+        """Return the dataset with its tables changed."""
+        return replace(self, shares=tuple(replace(share, source=change(share.source)) for share in self.shares))
+
+
+Dataset = Source | Mixture
+
+
+def training_dataset(data: DataConfig, seed: int) -> Dataset:
+    """Return the dataset that ``data`` describes for training: ``data.url``, or the mixture of ``data.sources``."""
+    if not data.sources:
+        return Source.of(data, batch_size=data.batch_size, seed=seed)
+    shares = []
+    for name, given in sorted(data.sources.items()):
+        source = Source.of(data, url=given.url, batch_size=data.batch_size, seed=seed)
+        source = replace(source, prompt=given.prompt or data.prompt, answer=given.answer or data.answer)
+        shares.append(Share(name, Fraction(str(given.weight)), source))  # 0.7 is seven tenths, as it was written
+    return Mixture(shares=tuple(shares), batch_size=data.batch_size, seed=seed)
+
+
+def open_source(source: Source) -> Snapshot:
+    """Open the table behind ``source``.
+
+    DataError when it is missing, corrupt, empty, or lacks the columns, and when its storage cannot be reached.
+    """
+    if source.table is not None:
+        return source.table
+    try:
+        snapshot = open_table(source.url)
+    except StorageError as error:
+        raise DataError(f"dataset {source.url!r}: {error}") from error
+    except Exception as error:  # drivers of remote storage raise what they like
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"dataset {source.url!r}: its storage cannot be reached: {reason}") from error
+    if snapshot.num_rows == 0:
+        raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
+    source_schema(snapshot.schema, source)
+    longest = max(snapshot.row_groups(), key=lambda group: group.rows)
+    if longest.rows * _ROW > source.read_limit:
+        raise DataError(
+            f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, more than the "
+            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise it, or write the "
+            "dataset with smaller row groups"
+        )
+    return snapshot
+
+
+def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
+    """Return the columns that the dataloader gives: identity, origin, ``prompt``, ``answer``, all others as they are.
+
+    Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
+
+    DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
+    """
+    fields = {name: TYPES[name] for name in _OWN}
+    paths = {PROMPT: source.prompt, ANSWER: source.answer}
+    fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}
+    for field in schema:
+        if field.name in _OWN:
+            raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
+        fields.setdefault(field.name, with_large_offsets(field.type))
+    loaded = pa.schema(fields)
+    check_types(loaded)
+    return loaded
+
+
+def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
+    names, kind = path.split("."), pa.struct(list(schema))
+    for name in names:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            known = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            raise DataError(
+                f"dataset {source.url!r} has no column {path!r}: "
+                f"no {name!r} (there is: {known}){did_you_mean(name, known)}"
+            )
+        kind = kind.field(name).type
+    return kind
+
+
+def opened(dataset: Dataset) -> Dataset:
+    """Return the dataset with its tables open, as workers get it. Errors as of ``open_source``."""
+    return dataset.each(lambda source: replace(source, table=open_source(source)))
+
+
+def columns_of(source: Source) -> pa.Schema:
+    """Return the table's own columns. Errors as of ``open_source``."""
+    return open_source(source).schema
+
+
+def dataset_schema(dataset: Dataset, columns: Callable[[Source], pa.Schema] = columns_of) -> pa.Schema:
+    """Return the columns that the dataloader gives of ``dataset``, whose tables have ``columns``.
+
+    Of a mixture these are the columns of all sources, and ``source_name``. Where a source has no such column, it is
+    null; a column whose type differs between sources is left out. DataError for prompts or answers that differ in type,
+    and for what ``source_schema`` refuses.
+    """
+    if isinstance(dataset, Source):
+        return source_schema(columns(dataset), dataset)
+    schemas = {share.name: source_schema(columns(share.source), share.source) for share in dataset.shares}
+    for share in dataset.shares:
+        if SOURCE_NAME in schemas[share.name].names:
+            url = share.source.url
+            raise DataError(f"dataset {url!r} has a column {SOURCE_NAME!r}: rename it, that name is taken")
+    fields = {name: TYPES[name] for name in _OWN}
+    fields |= {name: _common_type(name, schemas) for name in (PROMPT, ANSWER)} | {SOURCE_NAME: TYPES[SOURCE_NAME]}
+    for name in dict.fromkeys(name for schema in schemas.values() for name in schema.names):
+        types = _types(name, schemas)
+        if name not in fields and len(types) == 1:
+            fields[name] = next(iter(types))
+    return pa.schema(fields)
+
+
+def _types(name: str, schemas: Mapping[str, pa.Schema]) -> dict[pa.DataType, str]:
+    """Return each type that a column has, with the first source that has it so."""
+    types: dict[pa.DataType, str] = {}
+    for source, schema in schemas.items():
+        if name in schema.names:
+            types.setdefault(schema.field(name).type, source)
+    return types
+
+
+def _common_type(name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
+    types = _types(name, schemas)
+    if len(types) > 1:
+        listed = ", ".join(f"{kind} in {source!r}" for kind, source in types.items())
+        raise DataError(f"data.sources: the {name} is {listed}: expected one type; convert those that differ")
+    return next(iter(types))

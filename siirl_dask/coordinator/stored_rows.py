@@ -1,0 +1,62 @@
+"""Reads a worker's share of rows that the run stored at a step, whichever workers wrote them."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from siirl_storage import Part, PartsRecord, StorageError, join, open_fs, read_record
+from siirl_storage.reading import read_rows
+
+from siirl_dask.coordinator.layout.balance import split
+from siirl_dask.errors import DataError
+from siirl_dask.schema import Schema
+
+
+def step_folder(run_url: str, table: str, step: int) -> str:
+    """Return the folder of the rows that the run at ``run_url`` saves in ``table`` at ``step``."""
+    return join(run_url, table, f"step={step:06d}")
+
+
+def read_stored_rows(folder: str, schema: Schema, index: int, count: int, max_bytes: int) -> pa.Table:
+    """Return the share of worker ``index`` of ``count`` of the rows committed in ``folder``, with ``schema``'s columns.
+
+    Where as many workers wrote as read, each gets the part of its number; otherwise the rows are split evenly in the
+    order of the parts. No worker reads more than the row groups with its rows. ``max_bytes`` bounds them, decoded.
+
+    DataError when the rows are not there, are damaged, or have other columns.
+    """
+    try:
+        record = read_record(folder)
+        if record is None:
+            raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
+        tables = [
+            _read(folder, part, group, rows, schema, max_bytes) for part, group, rows in _share(record, index, count)
+        ]
+    except StorageError as error:
+        raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
+    return pa.concat_tables([schema.empty_table(), *tables])
+
+
+def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int, range]]:
+    """Return part, row group and rows in it, of each piece of a worker's share."""
+    groups = [(part, group) for part in record.parts for group in range(len(part.groups))]
+    if count == len(record.parts):
+        own = record.parts[index]
+        return [(own, group, range(rows)) for group, rows in enumerate(own.groups) if rows]
+    start, stop = split(sum(part.rows for part in record.parts), count)[index]
+    pieces, first = [], 0
+    for part, group in groups:
+        rows = part.groups[group]
+        wanted = range(max(start - first, 0), min(stop - first, rows))
+        if wanted:
+            pieces.append((part, group, wanted))
+        first += rows
+    return pieces
+
+
+def _read(folder: str, part: Part, group: int, rows: range, schema: Schema, max_bytes: int) -> pa.Table:
+    fs, path = open_fs(join(folder, part.path))
+    chosen = None if len(rows) == part.groups[group] else rows
+    table = read_rows(fs, path, group, schema.names, part.groups, rows=chosen, max_bytes=max_bytes)
+    if missing := [name for name in schema.names if name not in table.column_names]:
+        raise DataError(f"{folder!r} holds rows without {missing}: another DAG or version of siirl_dask wrote them")
+    return table if table.schema.equals(schema) else table.cast(schema)

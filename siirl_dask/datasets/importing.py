@@ -1,0 +1,187 @@
+"""Imports datasets into a table of siirl_storage: rows stream from files of any kind, and are committed at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+from siirl_storage import Conflict, Snapshot, StorageError, TableNotFound, open_table
+
+from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
+from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
+from siirl_dask.datasets.mapping import ColumnMapping, extract, unify
+from siirl_dask.datasets.table_writer import TableWriter
+from siirl_dask.errors import ConfigError, DataError, did_you_mean
+
+ROW_GROUP_BYTES = 2**24
+"""Default size of a row group before it is encoded: what a worker decodes to read some of its rows."""
+Progress = Callable[[int, int, int | None], None]
+"""Called as ``(rows, bytes, rows in all or None)`` while rows come in."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptLengths:
+    """Counts the prompts' lengths while they are imported."""
+
+    prompt: str
+    """Column of the prompts in the table; a dot leads into a struct."""
+    measure: Measure
+    column: str | None = None
+    """Column that is written with each prompt's length; None writes none."""
+    lengths: Lengths = field(default_factory=Lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportRequest:
+    """What is imported, how, and where to."""
+
+    sources: Sequence[str]
+    """Files, globs, folders, tables or saved datasets, on any fsspec URL, in the order of their rows."""
+    to: str
+    """URL of the table."""
+    mapping: ColumnMapping = field(default_factory=ColumnMapping)
+    transform: Callable[[pa.Table], pa.Table] | None = None
+    """Function that rows go through first, some at a time; it gives tables of one schema. It is called with a table
+    without rows as well.
+    """
+    source_column: str | None = None
+    """Column that is written with the source of each row, as it is in ``sources``."""
+    prompts: PromptLengths | None = None
+    row_group_bytes: int = ROW_GROUP_BYTES
+    append: bool = False
+    """Append to the table that is there, if there is one."""
+
+
+def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None) -> Snapshot:
+    """Write all rows of the sources as one table, and return it. There is no table before all rows are in it.
+
+    A few parts of 64 MiB are in memory. DataError for a source that cannot be used, and where there is a table already;
+    what has been written until then is removed.
+    """
+    _check_destination(request)
+    inputs = [one for source in request.sources for one in open_inputs(source, _as_text(request.mapping))]
+    mapped = [_Mapped(request, one) for one in inputs]
+    schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
+    if request.prompts is not None:
+        check_prompts(schema, request.prompts.prompt, request.to)
+    total = total_rows(inputs)
+    rows = nbytes = 0
+    with TableWriter(request.to, schema, request.row_group_bytes) as writer:
+        progress(0, 0, total)
+        for one in mapped:
+            for table in one.tables(schema):
+                with _destination(request.to):
+                    writer.write(table)
+                rows, nbytes = rows + table.num_rows, nbytes + int(table.nbytes)
+                progress(rows, nbytes, total)
+        if not rows:
+            raise DataError(f"{', '.join(request.sources)}: there are no rows")
+        with _destination(request.to):
+            return writer.commit({"imported": json.dumps({"sources": list(request.sources)})}, append=request.append)
+
+
+class _Mapped:
+    """An input, as columns of the table."""
+
+    def __init__(self, request: ImportRequest, source: Input) -> None:
+        self._request = request
+        self.input = source
+        given = source.schema.remove_metadata()
+        if request.transform is not None:
+            given = self._transformed(given.empty_table()).schema
+        self.schema = request.mapping.schema(given, source.name)
+
+    def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yield all rows in the table's schema, with the columns that the import adds."""
+        request, name = self._request, self.input.name
+        own = {request.source_column, request.prompts and request.prompts.column}
+        columns = pa.schema([one for one in schema if one.name not in own])
+        for batch in self._batches():
+            table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
+            if request.transform is not None:
+                table = self._transformed(table)
+            table = request.mapping.apply(table, columns, name)
+            if request.prompts is not None:
+                prompts = request.prompts
+                lengths = measure_column(extract(table, prompts.prompt), prompts.measure)
+                prompts.lengths.add(lengths)
+                if prompts.column is not None:
+                    table = table.append_column(prompts.column, pa.array(lengths, pa.int64()))
+            if request.source_column is not None:
+                source = pa.repeat(pa.scalar(self.input.source), table.num_rows)
+                table = table.append_column(request.source_column, source)
+            yield table.select(schema.names)
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        with readable(self.input.name):
+            yield from self.input.batches()
+
+    def _transformed(self, table: pa.Table) -> pa.Table:
+        assert self._request.transform is not None
+        try:
+            return self._request.transform(table)
+        except KeyError as error:
+            known = table.column_names
+            raise DataError(
+                f"{self.input.name!r} lacks a column that its recipe expects: {error.args[0]} (there is: {known})"
+            ) from error
+
+
+def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
+    """Raise DataError unless the column of prompts holds texts or lists of chat messages."""
+    kind = extract(schema.empty_table(), prompt).type if prompt.split(".")[0] in schema.names else None
+    if kind is None:
+        known = schema.names
+        raise DataError(
+            f"{name!r} has no column {prompt!r} of prompts (there is: {', '.join(known)}){did_you_mean(prompt, known)}"
+            "; --prompt names it"
+        )
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or (is_list and _is_message(kind.value_type))):
+        raise DataError(f"column {prompt!r} holds {kind}: expected texts, or lists of chat messages (role, content)")
+
+
+def _is_message(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) and {"role", "content"} <= {one.name for one in kind}
+
+
+def _as_text(mapping: ColumnMapping) -> set[str]:
+    """Return the columns of a source whose values are not to be guessed, since their type is given."""
+    return {mapping.columns.get(name, name) for name in mapping.types}
+
+
+def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:
+    kinds = {request.source_column: pa.string()}
+    if request.prompts is not None:
+        kinds[request.prompts.column] = pa.int64()
+    for name, kind in kinds.items():
+        if name in schema.names:
+            raise ConfigError(f"column {name!r} is there already: choose another name for the one that is added")
+        schema = schema if name is None else schema.append(pa.field(name, kind))
+    return schema
+
+
+def _check_destination(request: ImportRequest) -> None:
+    """Raise DataError for a table that is there, or a URL that cannot be opened, before anything is read."""
+    with _destination(request.to):
+        try:
+            there = open_table(request.to)
+        except TableNotFound:
+            return
+        if not request.append or there.version is None:
+            what = "files of a dataset are" if there.version is None else "a table is"
+            raise DataError(f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to a table")
+
+
+@contextmanager
+def _destination(url: str) -> Iterator[None]:
+    """Turn errors of the storage at a destination into a DataError."""
+    try:
+        yield
+    except Conflict as error:
+        raise DataError(f"{url!r}: another process made a table there meanwhile: {error}") from error
+    except (StorageError, OSError) as error:
+        raise DataError(f"{url!r}: {error}") from error

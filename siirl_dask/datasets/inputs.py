@@ -1,0 +1,245 @@
+"""Finds and opens what a dataset is imported from: files, globs, folders, saved Hugging Face datasets, on any URL.
+
+What comes out are ``Input``s: a schema, and a function that reads the rows some megabytes at a time. Nothing that is
+read is trusted: there is no pickle, lists' offsets and texts are validated, and a batch has a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import Snapshot, StorageError, TableNotFound, join, open_fs, open_table
+from siirl_storage.files import full_name, list_files, open_input
+from siirl_storage.manifest import is_below
+
+from siirl_dask.datasets.text_files import open_csv, open_json
+from siirl_dask.errors import DataError, UserError, did_you_mean
+
+MAX_BATCH_BYTES = 2**30
+"""Bytes that one batch of rows may take in memory."""
+_LARGEST_RECORD = 2**24  # bytes of a saved dataset's own JSON files
+_GLOB = re.compile(r"[*?\[]")
+_SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
+_RECORDS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
+_ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; its streams have none
+
+
+class Kind(StrEnum):
+    """Kind of a file, by the ending of its name."""
+
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+    JSON = "JSON"
+    CSV = "CSV"
+
+
+_ENDINGS = {
+    ".parquet": Kind.PARQUET,
+    ".arrow": Kind.ARROW,
+    ".feather": Kind.ARROW,
+    ".jsonl": Kind.JSON,
+    ".ndjson": Kind.JSON,
+    ".json": Kind.JSON,
+    ".csv": Kind.CSV,
+    ".tsv": Kind.CSV,
+}
+_COMPRESSED = (".gz", ".zst")  # of text files
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Rows that can be read once, in order."""
+
+    name: str
+    """Name for messages: a file, or the source that was given."""
+    source: str
+    """The source as it was given."""
+    schema: pa.Schema
+    rows: int | None
+    """Number of rows, where it is known before they are read."""
+    snapshot: Snapshot | None
+    """The Parquet or Arrow files behind it; None for files of another kind."""
+    batches: Callable[[], Iterator[pa.RecordBatch]]
+
+
+def open_inputs(source: str, as_text: Collection[str] = ()) -> list[Input]:
+    """Open all that ``source`` names: a file, a glob, a folder of files, a table, or a dataset saved on disk.
+
+    Columns ``as_text`` of CSV files are read as they are written; others as numbers or truth values where all values
+    are. DataError when there is nothing, when it is unclear what is meant, or when it cannot be read.
+    """
+    with readable(source):
+        fs, path = open_fs(source)
+        if _GLOB.search(path) and not fs.exists(path):
+            found = fs.glob(path, detail=True)
+            files = {str(name): kind_of(str(name)) for name, info in found.items() if info["type"] == "file"}
+            return _open_files(source, fs, {name: kind for name, kind in files.items() if kind}, as_text)
+        if fs.isfile(path):
+            kind = kind_of(path)
+            if kind is None:
+                raise DataError(f"{source!r} is of no known kind: expected a name that ends in {', '.join(_ENDINGS)}")
+            return _open_files(source, fs, {path: kind}, as_text)
+        if fs.isdir(path):
+            return _open_folder(source, fs, path, as_text)
+        raise DataError(f"there is nothing at {source!r}{_nearest(fs, path)}")
+
+
+def exists(url: str) -> bool:
+    """Return whether there is a table at ``url``. DataError if the storage cannot be reached, or what is there is
+    damaged.
+    """
+    with readable(url):
+        try:
+            open_table(url)
+        except TableNotFound:
+            return False
+    return True
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of file that ``name`` ends for; None for none."""
+    stem, end = name.lower(), name.lower().rpartition(".")[2]
+    if f".{end}" in _COMPRESSED:
+        kind = next((kind for ending, kind in _ENDINGS.items() if stem.removesuffix(f".{end}").endswith(ending)), None)
+        return kind if kind in (Kind.JSON, Kind.CSV) else None
+    return next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), None)
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turn errors over what is stored at ``source``, or over reaching it, into a DataError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (StorageError, pa.ArrowException) as error:
+        raise DataError(f"{source!r}: {error}") from error
+    except FileNotFoundError as error:  # such as a hub's repository, or a revision of it
+        raise DataError(f"{source!r} is not there: {error}") from error
+    except (ValueError, OverflowError) as error:  # JSON, UTF-8, and what a hub refuses as a name
+        raise DataError(f"{source!r} cannot be read: {error}") from error
+    except Exception as error:  # drivers of remote storage raise what they like
+        raise DataError(f"{source!r}: its storage cannot be reached: {type(error).__name__}: {error}") from error
+
+
+def _nearest(fs: AbstractFileSystem, path: str) -> str:
+    folder, _, name = path.rstrip("/").rpartition("/")
+    try:
+        names = [str(found).rstrip("/").rpartition("/")[2] for found in fs.ls(folder or "/", detail=False)]
+    except Exception:  # a folder or a hub's repository that is not there either
+        return ""
+    return did_you_mean(name, names)
+
+
+def _open_folder(source: str, fs: AbstractFileSystem, path: str, as_text: Collection[str]) -> list[Input]:
+    files = list_files(fs, path)
+    if any(re.fullmatch(r"_snapshots/\d{6,}\.json", name) for name in files):
+        return [_open_table(source, source)]
+    if "dataset_dict.json" in files:
+        splits = _record(fs, f"{path}/dataset_dict.json").get("splits")
+        names = ", ".join(join(source, str(split)) for split in splits) if isinstance(splits, list) else "its folders"
+        raise DataError(f"{source!r} holds the splits of a dataset: name one of {names}")
+    if "state.json" in files and "dataset_info.json" in files:
+        listed = _saved_files(source, _record(fs, f"{path}/state.json"))
+        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": Kind.ARROW for name in listed}, as_text)
+    kinds = {name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))}
+    if len(set(kinds.values())) > 1:
+        kinds = {name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS}
+    splits = sorted({match.lower() for name in kinds for match in _SPLIT.findall(name)})
+    if len(splits) > 1:
+        raise DataError(
+            f"{source!r} holds files of several splits ({', '.join(splits)}): name one, as in "
+            f"{join(source, re.sub(r'[^/]*$', '', next(iter(kinds)).lstrip('/')) + splits[-1] + '*')}"
+        )
+    if set(kinds.values()) == {Kind.PARQUET}:
+        return [_open_table(source, source)]  # with columns from the names of folders
+    return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, as_text)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(step.startswith(("_", ".")) for step in name.split("/"))
+
+
+def _record(fs: AbstractFileSystem, path: str) -> dict[str, object]:
+    """Return one of the JSON objects in which a saved dataset tells about itself."""
+    if int(fs.info(path)["size"]) > _LARGEST_RECORD:
+        raise DataError(f"{full_name(fs, path)} is larger than {_LARGEST_RECORD} bytes: it is no record of a dataset")
+    document = json.loads(fs.cat_file(path))
+    if not isinstance(document, dict):
+        raise DataError(f"{full_name(fs, path)} is no JSON object, and should tell the files of a saved dataset")
+    return document
+
+
+def _saved_files(source: str, state: dict[str, object]) -> list[str]:
+    """Return the data files that a saved dataset lists, in its order."""
+    listed = state.get("_data_files")
+    entries = listed if isinstance(listed, list) else []
+    named = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    names = [name for name in named if isinstance(name, str) and is_below(name)]
+    if not names or len(names) < len(entries):
+        raise DataError(f"{source!r}: its state.json lists no data files below it, and a saved dataset's does")
+    return names
+
+
+def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], as_text: Collection[str]) -> list[Input]:
+    """Open files of one kind, given their paths on ``fs``."""
+    present = sorted(set(kinds.values()))
+    if not present:
+        raise DataError(f"no files at {source!r}: looked for names that end in {', '.join(_ENDINGS)}")
+    if len(present) > 1:
+        raise DataError(f"{source!r} names files of several kinds ({', '.join(present)}): give them one by one")
+    names = list(kinds)
+    match present[0]:
+        case Kind.JSON:
+            schema, batches = open_json(fs, names)
+            return [Input(source, source, schema, None, None, batches)]
+        case Kind.CSV:
+            schema, batches = open_csv(fs, names, as_text)
+            return [Input(source, source, schema, None, None, batches)]
+        case _:
+            with ThreadPoolExecutor(min(16, len(names))) as pool:  # on an object store each costs some round trips
+                return list(pool.map(partial(_open_file, source, fs), names))
+
+
+def _open_file(source: str, fs: AbstractFileSystem, path: str) -> Input:
+    """Open one Parquet or Arrow file."""
+    url = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
+    if kind_of(path) is Kind.ARROW:
+        with open_input(fs, path) as file:
+            if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
+                file.seek(0)
+                schema = pa.ipc.open_stream(file).schema
+                return Input(url, source, schema, None, None, partial(_stream_batches, fs, path))
+    return _open_table(source, url)
+
+
+def _open_table(source: str, url: str) -> Input:
+    snapshot = open_table(url)
+    batches = partial(snapshot.batches, max_bytes=MAX_BATCH_BYTES)
+    return Input(url, source, snapshot.schema, snapshot.num_rows, snapshot, batches)
+
+
+def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatch]:
+    with open_input(fs, path) as file:
+        for batch in pa.ipc.open_stream(file):
+            batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
+            if batch.nbytes > MAX_BATCH_BYTES:
+                where = full_name(fs, path)
+                raise DataError(f"{where}: a batch takes {batch.nbytes} bytes, and at most {MAX_BATCH_BYTES} may")
+            yield batch
+
+
+def total_rows(inputs: Sequence[Input]) -> int | None:
+    """Return the number of rows in all, or None where one does not know its own."""
+    known = [one.rows for one in inputs if one.rows is not None]
+    return sum(known) if len(known) == len(inputs) else None

@@ -1,0 +1,200 @@
+"""Maps the columns of a source to those of a table: paths into structs and lists, a choice of columns, and types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.schema import IDENTITY
+
+_SCALARS = (
+    *("string", "large_string", "binary", "large_binary", "bool"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnMapping:
+    """The columns of a table, given those of a source: all of them, and new ones; less what is dropped."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """New columns by name, each with its path in the source: a dot leads into a struct, also in each item of a list.
+    """
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    """Types of columns by name; others keep theirs."""
+    select: Sequence[str] | None = None
+    """Names of all columns of the table, in its order; None takes all."""
+    drop: Sequence[str] = ()
+    """Names of columns that the table does not have."""
+
+    def schema(self, source: pa.Schema, name: str) -> pa.Schema:
+        """Return the table's schema for that of a source called ``name``.
+
+        DataError for a column that is not there, two of one name, or a name that training needs for itself.
+        """
+        twice = sorted({column for column in source.names if source.names.count(column) > 1})
+        if twice:
+            raise DataError(f"{name!r} has more than one column {twice[0]!r}")
+        paths = self._paths(source, name)
+        kinds = {column: self.types.get(column, _plain(_type_at(source, path, name))) for column, path in paths.items()}
+        if reserved := [column for column in kinds if column in IDENTITY]:
+            raise DataError(
+                f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
+                f"with --column OTHER={reserved[0]} --drop {reserved[0]}, or drop it"
+            )
+        if unknown := [column for column in self.types if column not in kinds]:
+            raise DataError(f"--type {unknown[0]}=...: {_no_column(unknown[0], kinds, name)}")
+        return pa.schema(kinds)
+
+    def apply(self, table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
+        """Return a table's columns under the names and in the types of ``schema``. DataError for a value that does not
+        fit.
+        """
+        paths = self._paths(table.schema, name)
+        columns = []
+        for one in schema:
+            column = extract(table, paths[one.name])
+            try:
+                columns.append(column if column.type == one.type else _cast(column, one.type))
+            except (pa.ArrowException, ValueError) as error:
+                raise DataError(
+                    f"{name!r}: column {one.name!r} holds {column.type}, and a value of it is no {one.type}: "
+                    f"{error!s:.300}"
+                ) from error
+        return pa.table(columns, schema=schema)
+
+    def _paths(self, source: pa.Schema, name: str) -> dict[str, str]:
+        """Return the path in the source of each column of the table."""
+        paths = {column: column for column in source.names} | dict(self.columns)
+        for option, wanted in (("--select", self.select or ()), ("--drop", self.drop)):
+            if unknown := [column for column in wanted if column not in paths]:
+                raise DataError(f"{option} {unknown[0]}: {_no_column(unknown[0], paths, name)}")
+        chosen = list(paths) if self.select is None else list(self.select)
+        return {column: paths[column] for column in chosen if column not in self.drop}
+
+
+def parse_type(text: str) -> pa.DataType:
+    """Return the Arrow type that ``int64`` or ``list<string>`` names. ConfigError for another text."""
+    inner = re.fullmatch(r"\s*list\s*<(.*)>\s*", text)
+    if inner:
+        return pa.list_(parse_type(inner[1]))
+    if text.strip() not in _SCALARS:
+        raise ConfigError(
+            f"type {text!r}: expected list<...> or one of {', '.join(_SCALARS)}{did_you_mean(text.strip(), _SCALARS)}"
+        )
+    return pa.type_for_alias(text.strip())
+
+
+def extract(table: pa.Table, path: str) -> pa.ChunkedArray:
+    """Return the values at a dotted path: a column, a struct's field, or that of each item of a list."""
+    if path in table.column_names:  # a name may have dots itself
+        return table[path]
+    first, *rest = path.split(".")
+    column = table[first]
+    chunks = [_field(chunk, rest) for chunk in column.chunks]
+    return pa.chunked_array(chunks, _field_type(column.type, rest))
+
+
+def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
+    """Return the schema that all, given with their names, fit into: wider numbers, and any type instead of nulls.
+
+    DataError names the two that do not go together, and the column.
+    """
+    (first, schema), *others = schemas
+    for name, other in others:
+        missing = sorted(set(schema.names) ^ set(other.names))
+        if missing:
+            lacking = name if missing[0] in schema.names else first
+            raise DataError(
+                f"{lacking!r} lacks the column {missing[0]!r} that {first if lacking == name else name!r} has: choose "
+                "columns that all have, with --select or --drop, or name them alike, with --column"
+            )
+        for one in other:
+            here = schema.field(one.name)
+            try:
+                both = pa.unify_schemas([pa.schema([here]), pa.schema([one])], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"column {one.name!r} is {here.type} in {first!r} and {one.type} in {name!r}: give it a type, as "
+                    f"in --type {one.name}=string"
+                ) from error
+            schema = schema.set(schema.get_field_index(one.name), both.field(0))
+    return schema
+
+
+def _no_column(column: str, known: Iterable[str], name: str) -> str:
+    return f"{name!r} has no column {column!r} (there is: {', '.join(known)}){did_you_mean(column, known)}"
+
+
+def _type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
+    if path in schema.names:
+        return schema.field(path).type
+    kind: pa.DataType = pa.struct(list(schema))
+    for step in path.split("."):
+        while _is_list(kind):
+            kind = kind.value_type
+        known = [one.name for one in kind] if pa.types.is_struct(kind) else []
+        if step not in known:
+            raise DataError(
+                f"{name!r} has no column {path!r}: no {step!r} (there is: {', '.join(known) or kind})"
+                f"{did_you_mean(step, known)}"
+            )
+        kind = kind.field(step).type
+    return _field_type(schema.field(path.split(".")[0]).type, path.split(".")[1:])
+
+
+def _field_type(kind: pa.DataType, path: Sequence[str]) -> pa.DataType:
+    if not path:
+        return kind
+    if _is_list(kind):
+        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return make(_field_type(kind.value_type, path))
+    return _field_type(kind.field(path[0]).type, path[1:])
+
+
+def _field(array: pa.Array, path: Sequence[str]) -> pa.Array:
+    if not path:
+        return array
+    if not _is_list(array.type):
+        return _field(pc.struct_field(array, path[0]), path[1:])
+    lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
+    ends = pc.cumulative_sum(lengths)
+    large = pa.types.is_large_list(array.type)
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends]).cast(pa.int64() if large else pa.int32())
+    make = pa.LargeListArray if large else pa.ListArray
+    return make.from_arrays(offsets, _field(array.flatten(), path), mask=array.is_null())
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the type that every reader of Parquet gives back: no dictionaries, views or extensions."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(one.name, _plain(one.type), one.nullable) for one in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain(kind.value_type))
+    return kind
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+    return column.cast(kind)

@@ -1,0 +1,165 @@
+"""Looks into a dataset: its columns, parts, lengths and some rows, in little memory however large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from siirl_storage import Part
+
+from siirl_dask.datasets.importing import check_prompts
+from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, Input, open_inputs, readable, total_rows
+from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
+from siirl_dask.datasets.mapping import extract, unify
+
+_MOST_PIECES = 32  # parts or files that rows are taken from, evenly spaced
+
+
+@dataclass(slots=True)
+class ColumnSummary:
+    """What the rows that were read have in one column."""
+
+    type: pa.DataType
+    nulls: int = 0
+    values: int = 0
+    """Values with a size: texts and blobs."""
+    size: int = 0
+    """Characters of all texts, or bytes of all blobs."""
+    longest: int = 0
+
+
+@dataclass(slots=True)
+class DatasetSummary:
+    """What there is at a URL."""
+
+    url: str
+    rows: int | None
+    """Rows in all; None where only reading all of them would tell."""
+    parts: Sequence[Part]
+    """The files, of Parquet and Arrow; empty for files of another kind."""
+    version: int | None
+    """Version of a table of siirl_storage; None for plain files."""
+    columns: dict[str, ColumnSummary]
+    prompt: str | None
+    """Column whose lengths are counted; None where there is none of texts."""
+    lengths: Lengths = field(default_factory=Lengths)
+    read: int = 0
+    """Rows that columns and lengths are taken from."""
+    pieces: int = 0
+    """Parts or files that these rows are from."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def summarise(
+    url: str,
+    *,
+    measure: Measure,
+    prompt: str | None = None,
+    rows: int | None = None,
+    samples: int = 3,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> DatasetSummary:
+    """Look into the dataset at ``url``, which may be anything that can be imported.
+
+    Lengths, nulls and samples are those of ``rows`` rows, from the beginnings of evenly spaced parts; None: of all
+    rows. ``prompt`` is the column whose lengths ``measure`` counts; None takes ``prompt``, or the first one of texts.
+
+    DataError when it cannot be read, or has no such column.
+    """
+    inputs = open_inputs(url)
+    schema = unify([(one.name, one.schema) for one in inputs])
+    column = prompt or _prompt_of(schema)
+    if column is not None:
+        check_prompts(schema, column, url)
+    snapshots = [one.snapshot for one in inputs if one.snapshot is not None]
+    found = DatasetSummary(
+        url,
+        total_rows(inputs),
+        [part for snapshot in snapshots for part in snapshot.parts],
+        snapshots[0].version if len(snapshots) == len(inputs) == 1 else None,
+        {one.name: ColumnSummary(one.type) for one in schema},
+        column,
+    )
+    pieces = _pieces(inputs)
+    if rows is not None:
+        pieces = _spread(pieces, min(_MOST_PIECES, rows))
+    found.pieces = len(pieces)
+    whole = True  # where every piece ends before its quota, all rows are read
+    for number, (name, batches) in enumerate(pieces):
+        quota = None if rows is None else rows // len(pieces) + (number < rows % len(pieces))
+        left = quota
+        wanted = samples // len(pieces) + (number < samples % len(pieces))
+        with readable(name):
+            for table in _first(batches(), quota):
+                wanted -= _look(found, table, measure, wanted)
+                left = None if left is None else left - table.num_rows
+                progress(found.read)
+        whole = whole and left != 0
+    if found.rows is None and whole:
+        found.rows = found.read
+    return found
+
+
+def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int) -> int:
+    """Add rows to the summary, up to ``wanted`` of them as samples; return how many those are."""
+    found.read += table.num_rows
+    for name, summary in found.columns.items():
+        column = table[name]
+        summary.nulls += column.null_count
+        if (sizes := _sizes(column)) is not None and len(sizes) > sizes.null_count:
+            summary.values += len(sizes) - sizes.null_count
+            summary.size += pc.sum(sizes).as_py()
+            summary.longest = max(summary.longest, pc.max(sizes).as_py())
+    if found.prompt is not None:
+        found.lengths.add(measure_column(extract(table, found.prompt), measure))
+    taken = table.slice(0, wanted).to_pylist()
+    found.samples += taken
+    return len(taken)
+
+
+def _sizes(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pc.utf8_length(column)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pc.binary_length(column)
+    return None
+
+
+def _prompt_of(schema: pa.Schema) -> str | None:
+    texts = [one.name for one in schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
+    return "prompt" if "prompt" in schema.names else next(iter(texts), None)
+
+
+_Piece = tuple[str, Callable[[], Iterator[pa.RecordBatch]]]
+
+
+def _pieces(inputs: Sequence[Input]) -> list[_Piece]:
+    """Return what can be read by itself: each part with rows, and each input of another kind."""
+    pieces: list[_Piece] = []
+    for one in inputs:
+        if one.snapshot is None:
+            pieces.append((one.name, one.batches))
+        else:
+            cut = [replace(one.snapshot, parts=(part,)) for part in one.snapshot.parts if part.rows]
+            pieces += [(one.name, partial(piece.batches, max_bytes=MAX_BATCH_BYTES)) for piece in cut]
+    return pieces
+
+
+def _spread(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
+    return [pieces[number * len(pieces) // most] for number in range(most)] if len(pieces) > most else list(pieces)
+
+
+def _first(batches: Iterator[pa.RecordBatch], rows: int | None) -> Iterator[pa.Table]:
+    """Yield the first ``rows`` rows, or all for None."""
+    left = rows
+    for batch in batches if left is None or left > 0 else islice(batches, 0):
+        table = pa.Table.from_batches([batch if left is None else batch.slice(0, left)])
+        yield table
+        if left is not None and (left := left - table.num_rows) <= 0:
+            return

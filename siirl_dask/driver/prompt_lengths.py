@@ -1,0 +1,118 @@
+"""Estimates, before a run starts, how many prompts of its dataset are too long to be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from siirl_storage import FooterCache, StorageError
+
+from siirl_dask.config import Config
+from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source
+from siirl_dask.errors import ConfigError
+from siirl_dask.nodes import encode_prompts
+from siirl_dask.planner import Plan
+from siirl_dask.planner.contract import bare
+
+_GROUPS, _ROWS = 16, 32  # row groups that are looked into, and prompts of each
+_HEAD = 2**14  # rows of a row group among which they are chosen: to reach a later one is to decode those before it
+_TEXT = 2**21  # characters that are encoded at most: one to two seconds
+
+Encode = Callable[[Any], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """A count of prompts that are too long, in a sample of row groups."""
+
+    rows: int
+    """Rows of the table."""
+    counts: tuple[tuple[int, int], ...]
+    """Prompts that were looked at, and those that are too long, of each row group."""
+
+    @property
+    def looked_at(self) -> int:
+        return sum(looked for looked, _ in self.counts)
+
+    @property
+    def found(self) -> int:
+        return sum(found for _, found in self.counts)
+
+    def text(self, limit: int) -> str:
+        """Return the estimate as a sentence, without its end; two standard errors after +-."""
+        longer = f"longer than data.max_prompt_length={limit}"
+        if self.looked_at >= self.rows:
+            return f"{self.found:,} of {self.rows:,} prompts are {longer}"
+        judged = f"judged by {self.looked_at:,} of them"
+        if not self.found:
+            return f"fewer than {min(1.0, 3 / self.looked_at):.1%} of {self.rows:,} prompts are {longer}, {judged}"
+        part = self.found / self.looked_at
+        return f"about {part:.1%} (+- {2 * self._error(part):.1%}) of {self.rows:,} prompts are {longer}, {judged}"
+
+    def _error(self, part: float) -> float:
+        """Return the standard error: prompts of one row group may be alike, so it is not below that of the groups."""
+        independent = sqrt(part * (1 - part) / self.looked_at)
+        deviations = (looked**2 * (found / looked - part) ** 2 for looked, found in self.counts)
+        groups = len(self.counts)
+        between = sqrt(sum(deviations) * groups / max(1, groups - 1)) / self.looked_at
+        return max(independent, between)
+
+
+def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[str]:
+    """Return a sentence for each source of an open dataset, none where its prompts cannot be measured here.
+
+    That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this machine.
+    """
+    if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
+        return []
+    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that a plan need not wait for
+
+    try:
+        encode = load_tokenizer(config.model.path, f"model.path={config.model.path!r}").encode
+    except ConfigError:
+        return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
+    names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+    notes = []
+    for name, source in zip(names, dataset.sources, strict=True):
+        sample = sample_lengths(source, encode, config.data.max_prompt_length, _TEXT // len(names))
+        if sample.looked_at:
+            dropped = "; they are dropped from their steps" if sample.found else ""
+            notes.append(f"{name}{sample.text(config.data.max_prompt_length)}{dropped}")
+    return notes
+
+
+def sample_lengths(source: Source, encode: Encode, limit: int, characters: int = _TEXT) -> TooLong:
+    """Look at prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded."""
+    counts = []
+    for prompts in _samples(source):
+        if characters <= 0:
+            break
+        found = looked = 0
+        for prompt in prompts:
+            characters -= len(prompt) if isinstance(prompt, str) else sum(len(str(turn)) for turn in prompt)
+            found, looked = found + (len(encode(prompt)) > limit), looked + 1
+            if characters <= 0:
+                break
+        counts += [(looked, found)] if looked else []
+    return TooLong(open_source(source).num_rows, tuple(counts))
+
+
+def _samples(source: Source) -> Iterator[list[Any]]:
+    """Yield prompts of one row group after the other; of none that cannot be read, which a worker will tell."""
+    snapshot, random, footers = open_source(source), np.random.default_rng(0), FooterCache()
+    groups = snapshot.row_groups()
+    chosen = random.permutation(len(groups))[:_GROUPS]
+    each = max(_ROWS, ceil(_GROUPS * _ROWS / len(chosen)))
+    column, *path = source.prompt.split(".")
+    for group in (groups[number] for number in chosen):
+        rows = np.sort(random.permutation(min(group.rows, _HEAD))[:each]).tolist()
+        try:
+            table = snapshot.read_row_group(group, [column], rows=rows, max_bytes=source.read_limit, footers=footers)
+        except StorageError:
+            continue
+        values = pc.struct_field(table[column], path) if path else table[column]
+        yield [prompt for prompt in values.to_pylist() if prompt is not None]

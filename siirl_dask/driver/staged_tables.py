@@ -1,0 +1,96 @@
+"""Collects the workers' reports of the tables that they write while steps go on, until each table is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from siirl_storage import Part
+from siirl_storage.manifest import parse_part
+
+from siirl_dask.context import Metric
+from siirl_dask.driver.under_way import Staged
+from siirl_dask.observe.metrics import merge, unpack
+from siirl_dask.planner import Iteration, Phase
+
+
+class StagedTables:
+    """Knows which tables of which iterations are being written. ``workers`` are all, in rank order."""
+
+    def __init__(self, workers: Iterable[str]) -> None:
+        self._workers = list(workers)
+        self._staging: dict[tuple[int, str], _Staging] = {}
+        self._whole: set[tuple[int, str]] = set()  # of iterations that are not done
+        self._ended = -1
+        self._awaited: set[tuple[int, str]] = set()  # of iterations that are done otherwise
+
+    @property
+    def first_awaited(self) -> int | None:
+        """Sequence number of the first iteration that is done but for its tables; None if there is none."""
+        return min((sequence for sequence, _ in self._awaited), default=None)
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Take a worker's report. StorageError or ValueError for one that is malformed."""
+        phase, step, sequence = event["iteration"]
+        key = (sequence, event["table"])
+        staging = self._staging.setdefault(key, _Staging(Iteration(Phase(phase), step, sequence), event["table"]))
+        staging.reports[event["member"]] = _Report.of(event)
+
+    def await_tables(self, sequence: int, tables: Iterable[str]) -> None:
+        """Note the tables of an iteration that a worker has completed otherwise."""
+        self._awaited |= {(sequence, table) for table in tables} - self._whole
+
+    def end(self, sequence: int) -> None:
+        """Note that all workers have completed an iteration otherwise; iterations end in order."""
+        self._ended = sequence
+        self._whole = {key for key in self._whole if key[0] > sequence}
+
+    def pop(self) -> Staged | None:
+        """Return a table of which all workers have reported, once; None if there is none."""
+        for key, staging in self._staging.items():
+            if len(staging.reports) == len(self._workers):
+                del self._staging[key]
+                self._awaited.discard(key)
+                self._whole |= {key} if key[0] > self._ended else set()
+                return staging.whole(self._workers)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A worker's report of its part of a table."""
+
+    part: Part | None
+    """None from a worker that has no part of it."""
+    metrics: dict[str, Metric]
+    position: int | None
+
+    @staticmethod
+    def of(event: Mapping[str, Any]) -> _Report:
+        """Return the report in a worker's event. StorageError or ValueError for one that is malformed."""
+        part = event.get("part")
+        return _Report(
+            None if part is None else parse_part(json.loads(part)), unpack(event["metrics"]), event["position"]
+        )
+
+
+@dataclass(slots=True)
+class _Staging:
+    """A table of a step that is being written, and the reports of the workers that have done their part."""
+
+    iteration: Iteration
+    table: str
+    reports: dict[str, _Report] = field(default_factory=dict)
+
+    def whole(self, workers: Iterable[str]) -> Staged:
+        """Return the table, once all ``workers`` have reported."""
+        reports = [self.reports[worker] for worker in workers]
+        return Staged(
+            self.iteration,
+            self.table,
+            [report.part for report in reports if report.part is not None],
+            merge([report.metrics for report in reports]),
+            max((report.position for report in reports if report.position is not None), default=None),
+        )

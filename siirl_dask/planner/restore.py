@@ -1,0 +1,176 @@
+"""Cuts a DAG at a table that is stored: what a step still has to do when its rows are there.
+
+The node that saves the table, and the nodes before it, are not run again: a node without parents takes their place,
+whose rows are read. What follows runs as before. So does a node before it that changes its role's object
+(``@columns(stateful=True)``), on the stored rows; and it takes nothing from its parents but stored columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from siirl_dask.errors import PlanError
+from siirl_dask.planner.column_flow import Stage, trace_columns
+from siirl_dask.planner.contract import bare, columns
+from siirl_dask.planner.dag import DAG, Node
+from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
+
+NO_DATA: Schema = make_schema({name: TYPES[name] for name in IDENTITY})
+"""Columns of the dataset for which a cut DAG is planned: it reads none."""
+
+
+STORED = "stored"
+"""Name of the node that stands for stored rows, where nodes are run again."""
+
+
+@columns(new_rows=True, passes=False)
+def stored_rows(context: Any, rows: Any, *, table: str) -> Any:
+    """Stand for rows of the run's table ``table``: the plan has a Restore link for a node with this function."""
+    raise AssertionError(f"rows of {table!r} are read by a link of the chain, not by a node")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is left of a DAG where the rows of one table are stored."""
+
+    dag: DAG
+    node: str
+    """Node that saved the table, whose name the stored rows have."""
+    table: str
+
+
+def cut_at_stored(dag: DAG, source: Schema) -> Cut:
+    """Return ``dag`` cut at the last node whose saved table is enough for what follows.
+
+    PlanError when nothing is saved, or none of the saved tables is enough, with the reason.
+    """
+    stages = trace_columns(dag, source)
+    saving = [stage.node for stage in stages.values() if stage.node.save_as]
+    if not saving:
+        raise PlanError("no node saves its rows (save_as), so a step that was cut short cannot be replayed from them")
+    reasons = []
+    for node in reversed(saving):
+        try:
+            return cut_at(dag, stages, node)
+        except PlanError as error:
+            reasons.append(str(error))
+    raise PlanError("; ".join(reasons))
+
+
+def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
+    """Return ``dag`` without ``saved`` and the nodes before it, whose rows the saved table holds.
+
+    PlanError, with the reason, where a node that is left needs more than the table holds.
+    """
+    assert saved.save_as is not None
+    skipped = nodes_before(dag, saved) | {saved.name}
+    for name in skipped:
+        if stages[name].node.contract.carries:
+            raise PlanError(
+                f"node {name!r} keeps rows for later steps, which table {saved.save_as!r} does not hold: a step is "
+                "replayed from its checkpoint only (rollout.partial)"
+            )
+    left = [node for node in dag.ordered() if node.name not in skipped or node.contract.stateful]
+    for node in left:
+        _check_stored(stages, node, saved, skipped)
+    table = stages[saved.name].produced
+    held = make_schema({column.name: column.type for column in table.values() if column.name not in IDENTITY})
+    entry = Node(saved.name, stored_rows, role=saved.role, writes=held, options={"table": saved.save_as})
+    nodes = (entry, *(_attached(node, saved.name, skipped) for node in left if node.name != saved.name))
+    return Cut(DAG(dag.roles, nodes), saved.name, saved.save_as)
+
+
+def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
+    """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this table holds.
+
+    ``source`` are the columns of the stored rows. The last node saves its rows as ``save_as``. Columns that these nodes
+    write are made anew; all others are stored ones. PlanError when ``first`` is no node before a saved table, or one of
+    the nodes needs more than the table holds.
+    """
+    stages = trace_columns(dag, source)
+    saved = _saving(dag, dag.node(first))
+    before = nodes_before(dag, saved) | {saved.name}
+    again = {node.name for node in dag.nodes if node.name in before and first in {node.name, *nodes_before(dag, node)}}
+    for name in again:
+        if stages[name].node.contract.new_rows or not stages[name].node.after:
+            raise PlanError(
+                f"node {name!r} makes rows of its own, and only stored rows can be run again: name a later node"
+            )
+        _check_stored(stages, stages[name].node, saved, before - again)
+    kept = [column for column in stages[saved.name].produced.values() if column.writer not in again]
+    kept = [column for column in kept if column.name in source.names]  # an earlier version may have stored fewer
+    held = make_schema({column.name: column.type for column in kept if column.name not in IDENTITY})
+    entry = Node(STORED, stored_rows, role=dag.node(first).role, writes=held, options={"table": saved.save_as})
+    nodes = [
+        replace(_attached(node, STORED, before - again), save_as=save_as if node.name == saved.name else None)
+        for node in dag.ordered()
+        if node.name in again
+    ]
+    needed = {name for node in nodes for name in (node.role, node.contract.neighbour)}
+    roles = tuple(role for role in dag.roles if role.name in needed)
+    return Cut(DAG(roles, (entry, *nodes)), saved.name, str(saved.save_as))
+
+
+def saved_after(dag: DAG, first: Node) -> str:
+    """Return the table that ``first`` saves, or the first node after it that saves one. PlanError if there is none."""
+    return str(_saving(dag, first).save_as)
+
+
+def _saving(dag: DAG, first: Node) -> Node:
+    for node in dag.ordered():
+        if node.save_as and first.name in {node.name, *nodes_before(dag, node)}:
+            return node
+    tables = {node.name: node.save_as for node in dag.nodes if node.save_as}
+    raise PlanError(
+        f"no rows are saved at node {first.name!r} or after it: name a node that is before one of those which save "
+        f"rows, or is one of them ({tables})"
+    )
+
+
+def is_stored(node: Node) -> bool:
+    """Tell whether a node stands for stored rows."""
+    return bare(node.fn) is stored_rows
+
+
+def stored_table(node: Node) -> str:
+    """Return the run's table whose rows a node stands for."""
+    return str(node.options["table"])
+
+
+def nodes_before(dag: DAG, node: Node) -> set[str]:
+    """Return the names of all nodes that a node comes after."""
+    above: set[str] = set()
+    waiting = [*node.after]
+    while waiting:
+        name = waiting.pop()
+        if name not in above:
+            above.add(name)
+            waiting += dag.node(name).after
+    return above
+
+
+def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
+    """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
+    stage, held = stages[node.name], stages[saved.name]
+    if node.name == saved.name and node.contract.stateful:
+        raise PlanError(f"node {node.name!r} saves its rows and changes its role: save the output of a node before it")
+    if not node.after and node.name in skipped:
+        raise PlanError(f"node {node.name!r} reads the dataset and changes its role: its input is not stored")
+    wanted = (name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY)
+    for name in wanted:
+        column = stage.available[name]
+        if name not in held.produced or held.produced[name].writer != column.writer:
+            raise PlanError(
+                f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table {saved.save_as!r} of "
+                f"node {saved.name!r} does not hold"
+            )
+    if any(parent in skipped for parent in node.after) and stage.rows != held.rows_out:
+        raise PlanError(f"node {node.name!r} takes other rows than table {saved.save_as!r} holds")
+
+
+def _attached(node: Node, entry: str, skipped: set[str]) -> Node:
+    """Return a node whose skipped parents are replaced by the stored rows; nothing of it is saved again."""
+    after = tuple(dict.fromkeys(entry if parent in skipped else parent for parent in node.after))
+    return replace(node, after=after, save_as=node.save_as if node.name not in skipped else None)

@@ -1,0 +1,89 @@
+"""Checks the checkpoints of a run: every file against the digest in its commit record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from siirl_storage import join, open_fs
+
+from siirl_dask.errors import CheckpointError
+from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.checkpoints import FOLDER, Checkpoint, damage_of, find_checkpoints
+from siirl_dask.runs.commit_record import NAME
+
+_READERS = 4
+
+
+def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], None]) -> list[Finding]:
+    """Return what is found of each checkpoint folder of the run, given the sizes of all files by path.
+
+    ``read`` is told the bytes of each file that was read.
+    """
+    found = find_checkpoints(url)
+    damages = {one.url: _damages(one, read) for one in found}
+    whole = [one.step for one in found if not damages[one.url]]
+    findings = []
+    for one in found:
+        part, before = f"{FOLDER}/{one.url.rpartition('/')[2]}", [step for step in whole if step < one.step]
+        if not damages[one.url]:
+            findings.append(Finding(part, State.WHOLE, _told(one)))
+        elif _is_there(one):  # a run under way removes those that it does not keep
+            remedy = _remedy(one.step, before, max(whole, default=0))
+            findings += [Finding(part, State.DAMAGED, text, remedy) for text in damages[one.url]]
+    return findings + list(_others({one.url.rpartition("/")[2] for one in found}, files))
+
+
+def newest_whole(url: str, findings: Sequence[Finding]) -> int:
+    """Return the step of the newest checkpoint of which nothing is damaged; 0 if there is none."""
+    whole = {one.part for one in findings if one.state is State.WHOLE}
+    steps = [one.step for one in find_checkpoints(url) if f"{FOLDER}/{one.url.rpartition('/')[2]}" in whole]
+    return max(steps, default=0)
+
+
+def _damages(found: Checkpoint, read: Callable[[int], None]) -> list[str]:
+    if found.record is None:
+        return [found.damage]
+
+    def damage(name: str) -> str:
+        text = damage_of(found.url, {name: found.files()[name]})
+        read(found.files()[name].nbytes)
+        return text
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        damages = [text for text in pool.map(damage, found.files()) if text]
+    if not damages:
+        try:
+            found.state()
+        except CheckpointError as error:
+            damages.append(str(error))
+    return damages
+
+
+def _told(found: Checkpoint) -> str:
+    count, nbytes = len(found.files()), sum(one.nbytes for one in found.files().values())
+    if not count:
+        return "an earlier version wrote it, without digests: its files were not read"
+    return f"{count} files, {nbytes:,} bytes, by their SHA-256"
+
+
+def _remedy(step: int, before: Sequence[int], newest: int) -> str:
+    if newest > step:
+        return f"a resume does not need it: it goes on after step {newest}"
+    if before:
+        return f"a resume passes over it, and goes on after step {before[-1]}"
+    return "no other is whole: a resume refuses, and --fresh starts anew"
+
+
+def _is_there(found: Checkpoint) -> bool:
+    fs, path = open_fs(join(found.url, NAME))
+    return bool(fs.exists(path))
+
+
+def _others(found: set[str], files: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield the folders that do not count: without a record, voided, or written again by a later start."""
+    names = {path.split("/")[1] for path in files if path.startswith(f"{FOLDER}/") and path.count("/") > 1}
+    for name in sorted(names - found):
+        recorded = f"{FOLDER}/{name}/{NAME}" in files
+        text = "void, or written again by a later start" if recorded else "it was never committed"
+        yield Finding(f"{FOLDER}/{name}", State.UNFINISHED, text, "nothing reads it; a later commit removes it")

@@ -1,0 +1,96 @@
+"""Checks the small files of a run: configuration, DAG, starts, metrics, summary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from siirl_storage import join, open_fs
+
+from siirl_dask.errors import ConfigError, DataError
+from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
+from siirl_dask.planner import Phase
+from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
+from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
+from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.reader import Run
+
+_ATTEMPT = re.compile(rf"{ATTEMPTS}/(\d{{4,}})\.json", re.ASCII)
+_METRICS, _SUMMARY = "metrics.jsonl", "summary.json"
+
+
+def check_records(url: str, files: Mapping[str, int]) -> list[Finding]:
+    """Return what is found of the run's small files, given the sizes of all files by path."""
+    return [_config(url), _dag(url, files), *_attempts(url, files), *_metrics(url, files), _summary(url, files)]
+
+
+def _config(url: str) -> Finding:
+    fs, path = open_fs(join(url, CONFIG_FILE))
+    remedy = "samples and metrics can be read; a resume, evaluation or export cannot"
+    try:
+        recorded_config(fs.cat_file(path), url)
+    except FileNotFoundError:
+        return Finding(CONFIG_FILE, State.DAMAGED, "it is gone", remedy)
+    except (ConfigError, UnicodeDecodeError) as error:
+        return Finding(CONFIG_FILE, State.DAMAGED, str(error), remedy)
+    return Finding(CONFIG_FILE, State.WHOLE, "")
+
+
+def _dag(url: str, files: Mapping[str, int]) -> Finding:
+    if DAG_FILE not in files:
+        if files.get(_METRICS):
+            return Finding(DAG_FILE, State.DAMAGED, "it is gone", "a resume writes it anew")
+        return Finding(DAG_FILE, State.UNFINISHED, "the start was stopped before it wrote one")
+    try:
+        nodes = len(Run(url).dag["nodes"])
+    except (ConfigError, UnicodeDecodeError) as error:
+        return Finding(DAG_FILE, State.DAMAGED, str(error), "restore it, or start anew with --fresh")
+    return Finding(DAG_FILE, State.WHOLE, f"{nodes} nodes")
+
+
+def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
+    findings, numbers = [], []
+    for name in sorted(files):
+        if not (matched := _ATTEMPT.fullmatch(name)):
+            continue
+        numbers.append(int(matched[1]))
+        fs, path = open_fs(join(url, name))
+        try:
+            Holder.from_json(fs.cat_file(path))
+        except FileNotFoundError:
+            numbers.pop()  # a start that was refused has withdrawn
+        except (TypeError, ValueError) as error:
+            remedy = "a resume refuses: remove the file if nobody trains this run"
+            findings.append(Finding(name, State.DAMAGED, f"it does not say who trained the run: {error}", remedy))
+    return findings or [Finding(ATTEMPTS, State.WHOLE, f"{len(numbers)} {'start' if len(numbers) == 1 else 'starts'}")]
+
+
+def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
+    if _METRICS not in files:
+        return [Finding(_METRICS, State.UNFINISHED, "there is none: no step was finished")]
+    wrong, cut = damaged_lines(url)
+    remedy = "a resume refuses: remove the line"
+    findings = [Finding(_METRICS, State.DAMAGED, text, remedy) for text in wrong]
+    if cut:
+        findings.append(Finding(_METRICS, State.UNFINISHED, "its last line was cut short", "a resume drops it"))
+    if not wrong:
+        records = read_metrics(url)
+        trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
+        if absent := sorted(set(range(1, max(trained, default=0))) - trained):
+            shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
+            findings.append(Finding(_METRICS, State.DAMAGED, f"it has no line of the steps {shown}", "they are lost"))
+        elif not cut:
+            findings.append(Finding(_METRICS, State.WHOLE, f"{len(records)} records, {len(trained)} steps"))
+    return findings
+
+
+def _summary(url: str, files: Mapping[str, int]) -> Finding:
+    if _SUMMARY not in files:
+        return Finding(_SUMMARY, State.UNFINISHED, "there is none: the run is under way, or was killed")
+    try:
+        summary = read_summary(url)
+    except (DataError, UnicodeDecodeError) as error:
+        return Finding(_SUMMARY, State.DAMAGED, str(error), "the next end of the run writes it anew")
+    said = f"{summary.status} after {summary.steps} steps"
+    return Finding(_SUMMARY, State.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on")

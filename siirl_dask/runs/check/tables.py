@@ -1,0 +1,150 @@
+"""Checks the saved tables of a run: every part that a record lists, by its digest or page by page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from fsspec import AbstractFileSystem
+from siirl_storage import CorruptPart, Part, StorageError, TooLarge, parse_part_name
+from siirl_storage.committed import by_folder, is_numbered, recorded_parts
+from siirl_storage.digests import digest_file
+from siirl_storage.files import at
+from siirl_storage.formats import read_footer
+from siirl_storage.parts import complete_names
+from siirl_storage.reading import read_rows
+
+from siirl_dask.runs.check.finding import Finding, State
+
+_READERS = 4
+_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
+_ALWAYS_AGAIN = "test"  # a resume ends with a test of its own
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder of parts, such as that of a step."""
+
+    path: str
+    parts: tuple[Part, ...]
+    """The parts that count."""
+    others: int
+    """Number of parts that no record lists."""
+
+
+def check_tables(
+    fs: AbstractFileSystem, root: str, files: Mapping[str, int], resumed: int, read: Callable[[int], None]
+) -> list[Finding]:
+    """Return what is found of the tables below ``root``: one finding for each whole table, one for each other step.
+
+    ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``read`` is told the bytes of
+    each file that was read.
+    """
+    findings: list[Finding] = []
+    tables: dict[str, list[_Folder]] = {}
+    for path, names in sorted(by_folder(files).items()):
+        if not any(is_numbered(name) or parse_part_name(name) for name in names):
+            continue
+        table = path.rpartition("/")[0] if _STEP.fullmatch(path.rpartition("/")[2]) else path
+        whole = tables.setdefault(table, [])
+        try:
+            folder = _folder(fs, root, path, names)
+        except (StorageError, OSError) as error:
+            findings.append(Finding(path, State.DAMAGED, str(error), _remedy(path, resumed)))
+            continue
+        if folder.parts:
+            whole.append(folder)
+        if folder.others:
+            findings.append(Finding(path, State.UNFINISHED, *_left_over(folder)))
+    for table, folders in tables.items():
+        damaged = list(_damages(fs, root, files, folders, read))
+        findings += [Finding(path, State.DAMAGED, text, _remedy(path, resumed)) for path, text in damaged]
+        counted = [folder for folder in folders if folder.path not in {path for path, _ in damaged}]
+        if counted:
+            findings.append(Finding(table, State.WHOLE, _told(counted)))
+    return sorted(findings, key=lambda finding: (finding.part.split("/")[0], finding.state is not State.WHOLE))
+
+
+def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, int]) -> _Folder:
+    """Return the parts that count in a folder. StorageError for a damaged record or footer."""
+    recorded = recorded_parts(fs, root, path, names)
+    there = [name for name in names if parse_part_name(name) or (is_numbered(name) and not name.endswith(".json"))]
+    if recorded is not None:
+        listed = {part.path for part in recorded}
+        return _Folder(path, tuple(recorded), len(set(there) - listed))
+    complete = complete_names(there) or []
+    parts = [Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups) for name in complete]
+    return _Folder(path, tuple(parts), len(there) - len(parts))
+
+
+def _damages(
+    fs: AbstractFileSystem,
+    root: str,
+    files: Mapping[str, int],
+    folders: list[_Folder],
+    read: Callable[[int], None],
+) -> Iterator[tuple[str, str]]:
+    """Yield path and damage of each part that is not what was written."""
+
+    def damage(item: tuple[str, Part]) -> str:
+        path, part = item
+        text = _damage(fs, root, files, path, part)
+        read(part.nbytes)
+        return text
+
+    parts = [(f"{folder.path}/{part.path}", part) for folder in folders for part in folder.parts]
+    with ThreadPoolExecutor(_READERS) as pool:
+        for (path, _), text in zip(parts, pool.map(damage, parts), strict=True):
+            if text:
+                yield path.rpartition("/")[0], text
+
+
+def _damage(fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: str, part: Part) -> str:
+    """Return what is wrong with a part; empty if nothing is."""
+    where, name = at(root, path), path.rpartition("/")[2]
+    if path not in files:
+        return f"{name} is gone"
+    if files[path] != part.nbytes:
+        return f"{name} has {files[path]} bytes, and {part.nbytes} were written"
+    try:
+        if written := _digest(part):
+            found = digest_file(fs, where).sha256
+            return "" if found == written else f"{name} has the SHA-256 {found[:16]}..., not {written[:16]}..."
+        columns = read_footer(fs, where).schema.names
+        for index in range(len(part.groups)):
+            read_rows(fs, where, index, columns, part.groups)
+    except (CorruptPart, TooLarge) as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{name} is gone"
+    return ""
+
+
+def _digest(part: Part) -> str | None:
+    """Return the SHA-256 that the part's record has; None in records of earlier versions."""
+    written: str | None = getattr(part, "sha256", None)
+    return written
+
+
+def _told(folders: list[_Folder]) -> str:
+    parts = [part for folder in folders for part in folder.parts]
+    digests = sum(_digest(part) is not None for part in parts)
+    how = "their SHA-256" if digests == len(parts) else "their pages' checksums" if not digests else "their checksums"
+    steps = f"{len(folders)} {'step' if len(folders) == 1 else 'steps'}"
+    return f"{steps}, {len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes, by {how}"
+
+
+def _left_over(folder: _Folder) -> tuple[str, str]:
+    if folder.parts:
+        return f"{folder.others} parts of an earlier start that no record lists", "nothing reads them"
+    return f"{folder.others} parts of a step that is under way or was never finished", "a resume does it again"
+
+
+def _remedy(path: str, resumed: int) -> str:
+    table, _, name = path.partition("/")
+    matched = _STEP.fullmatch(name)
+    if matched and (table == _ALWAYS_AGAIN or int(matched[1]) > resumed):
+        return f"a resume goes on after step {resumed}, and does it again" if resumed else "a resume does it again"
+    return "its rows are lost, unless there is a copy; a resume goes on without them"

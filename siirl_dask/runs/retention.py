@@ -1,0 +1,129 @@
+"""Finds the files of a run that neither a resume nor a replay needs, and deletes them.
+
+What stays: every complete checkpoint, the rows of each step after the oldest of them (a resume may have to go back to
+it), and all that records of tables list, unless their owner wants fewer steps kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsspec import AbstractFileSystem
+from siirl_storage import StorageError, open_fs, remove_file
+from siirl_storage.committed import by_folder, is_numbered, record_name, recorded_parts
+from siirl_storage.files import at, list_files
+
+from siirl_dask.errors import DataError
+from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
+from siirl_dask.runs.checkpoints import committed, kept_folders
+from siirl_dask.runs.tables import REPLAY
+
+_STEP = re.compile(r"(?P<table>[\w-]+)/step=(?P<step>\d{6,})", re.ASCII)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)
+
+
+class Reason(StrEnum):
+    """Why a file is not needed."""
+
+    UNFINISHED = "written by a start that ended before it had committed them"
+    SUPERSEDED = "superseded by a later start"
+    OLD = "rows of older steps (run.keep_stages, --keep-stages)"
+    REPLAYED = "tables of replays (--replays)"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file that is not needed."""
+
+    path: str
+    """Path below the run's folder."""
+    nbytes: int
+    reason: Reason
+
+
+def find_leftovers(url: str, *, keep_stages: int | None = None, replays: bool = False) -> list[Leftover]:
+    """Return the files of the run at ``url`` that are not needed, those first that may be deleted first.
+
+    ``keep_stages`` is the number of newest steps whose rows stay; None: all. Rows that a resume may need stay in any
+    case. With ``replays`` the tables of replays are not needed either. DataError for a record that is damaged.
+    """
+    fs, root = open_fs(url)
+    files = list_files(fs, root)
+    oldest = min(committed(url), default=0)
+    try:
+        found = [
+            *_temporary(files),
+            *_of_checkpoints(url, files),
+            *_of_tables(fs, root, files, replays),
+            *_of_old_steps(files, oldest, keep_stages),
+        ]
+    except StorageError as error:
+        raise DataError(f"{error}: `siirl-dask check` says what else is damaged") from error
+    return list({leftover.path: leftover for leftover in reversed(found)}.values())[::-1]
+
+
+def remove_leftovers(url: str, leftovers: Iterable[Leftover]) -> None:
+    """Delete the files. Records of tables go before the parts that they list."""
+    fs, root = open_fs(url)
+    for leftover in sorted(leftovers, key=lambda one: not one.path.endswith(".json")):
+        remove_file(fs, at(root, leftover.path))
+
+
+def remove_old_stages(url: str, keep: int) -> None:
+    """Delete the rows of all but the ``keep`` newest steps, as far as no resume may need them."""
+    fs, root = open_fs(url)
+    files = list_files(fs, root)
+    remove_leftovers(url, _of_old_steps(files, min(committed(url), default=0), keep))
+
+
+def _temporary(files: Mapping[str, int]) -> Iterator[Leftover]:
+    for path, nbytes in files.items():
+        if _TEMPORARY.fullmatch(path.rpartition("/")[2]):
+            yield Leftover(path, nbytes, Reason.UNFINISHED)
+
+
+def _of_checkpoints(url: str, files: Mapping[str, int]) -> Iterator[Leftover]:
+    """Yield the files of checkpoint folders that are not complete, or that a later start's checkpoint replaces."""
+    kept = kept_folders(url)
+    for path, nbytes in files.items():
+        folder, _, rest = path.partition("/")
+        if folder == CHECKPOINTS and rest.partition("/")[0] not in kept:
+            yield Leftover(path, nbytes, Reason.UNFINISHED)
+
+
+def _of_tables(fs: AbstractFileSystem, root: str, files: Mapping[str, int], replays: bool) -> Iterator[Leftover]:
+    for folder, names in by_folder(files).items():
+        matched = _STEP.fullmatch(folder)
+        if matched is None:
+            continue
+        if REPLAY.fullmatch(matched["table"]):
+            yield from _leftovers(folder, names, names if replays else (), Reason.REPLAYED)
+            continue
+        parts = recorded_parts(fs, root, folder, names)
+        listed = {part.path for part in parts or ()} | {record_name(names)}
+        others = [name for name in names if is_numbered(name) and name not in listed]
+        yield from _leftovers(folder, names, others, Reason.UNFINISHED if parts is None else Reason.SUPERSEDED)
+
+
+def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> Iterator[Leftover]:
+    """Yield the files of steps before the ``keep`` newest of each table; those after step ``oldest`` stay."""
+    steps: dict[str, list[int]] = {}
+    folders = by_folder(files)
+    for folder in folders:
+        if (matched := _STEP.fullmatch(folder)) and not REPLAY.fullmatch(matched["table"]):
+            steps.setdefault(matched["table"], []).append(int(matched["step"]))
+    for table, own in steps.items() if keep is not None else ():
+        for step in sorted(own)[: -keep or None]:
+            if step <= oldest:
+                folder = f"{table}/step={step:06d}"
+                yield from _leftovers(folder, folders[folder], folders[folder], Reason.OLD)
+
+
+def _leftovers(
+    folder: str, names: Mapping[str, int], chosen: Collection[str] | Iterable[str], reason: Reason
+) -> Iterator[Leftover]:
+    for name in chosen:
+        yield Leftover(f"{folder}/{name}", names[name], reason)

@@ -1,0 +1,103 @@
+"""What is cleaned up is never anything that a resume or a replay needs."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
+
+from siirl_dask.commands.clean import clean
+from siirl_dask.errors import ConfigError, RunInProgress
+from siirl_dask.runs.attempt import take
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import Checkpoints, committed
+from siirl_dask.runs.retention import Reason, find_leftovers, remove_leftovers, remove_old_stages
+from siirl_dask.runs.stages import describe_stage, find_stages
+
+ROWS = pa.table({"row_id": pa.array([0, 1], pa.int64())})
+ABOUT = describe_stage(digest="d", attempt=1, metrics={}, position=None)
+
+
+def store(url, step, attempt=1, committed=True, table="rollouts"):
+    folder = join(url, table, f"step={step:06d}")
+    part = stage_part(folder, attempt, 0, ROWS)
+    if committed:
+        commit_parts(folder, attempt, [part], ABOUT)
+
+
+def checkpoint(url, step, attempt):
+    checkpoints = Checkpoints(attempt=attempt, keep=99)
+    checkpoints.commit(checkpoints.folder(step), State(step=step, roles=[]), {})
+
+
+def steps_after(url, step):
+    return [stage.step for stage in find_stages(url, "rollouts", step, "d")]
+
+
+@given(
+    stored=st.integers(0, 8),
+    saved=st.sets(st.integers(1, 8), max_size=3),
+    again=st.sets(st.integers(1, 8), max_size=3),
+    keep=st.none() | st.integers(1, 9),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(tmp_path_factory, stored, saved, again, keep):
+    url = str(tmp_path_factory.mktemp("run"))
+    first = take(url, 30.0, print)
+    for step in range(1, stored + 1):
+        store(url, step)
+    for step in saved:
+        checkpoint(url, step, first)
+    for step in again:
+        store(url, step, attempt=2)
+    store(url, stored + 2, committed=False)
+    before = {step: steps_after(url, step) for step in committed(url) or [0]}
+    remove_leftovers(url, find_leftovers(url, keep_stages=keep))
+    assert {step: steps_after(url, step) for step in committed(url) or [0]} == before
+    assert find_leftovers(url, keep_stages=keep) == []
+
+
+def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
+    url = str(tmp_path)
+    attempt = take(url, 30.0, print)
+    for step in (1, 2, 3):
+        store(url, step)
+    store(url, 2, attempt=2)
+    store(url, 4, committed=False)
+    store(url, 1, table="replay-1")
+    checkpoint(url, 2, attempt)
+    write_atomic(*open_fs(join(url, "checkpoints/step=000003-0001/policy/0.distcp")), b"x")
+    found = {one.path: one.reason for one in find_leftovers(url, keep_stages=1, replays=True)}
+    assert found == {
+        "rollouts/step=000001/part-0001-00000.parquet": Reason.OLD,
+        "rollouts/step=000001/_parts-0001.json": Reason.OLD,
+        "rollouts/step=000002/part-0001-00000.parquet": Reason.SUPERSEDED,
+        "rollouts/step=000002/_parts-0001.json": Reason.SUPERSEDED,
+        "rollouts/step=000002/part-0002-00000.parquet": Reason.OLD,
+        "rollouts/step=000002/_parts-0002.json": Reason.OLD,
+        "rollouts/step=000004/part-0001-00000.parquet": Reason.UNFINISHED,
+        "checkpoints/step=000003-0001/policy/0.distcp": Reason.UNFINISHED,
+        "replay-1/step=000001/part-0001-00000.parquet": Reason.REPLAYED,
+        "replay-1/step=000001/_parts-0001.json": Reason.REPLAYED,
+    }
+    remove_old_stages(url, 1)
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir() if any(path.iterdir())) == [
+        "step=000003",
+        "step=000004",
+    ]
+
+
+def test_a_run_that_is_under_way_is_not_cleaned_and_a_dry_run_deletes_nothing(tmp_path):
+    url = str(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    store(url, 1, committed=False)
+    with take(url, 1.0, print), pytest.raises(RunInProgress, match="is being trained"):
+        clean(url, dry_run=False, keep_stages=None, replays=False)
+    said = clean(url, dry_run=True, keep_stages=None, replays=False)
+    assert "1 files" in said
+    assert "would be deleted" in said
+    assert (tmp_path / "rollouts/step=000001/part-0001-00000.parquet").exists()
+    assert "deleted" in clean(url, dry_run=False, keep_stages=None, replays=False)
+    assert clean(url, dry_run=True, keep_stages=None, replays=False) == "nothing to delete"
+    with pytest.raises(ConfigError, match="holds no run"):
+        clean(str(tmp_path / "nope"), dry_run=True, keep_stages=None, replays=False)
