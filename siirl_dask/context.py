@@ -61,6 +61,21 @@ class Rank:
     """Address at which peers reach the worker, and to which it binds its sockets."""
 
 
+class HoldsNoGroups:
+    """Base of the objects of roles that hold no process group, and nothing from step to step but their ``state()``.
+
+    When another worker of the run is lost, an object that has these two methods stays as it is and only its state is
+    loaded; others are built anew. All workers of a role must be able to build one without the others.
+    """
+
+    def leave_groups(self) -> bool:
+        """Let go of the process groups of the rank; return whether the object can go on with those of another rank."""
+        return True
+
+    def join_groups(self, rank: Rank) -> None:
+        """Go on with ``rank``, which has the same number among as many ranks, and other process groups."""
+
+
 class Reduce(StrEnum):
     """Reduction of the values that all workers logged under one name to the step's number."""
 

@@ -53,6 +53,9 @@ class RunInProgress(UserError):
 class RunError(SiirlError):
     """A run under way cannot go on."""
 
+    silence: float | None = None
+    """Seconds from the last sign of life of the worker that was lost until that was noticed, where they are known."""
+
 
 class NodeError(RunError):
     """A node function raised, or broke its column contract."""

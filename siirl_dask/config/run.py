@@ -25,10 +25,16 @@ class RunConfig:
     """Number of newest steps whose saved rows stay, beyond those that a resume may need. None: all."""
     lease: float = 30.0
     """Seconds without a sign of life of this start, after which another one may take the folder over."""
+    max_restarts: int = 3
+    """Times in a row, without a new step in between, that the run is tried again by itself when it has lost a worker.
+    0: it ends then.
+    """
+    grace: float = 30.0
+    """Seconds that a run which gets SIGTERM has for the steps under way and a last checkpoint. 0: it ends at once."""
 
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
-        at_least("run", 0, seed=self.seed)
+        at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
         if self.keep_stages is not None:
             at_least("run", 1, keep_stages=self.keep_stages)
         if not 0 < self.lease <= 86400:

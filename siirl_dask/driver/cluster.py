@@ -142,6 +142,8 @@ def _local_settings(config: Config) -> dict[str, object]:
         **_settings_of_any(config),
         "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.logging.distributed": "critical",
+        # else Dask's cluster closes the nanny of a worker that died 15 s ago and is just starting once more
+        "distributed.deploy.lost-worker-timeout": "1 day",
     }
 
 

@@ -57,31 +57,50 @@ class Driver:
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
         self._started = False
+        self.kept: dict[str, list[str]] = {}
+        """Roles that each worker has taken over from an earlier run, instead of building them."""
         self._cut_off = self._finishing = False
         self._least_patience = least_patience(address_of(client))
         self._patience = max(spec.data.peer_timeout, self._least_patience)
         self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
+    @property
+    def plugin(self) -> str:
+        """Name of the run's plugins on scheduler and workers."""
+        return self._spec.plugin
+
     @contextmanager
-    def at_work(self, cluster: ClusterConfig, announce: Callable[[SiirlError], None]) -> Iterator[None]:
+    def at_work(
+        self,
+        cluster: ClusterConfig,
+        on_failure: Callable[[SiirlError], bool | None],
+        earlier: Driver | None = None,
+    ) -> Iterator[None]:
         """Build every worker's roles, and free them on the way out; an exception inside stops the workers.
 
-        ``announce`` is called with a failure at once: to stop workers that do not answer takes seconds.
+        ``on_failure`` is called with a failure at once: to stop workers that do not answer takes seconds. When it
+        returns True, the run is tried again, and the workers keep what they have built until ``close``. The run of
+        ``earlier`` was kept so: this one takes over from it, and closes it.
         """
+        kept = False
         try:
-            self.start(cluster.start_timeout, stays=cluster.exists)
+            try:
+                self.start(cluster.start_timeout, stays=cluster.exists)
+            finally:
+                if earlier is not None:
+                    earlier.close()
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
-            if isinstance(error, SiirlError):
-                announce(error)
+            kept = isinstance(error, SiirlError) and bool(on_failure(error))
             self.abort(f"the run was stopped: {type(error).__name__}")
             raise
         finally:
-            self._watch.stop()
-            if cluster.exists and not self._cut_off:
-                warn_of_busy_workers(self._client, self._spec, self._busy_workers())
-                self.close()  # a cluster that was started for this run ends with it
+            if not kept:
+                self._watch.stop()
+                if cluster.exists and not self._cut_off:
+                    warn_of_busy_workers(self._client, self._spec, self._busy_workers())
+                    self.close()  # a cluster that was started for this run ends with it
 
     def start(self, timeout: float, *, stays: bool = False) -> None:
         """Register the run on the cluster and build every worker's roles. Raises what a role's build raised.
@@ -164,9 +183,17 @@ class Driver:
             self._call("abort", reason=reason)
         except OSError as error:  # the scheduler is gone, or too busy to answer in time
             logger.warning("the scheduler did not take the order to stop the workers: %s", error)
-        deadline = time.monotonic() + _STOP_TIMEOUT
-        while time.monotonic() < deadline and self._pending and self._busy_workers():
+        deadline, there = time.monotonic() + _STOP_TIMEOUT, self._present()
+        while time.monotonic() < deadline and self._pending and there & {*self._busy_workers()}:
             time.sleep(0.05)
+
+    def _present(self) -> set[str]:
+        """Return the workers of the run that have not left the cluster."""
+        try:
+            known = self._client.scheduler_info(n_workers=-1)["workers"]
+        except OSError:
+            return set()
+        return {worker for worker, address in self._spec.members.items() if address in known}
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
@@ -176,8 +203,12 @@ class Driver:
 
     def close(self) -> None:
         """Take the run off the cluster. Where this process is cut off from it, the supervisor does so by itself."""
-        if not self._started:
+        self._watch.stop()
+        self._pending.clear()
+        self._last = {}
+        if not self._started or self._cut_off:
             return
+        self._started = False
         try:
             self._client.unsubscribe_topic(self._spec.topic)
             self._call("leave", _TAKE_OFF_TIMEOUT)
@@ -275,6 +306,8 @@ class Driver:
             case "no scheduler":
                 self._cut_off = True
                 raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
+            case "built":
+                self.kept[event["member"]] = list(event["kept"])
             case "finished" | "progress":
                 pass
 

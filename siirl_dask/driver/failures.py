@@ -23,11 +23,21 @@ def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]],
     failures = [first, *_following(first, events)]
     for event in failures:
         if event["kind"] == "lost":
-            return WorkerLost(
+            lost = WorkerLost(
                 f"worker {event['member']!r} at {event['address']} left the cluster during {place}: it was killed, "
                 "ran out of memory or lost its connection; parts that were written are complete"
             )
+            lost.silence = event["silence"]
+            return lost
     return _cause([_as_error(event, place) for event in failures])
+
+
+def may_pass(failure: BaseException) -> bool:
+    """Return whether the same run may well succeed when it is tried again: a worker, or the way to one, was lost.
+
+    What a node, a reward or the loss raises would be raised again, and an error in the input is the user's to mend.
+    """
+    return isinstance(failure, (WorkerLost, PeerError))
 
 
 def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -46,7 +56,9 @@ def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]])
 
 def _as_error(event: dict[str, Any], place: str) -> Exception:
     if event["kind"] == "silent":
-        return PeerError(f"{place}: {event['what']}")
+        silent = SilentPeer(f"{place}: {event['what']}")
+        silent.silence = event["silence"]
+        return silent
     if event["kind"] == "unstored":
         return RunError(f"worker {event['member']!r}: {event['what']}")
     if event["kind"] == "unsaved":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_storage import join
@@ -19,6 +20,7 @@ from siirl_dask.observe import (
     MetricsLog,
     Progress,
     Record,
+    Restart,
     Status,
     Summary,
     TensorBoardLog,
@@ -49,6 +51,8 @@ class RunLog:
     scheduler_bytes: int | None = None
     """Bytes through scheduler and client since the resumption; None where they cannot be counted."""
     accuracy: Accuracy = field(default_factory=Accuracy)
+    restarts: Sequence[Restart] = ()
+    """Failures after which the run went on by itself."""
     _started: float | None = None
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
@@ -63,13 +67,27 @@ class RunLog:
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and say so."""
-        self.resume, self.steps = resume, resume.done
+        self.resume = resume
+        if not self.begun:
+            self.steps = resume.done
         if resume.note:
             self.progress.note(resume.note)
 
+    @property
+    def begun(self) -> bool:
+        """Whether this start has come as far as its first step: what an earlier one left is not there any more."""
+        return self._started is not None
+
     def begin(self, dashboard: str) -> None:
-        """Open the logs; a resumed run's lines of steps that are done anew are dropped, and the others are counted."""
+        """Open the logs; a resumed run's lines of steps that are done anew are dropped, and the others are counted.
+
+        A run that is tried again begins again.
+        """
         url, done, last = self.config.run.url, self.resume.done, self.resume.last
+        self.steps, self.samples, self.peer_bytes, self.accuracy = done, 0.0, 0.0, Accuracy()
+        self._seconds_before, self._latest, self._of_step, self._had_best = 0.0, {}, {}, False
+        if self._tensorboard:
+            self._tensorboard.close()
         until, again_from = (last or -1, last + 1 if last else 0) if self.resume.exists else (None, None)
         self._metrics = MetricsLog(url, until, self.attempt.number)
         self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
@@ -145,6 +163,7 @@ class RunLog:
                 peers=self.peer_bytes * per_step if per_step else None,
                 scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
             ),
+            restarts=self.restarts,
         )
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)

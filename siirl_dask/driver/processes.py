@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed import Client
@@ -29,18 +29,28 @@ class Process:
     report: Report | Exception
 
 
-def members(client: Client, count: int) -> dict[str, str]:
+def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str, str]:
     """Return {name: address} of the first ``count`` workers in rank order, once they have been found to fit together.
+
+    ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
     ConfigError for a process that cannot import this package, and for one with another version of it, of Python or of
     a package whose messages all must understand. Other differences are logged.
     """
     workers = {str(info["name"]): address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
     reports = client.run(report, on_error="return")
-    ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})[:count]
-    chosen = {name: workers[name] for name in ordered}
+    ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})
+    chosen = {name: workers[name] for name in keep_ranks(ordered, before)[:count]}
     _check([_scheduler(client), *(_worker(name, address, reports.get(address)) for name, address in chosen.items())])
     return chosen
+
+
+def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:
+    """Return the names in ``ordered``, those of ``before`` at the places that they had there; others fill the gaps."""
+    places = list(before)
+    others = iter([name for name in ordered if name not in places])
+    there = [name if name in ordered else next(others, None) for name in places]
+    return [name for name in (*there, *others) if name is not None]
 
 
 def hosts_of(members: Mapping[str, str]) -> dict[str, str]:

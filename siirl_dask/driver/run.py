@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from distributed import Client
 from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
@@ -14,15 +16,18 @@ from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
+from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
+from siirl_dask.driver.replacement import find_workers
+from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.under_way import Done, Staged, Written
 from siirl_dask.driver.verification import verified_resume_point
-from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.errors import ConfigError, Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains
@@ -74,40 +79,91 @@ def run(
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:
-        return _run(config, dag, validation, RunLog(config, attempt, progress, resume), checked, fresh, force)
+        job = _Job(config, dag, validation, checked, fresh, force)
+        return _run(job, RunLog(config, attempt, progress, resume))
 
 
-def _run(
-    config: Config, dag: DAG, validation: DAG | None, log: RunLog, checked: Checked, fresh: bool, force: bool
-) -> Summary:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A run as the user wants it, which has been checked."""
+
+    config: Config
+    dag: DAG
+    validation: DAG | None
+    checked: Checked
+    fresh: bool
+    force: bool
+
+
+def _run(job: _Job, log: RunLog) -> Summary:
     """Run as ``run`` does, once this start has the folder."""
     try:
         _note_start(log)
-        with connect(config, log.progress) as client:
-            named = members(client, config.cluster.workers)
-            resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=force)
-            log.resume_at(with_stages(config, dag, resume, client, named))
-            phases = _plan(config, dag, validation, list(named), log.resume, hosts_of(named))
-            check_reachable(client, named, phases, checked.reads, config.run.url)
-            for note in [*host_notes(phases[Phase.TRAIN][0]), *notes_on_long_prompts(config, *phases[Phase.TRAIN])]:
-                log.progress.note(note)
-            store = DistributedCheckpoint(config.checkpoint.asynchronous)
-            spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint)
-            keep, best = config.checkpoint.keep, config.checkpoint.keep_best
-            checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
-            lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
-            driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
-            prepare_folder = partial(_prepare_folder, config, dag, validation, log)
-            commit = partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest())
-            _drive(driver, log, client.dashboard_link, list(phases), prepare_folder, commit)
-    except KeyboardInterrupt:
-        message = f"stopped by the user after {log.steps} of {config.run.steps} steps; what was written is whole"
-        log.end(Status.INTERRUPTED, message)
-        raise Interrupted(message) from None
+        with connect(job.config, log.progress) as client:
+            _try_until_done(job, log, client)
+    except KeyboardInterrupt as stop:
+        message = f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was written is whole"
+        log.end(Status.INTERRUPTED, message + str(stop))
+        raise Interrupted(message + str(stop)) from None
     except BaseException as error:
         log.end(Status.FAILED, f"{type(error).__name__}: {error}")
         raise
     return log.end(Status.COMPLETE, None)
+
+
+def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
+    """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
+    restarts = Restarts(job.config.run.max_restarts, log.progress.note, log.announce)
+    log.restarts = restarts.done
+    named = members(client, job.config.cluster.workers)
+    last: Driver | None = None
+    try:
+        while True:
+            try:
+                driver, phases, prepare_folder, commit = _prepare(job, log, client, named, last)
+                earlier, last = last, driver
+                _drive(driver, log, client.dashboard_link, phases, prepare_folder, commit, restarts, earlier)
+                return
+            except SiirlError as error:
+                if not restarts.after(error, log.steps):
+                    if (cause := restarts.cause(error)) is error:
+                        raise
+                    raise cause from error
+            log.progress.close()
+            restarts.pause()
+            log.attempt.begin_again()
+            named = find_workers(client, job.config, named, log.progress)
+    finally:
+        if last is not None and job.config.cluster.exists:
+            last.close()
+
+
+def _prepare(
+    job: _Job, log: RunLog, client: Client, named: Mapping[str, str], last: Driver | None
+) -> tuple[Driver, list[Phase], Callable[[], None], Callable[[Staged | Written], None]]:
+    """Find where the run goes on, and plan it for the workers ``named``; ``last`` had what they have built."""
+    config, dag, fresh = job.config, job.dag, job.fresh and not log.begun
+    resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
+    log.resume_at(with_stages(config, dag, resume, client, named))
+    again = last is not None
+    phases = _plan(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
+    check_reachable(client, named, phases, job.checked.reads, config.run.url)
+    for note in [*host_notes(phases[Phase.TRAIN][0]), *notes_on_long_prompts(config, *phases[Phase.TRAIN])]:
+        log.progress.note(note)
+    store = DistributedCheckpoint(config.checkpoint.asynchronous)
+    follows = None if last is None else last.plugin
+    spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows)
+    keep, best = config.checkpoint.keep, config.checkpoint.keep_best
+    checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
+    lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
+    driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
+    prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
+    return (
+        driver,
+        list(phases),
+        prepare_folder,
+        partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest()),
+    )
 
 
 def _note_start(log: RunLog) -> None:
@@ -124,20 +180,27 @@ def _drive(
     phases: Sequence[Phase],
     prepare_folder: Callable[[], None],
     commit: Callable[[Staged | Written], None],
+    restarts: Restarts,
+    earlier: Driver | None,
 ) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
     config, resume = log.config, log.resume
-    with driver.at_work(config.cluster, log.announce):
+    with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
         prepare_folder()
         log.begin(dashboard)
+        restarts.at_work(log.resume.done, config.cluster.workers, sum(map(bool, driver.kept.values())))
         before = driver.traffic()
-        for event in driver.run(iterations(config, phases, resume.done, resume.stages, resume.measured)):
-            if isinstance(event, Done):
-                log.record(event)
-            else:
-                commit(event)
+        with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
+            planned = iterations(config, phases, resume.done, resume.stages, resume.measured)
+            for event in driver.run(preemption.cut(planned)):
+                if isinstance(event, Done):
+                    log.record(event)
+                else:
+                    commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
+    if preemption.asked and log.steps < config.run.steps:
+        raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")
 
 
 def _plan(
@@ -149,12 +212,16 @@ def _plan(
     hosts: Hosts | None = None,
     *,
     assume: bool = False,
+    again: bool = False,
 ) -> Phases:
-    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines."""
+    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines.
+
+    So does one that is tried ``again`` from the beginning: engines that were kept have newer weights.
+    """
     phases = plan_phases(config, dag, validation, workers, hosts, assume_columns=assume)
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
-    if resume.done and (loading := weights_dag(dag)) is not None:
+    if (resume.done or again) and (loading := weights_dag(dag)) is not None:
         plan = compile_chains(loading, workers, NO_DATA, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
     if resume.cut is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -47,6 +48,22 @@ class BytesPerStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Restart:
+    """A failure after which the run went on by itself."""
+
+    cause: str
+    """Text of the failure."""
+    steps: int
+    """Steps that were done."""
+    silence: float | None = None
+    """Seconds from the last sign of life of the worker that was lost until that was noticed; null if unknown."""
+    seconds: float = 0.0
+    """Seconds from then until all workers were at work again."""
+    steps_again: int = 0
+    """Steps that were repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """The content of ``summary.json``."""
 
@@ -64,6 +81,8 @@ class Summary:
     """Responses trained on, divided by ``seconds``; null if no step was finished."""
     validation: Accuracy = field(default_factory=Accuracy)
     bytes_per_step: BytesPerStep = field(default_factory=BytesPerStep)
+    restarts: Sequence[Restart] = ()
+    """Failures after which this start of the run went on by itself."""
     version: str = __version__
     """Version of siirl_dask that ended the run."""
 
@@ -87,6 +106,7 @@ def read_summary(url: str) -> Summary:
         known["status"] = Status(known["status"])
         known["validation"] = Accuracy(**_known(Accuracy, known["validation"]))
         known["bytes_per_step"] = BytesPerStep(**_known(BytesPerStep, known["bytes_per_step"]))
+        known["restarts"] = tuple(Restart(**_known(Restart, one)) for one in known.get("restarts", ()))
         return Summary(**known)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: the run is under way, was killed, or is elsewhere") from error
@@ -104,4 +124,6 @@ def _known(kind: type[Any], values: object) -> dict[str, Any]:
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

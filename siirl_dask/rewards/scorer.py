@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from siirl_dask.config import RewardsConfig
-from siirl_dask.context import Device, Rank
+from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import RoleCost, builds
 from siirl_dask.rewards.process_pool import Outcome, Pool, Row, call_reward, describe_exception
@@ -38,7 +38,7 @@ class Score:
     """The reason why there is no reward."""
 
 
-class Scorer:
+class Scorer(HoldsNoGroups):
     """Scores rows with one function: in this thread, on an event loop when it is async, or in a pool of processes."""
 
     def __init__(self, reward: RewardFn, config: RewardsConfig, progress: Callable[[], None] = lambda: None) -> None:

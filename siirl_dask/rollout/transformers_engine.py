@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from siirl_dask.config import ModelConfig
+from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import RunError
 from siirl_dask.models.loading import load_pretrained, refused_by_name
 from siirl_dask.rollout.engine import (
@@ -35,7 +36,7 @@ from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.weight_loading import WeightLoader
 
 
-class TransformersEngine:
+class TransformersEngine(HoldsNoGroups):
     """A RolloutEngine over ``model.generate``, in batches of at most ``max_rows`` rows."""
 
     def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:

@@ -54,6 +54,21 @@ class Attempt:
                 "commits and deletes nothing more, and what it has committed stays"
             )
 
+    def begin_again(self) -> None:
+        """Take the folder under a new number: processes of before may still write, and no record will list that.
+
+        Fenced if another start has taken it.
+        """
+        self.check()
+        fs, folder = _folder(self.url)
+        following = Holder.here(self.holder.lease)
+        try:
+            write_exclusive(fs, _record_path(folder, self.number + 1), following.to_json())
+        except Conflict:
+            self.check()
+            raise
+        self.holder, self.number = following, self.number + 1
+
     def holds(self) -> bool:
         """Return whether no other start has taken the folder."""
         fs, folder = _folder(self.url)

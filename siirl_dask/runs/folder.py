@@ -37,6 +37,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.lookahead",
     "run.keep_stages",
     "run.lease",
+    "run.max_restarts",
+    "run.grace",
     "data.transport",
     "data.prefetch",
     "data.memory_limit",

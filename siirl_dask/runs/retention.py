@@ -115,8 +115,10 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
     for folder in folders:
         if (matched := _STEP.fullmatch(folder)) and not REPLAY.fullmatch(matched["table"]):
             steps.setdefault(matched["table"], []).append(int(matched["step"]))
-    for table, own in steps.items() if keep is not None else ():
-        for step in sorted(own)[: -keep or None]:
+    if keep is None:
+        return
+    for table, own in steps.items():
+        for step in sorted(own)[:-keep]:
             if step <= oldest:
                 folder = f"{table}/step={step:06d}"
                 yield from _leftovers(folder, folders[folder], folders[folder], Reason.OLD)

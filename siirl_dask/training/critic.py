@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, TokenLoss, ValueInputs, ValueLossFn, token_mean
 from siirl_dask.config import TrainerConfig
-from siirl_dask.context import Rank
+from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.training.learner import Learner, select_tokens
 from siirl_dask.training.model.network import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
@@ -19,7 +19,7 @@ from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.trainer import PackedRows, ValueBatch
 
 
-class ValueCritic:
+class ValueCritic(HoldsNoGroups):
     """A Critic whose head begins at 0: every value is 0 until the first update."""
 
     def __init__(self, backend: ModelBackend, trainer: TrainerConfig, rank: Rank) -> None:
@@ -62,6 +62,13 @@ class ValueCritic:
         """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(self._model(), state["model"], "model")
         self._learner.load_state(state)
+
+    def leave_groups(self) -> bool:
+        self._learner.leave_group()
+        return not self._backend.holds_groups
+
+    def join_groups(self, rank: Rank) -> None:
+        self._learner.join_group(rank)
 
     def close(self) -> None:
         """Free the weights; predicting and learning are no longer possible."""

@@ -81,9 +81,9 @@ class Learner:
         """``shard_group`` is the process group that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model.
         """
-        if rank.size > 1 and rank.group is None:
-            raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group, self._shard_group = rank.group, shard_group
+        self._group: Any = None
+        self.join_group(rank)
+        self._shard_group = shard_group
         self._config = config
         self._device = device
         self._optimizer = Optimizer(parameters, config)
@@ -135,6 +135,16 @@ class Learner:
         progress = {name: int(value) for name, value in state["progress"].items()}
         self._optimizer.load_state(state["optimizer"], progress["steps"])
         self._skipped = progress["skipped_steps"]
+
+    def leave_group(self) -> None:
+        """Let go of the process group; no step can be taken before ``join_group``."""
+        self._group = None
+
+    def join_group(self, rank: Rank) -> None:
+        """Sum gradients over the group of ``rank`` from now on."""
+        if rank.size > 1 and rank.group is None:
+            raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
+        self._group = rank.group
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing without ``ema_decay``."""

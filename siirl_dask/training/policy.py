@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, token_mean
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
-from siirl_dask.context import Rank
+from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.training.learner import Learner, TokenSelection, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
@@ -19,7 +19,7 @@ from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch
 
 
-class Reference:
+class Reference(HoldsNoGroups):
     """A Trainer that scores and never learns."""
 
     def __init__(
@@ -67,6 +67,9 @@ class Reference:
         """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(Reference.state(self)["model"], state["model"], "model")
 
+    def leave_groups(self) -> bool:
+        return not self._backend.holds_groups
+
     def close(self) -> None:
         """Free the weights; scoring is no longer possible."""
         del self._network
@@ -107,6 +110,13 @@ class Policy(Reference):
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         self._learner.load_state(state)
+
+    def leave_groups(self) -> bool:
+        self._learner.leave_group()
+        return super().leave_groups()
+
+    def join_groups(self, rank: Rank) -> None:
+        self._learner.join_group(rank)
 
     def close(self) -> None:
         """Free the weights; scoring and learning are no longer possible."""

@@ -9,12 +9,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import load_pretrained
 from siirl_dask.training.trainer import PackedRows
 
 
-class TorchRewardModel:
+class TorchRewardModel(HoldsNoGroups):
     """A RewardModel in torch. Rows are prompt and response, in token ids of the policy's tokenizer."""
 
     def __init__(

@@ -31,6 +31,7 @@ from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
@@ -84,6 +85,8 @@ class DAGWorker(WorkerPlugin):
         self.turns = Turns(self.stop)
         self.pulse = Pulse()
         self._runtime: WorkerRuntime | None = None
+        self._built: BuiltRoles | None = None
+        self._began = False
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
         self._loaders: dict[str, Dataloader] = {}
@@ -127,14 +130,22 @@ class DAGWorker(WorkerPlugin):
         """
         self._plane.check()
         self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
-        with self.pulse.at("the wait for an earlier run to leave this process"):
-            await_all(self._earlier, self.worker_name, self.stop)
-        torch.set_num_threads(self.spec.threads)
-        groups.leave()  # an earlier run that failed in this process may not have done so
         plan = self._phases[self.spec.builds_from][0]
+        with self.pulse.at("the wait for an earlier run to leave this process"):
+            earlier = self._take_over()
+            await_all(self._earlier, self.worker_name, self.stop)
+        self._built = earlier and earlier.sift(
+            self.worker_name, plan.placement, resumes=self.spec.resume_from is not None
+        )
+        torch.set_num_threads(self.spec.threads)
+        self._began = True
+        groups.leave()  # an earlier run that failed in this process may not have done so
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
             device, ranks, broadcasts = self._join_groups(plan)
-        resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse)
+        kept, self._built = self._built.on(device) if self._built else {}, None
+        resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse, kept)
+        self._built = BuiltRoles(device, ranks, resources)
+        self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
             self._states = RoleStates(self.spec.store, resources, side_groups)
@@ -240,15 +251,39 @@ class DAGWorker(WorkerPlugin):
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
+    def _take_over(self) -> BuiltRoles | None:
+        """Return what the run that this one follows has built in this process; None where that has nothing here."""
+        earlier = self._worker.plugins.get(self.spec.follows or "")
+        return earlier.hand_over(self.pulse, self.stop) if isinstance(earlier, DAGWorker) else None
+
+    def hand_over(self, later: Pulse, stop: StopFlag) -> BuiltRoles | None:
+        """Give what this run has built to the next one, once its tasks have left; None if nothing is there.
+
+        Objects that are kept tell of their progress by this run's pulse, so that beats for ``later`` as well.
+        """
+        self.pulse.pass_on(later)
+        self.abort("the run is tried again")
+        if not self.release.hand_over(self.worker_name, stop, self.pulse):
+            return None
+        built, self._built = self._built, None
+        self._forget()
+        return built
+
     def _free(self) -> None:
         """Free everything that ``start`` built."""
+        close_roles(self._built.resources if self._built else {})
+        self._built = None
+        self._forget()
+        if self._began:  # groups in this process may be another run's
+            groups.leave()
+
+    def _forget(self) -> None:
         for loader in self._loaders.values():
             loader.close()
+        self._loaders.clear()
         if self._runtime is not None:
             self._runtime.stages.close()
-        close_roles(self._runtime.resources if self._runtime else {})
         self._runtime = self._states = None
-        groups.leave()
 
     def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
         """Join the process groups; return this worker's device, its rank in each of its roles, and its broadcasts."""
@@ -279,7 +314,7 @@ class DAGWorker(WorkerPlugin):
 
     def _report_silence(self, message: str) -> None:
         if not self.stop.is_set():
-            self._report({"kind": "silent", "what": message})
+            self._report({"kind": "silent", "what": message, "silence": self.spec.data.peer_timeout})
 
     async def _ask_store_port(self, first: str) -> int:
         reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from traceback import format_exception
+from traceback import format_exception, walk_tb
 from typing import ParamSpec, TypeVar
 
 from siirl_dask import errors
-from siirl_dask.errors import RunError, SiirlError
+from siirl_dask.errors import PeerError, RunError, SiirlError
 
 _LONGEST = 8000  # characters of a message or a note: Dask cuts what is longer than 10,000, and changes its type
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 _CUT = "\n[... {} characters ...]\n"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -23,13 +24,18 @@ _T = TypeVar("_T")
 
 @contextmanager
 def named_errors(where: str, failure: type[SiirlError]) -> Iterator[None]:
-    """Add ``where`` to a SiirlError raised inside, as a note; any other exception becomes a ``failure``."""
+    """Add ``where`` to a SiirlError raised inside, as a note; any other exception becomes a ``failure``.
+
+    That of a collective becomes a PeerError: a rank is gone, or stands still.
+    """
     try:
         yield
     except SiirlError as error:
         error.add_note(f"in {where}")
         raise
     except Exception as error:
+        if _is_of_collective(error):
+            raise PeerError(f"{where}: a collective failed: {error}") from error
         named = failure(f"{where}: {type(error).__name__}: {error}")
         named.add_note(_traceback(error))
         raise named from error
@@ -60,6 +66,12 @@ def portable(error: Exception, worker: str) -> SiirlError:
         failure.add_note(_cut(str(note)))
     failure.add_note(where)
     return failure
+
+
+def _is_of_collective(error: Exception) -> bool:
+    """Return whether a collective of torch.distributed raised it, whose errors have no type of their own."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, RuntimeError) and frames[-1].f_globals.get("__name__") in _COLLECTIVES
 
 
 def _traceback(error: Exception) -> str:

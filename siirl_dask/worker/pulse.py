@@ -40,6 +40,7 @@ class Pulse:
     def __init__(self) -> None:
         self._next = count(1)
         self._beats = 0
+        self._later: Pulse | None = None
         self._places: list[str] = []
         self._waits = 0
         self.read_at = time.monotonic()
@@ -48,6 +49,17 @@ class Pulse:
     def beat(self) -> None:
         """Note that something got done."""
         self._beats = next(self._next)  # one step of the interpreter: several threads may call it
+        if self._later is not None:
+            self._later.beat()
+
+    @property
+    def beats(self) -> int:
+        """Number of beats so far."""
+        return self._beats
+
+    def pass_on(self, later: Pulse) -> None:
+        """Count for ``later`` as well: objects that were built with this pulse go on in another run."""
+        self._later = later
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:

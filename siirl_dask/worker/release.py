@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from siirl_dask.errors import RunError
-from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.stop import SLICE, StopFlag
 
 _LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
 
@@ -50,6 +51,27 @@ class Release:
             self._changed.wait_for(lambda: not self._inside, patience)
         self._free_if_last()
 
+    def hand_over(self, worker: str, stop: StopFlag, pulse: Pulse) -> bool:
+        """Wait until no task is inside, and return True: then nothing is freed, all is the caller's. False where
+        everything was freed meanwhile.
+
+        ``pulse`` is that of these tasks. RunError, naming ``worker``, where one does not return and gets nothing done.
+        """
+        beats, deadline = pulse.beats, time.monotonic() + _LEAVE_TIMEOUT
+        while True:
+            with self._changed:
+                if self._taken:
+                    return False
+                if not self._inside:
+                    self._taken = self._freed = True
+                    return True
+                self._changed.wait(SLICE)
+            stop.check()
+            if pulse.beats != beats:
+                beats, deadline = pulse.beats, time.monotonic() + _LEAVE_TIMEOUT
+            if time.monotonic() > deadline:
+                raise RunError(_still_inside(worker))
+
     def _free_if_last(self) -> None:
         with self._changed:
             if self._inside or not self._over or self._taken:
@@ -66,9 +88,13 @@ def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
     deadline = time.monotonic() + _LEAVE_TIMEOUT
     while any(release.under_way for release in earlier):
         if time.monotonic() > deadline:
-            raise RunError(
-                f"worker {worker!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after that was "
-                "stopped: restart the worker"
-            )
+            raise RunError(_still_inside(worker))
         stop.wait(0.1)
     earlier.clear()
+
+
+def _still_inside(worker: str) -> str:
+    return (
+        f"worker {worker!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after that was stopped: "
+        "restart the worker"
+    )

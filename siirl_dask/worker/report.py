@@ -34,7 +34,7 @@ _VARIABLES = (
     "VLLM_BATCH_INVARIANT",
 )
 _FAMILIES = ("NCCL_", "HCCL_")  # a peer that is told otherwise may never answer
-_OF_A_HOST = ("_IFNAME", "_HCA", "_FILE", "_DIR")  # ends of names whose values may differ from host to host
+_OF_A_HOST = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # ends of names whose values may differ from host to host
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 

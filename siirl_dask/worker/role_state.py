@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +80,7 @@ class RoleStates:
 
     def __init__(self, store: StateStore, resources: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
         self._store = store
-        self._resources = {name: one for name, one in resources.items() if _has_state(one)}
+        self._resources = {name: one for name, one in resources.items() if has_state(one)}
         self._groups = {name: groups[name] for name, one in self._resources.items() if _has_tensors(one.state())}
 
     def restore(self, checkpoint: ResumeFrom) -> None:
@@ -115,7 +116,8 @@ class RoleStates:
             raise CheckpointError(f"role {name!r} cannot take {state!r}: {type(error).__name__}: {error}") from error
 
 
-def _has_state(resource: Any) -> bool:
+def has_state(resource: Any) -> bool:
+    """Return whether a role's object has a state that changes."""
     if not (hasattr(resource, "state") and hasattr(resource, "load_state")):
         return False
     state = resource.state()
@@ -142,9 +144,15 @@ def _plain(name: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_roles(
-    roles: Sequence[Role], device: Device, ranks: Mapping[str, Rank], pulse: Pulse | None = None
+    roles: Sequence[Role],
+    device: Device,
+    ranks: Mapping[str, Rank],
+    pulse: Pulse | None = None,
+    kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build each role that this worker has a rank in, and return the objects by role.
+
+    ``kept`` are objects of an earlier run, by role, which are taken instead: see kept_roles.py.
 
     Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator an object with a
     ``sleep()`` sleeps while the next roles are built: an engine that is awake would hold the memory they load into. It
@@ -154,21 +162,31 @@ def build_roles(
     What was built before it is closed.
     """
     build, pulse = {role.name: role.build for role in roles}, pulse or Pulse()
-    resources: dict[str, Any] = {}
+    resources: dict[str, Any] = {**kept}
     try:
+        for name, resource in kept.items():
+            resource.join_groups(ranks[name])
+            if len(kept) < len(ranks):
+                _sleep(resource, device)
         for name, rank in ranks.items():
+            if name in kept:
+                continue
             with (
                 pulse.at(f"the building of role {name!r}"),
                 named_errors(f"role {name!r}, worker {device.worker!r}", RunError),
             ):
                 resources[name] = resource = build[name](device, rank)
-            last = len(resources) == len(ranks)
-            if not last and device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
-                sleep()
+            if len(resources) < len(ranks):
+                _sleep(resource, device)
     except Exception:
         close_roles(resources)
         raise
     return resources
+
+
+def _sleep(resource: Any, device: Device) -> None:
+    if device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
+        sleep()
 
 
 def close_roles(resources: Mapping[str, Any]) -> None:

@@ -51,6 +51,8 @@ class RunSpec:
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
+    follows: str | None = None
+    """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
 
     @staticmethod
     def of(
@@ -60,6 +62,7 @@ class RunSpec:
         attempt: int | None = None,
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
+        follows: str | None = None,
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
         return RunSpec(
@@ -76,6 +79,7 @@ class RunSpec:
             attempt=attempt,
             store=store,
             resume_from=resume_from,
+            follows=follows,
         )
 
     @property

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import struct
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -55,6 +56,7 @@ class Supervisor(SchedulerPlugin):
         self._patience, self._tell_every = patience, tell_every
         self._heard, self._silent = False, 0
         self._looks, self._beats = 0, 0
+        self._seen: dict[str, float] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -74,7 +76,9 @@ class Supervisor(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         lost = [name for name, address in self._members.items() if address == worker]
         if lost:
-            scheduler.log_event(self._topic, {"kind": "lost", "member": lost[0], "address": worker})
+            silence = max(0.0, time.time() - self._seen[worker]) if worker in self._seen else None
+            event = {"kind": "lost", "member": lost[0], "address": worker, "silence": silence}
+            scheduler.log_event(self._topic, event)
             self.abort(f"worker {lost[0]!r} at {worker} left the cluster")
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -123,6 +127,8 @@ class Supervisor(SchedulerPlugin):
 
         Looks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
         """
+        known = self._scheduler.workers
+        self._seen |= {address: known[address].last_seen for address in self._members.values() if address in known}
         self._looks += 1
         if self._looks * self._pause >= self._tell_every / 2:
             self._looks, before = 0, self._beats

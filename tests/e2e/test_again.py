@@ -12,6 +12,7 @@ from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 VLLM = ["cluster.workers=2", "cluster.placement={}", "rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB"]
+VLLM += ["run.max_restarts=0"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from siirl_dask import Node, columns
 from siirl_dask.errors import NodeError, PeerError, RunError
 
-TWO = ["cluster.workers=2", "cluster.placement={}"]
+TWO = ["cluster.workers=2", "cluster.placement={}", "run.max_restarts=0"]
 HOST = socket.gethostname()
 
 

@@ -57,6 +57,7 @@ class Run:
         self.workers = start_workers(address, 2)
         given = [*digits_overrides(task, folder / "run"), *overrides, f"cluster.address={address}"]
         given += ["cluster.workers=2", "cluster.placement={}", "rewards.processes=1", "checkpoint.every=1"]
+        given += ["run.max_restarts=0", "run.grace=0"]
         self.driver = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.traps", str(shipped("quickstart.yaml")), *given],
             env={**os.environ, FILE: str(self.order)},

@@ -23,7 +23,14 @@ def left_in_memory():
 def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
     before = left_in_memory()
     shared = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.vllm.kv_cache_memory=64MiB"]
-    run = start("run.steps=100000", "cluster.workers=2", "cluster.placement={}", "cluster.peer_timeout=30", *shared)
+    run = start(
+        "run.steps=100000",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        "cluster.peer_timeout=30",
+        *shared,
+        "run.max_restarts=0",
+    )
     run.wait_for_steps(3)
     os.kill(run.workers()[1].pid, signal.SIGKILL)
     seconds, _, err = run.end(timeout=60)

@@ -114,7 +114,13 @@ def ends(train, *overrides, change):
     """Return the error of a run on an existing cluster that ``change`` ends while the first weights arrive."""
     one_each = ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}")
     with local_cluster(2) as cluster:
-        settings = [f"cluster.address={cluster.scheduler_address}", "cluster.peer_timeout=2", *one_each, *overrides]
+        settings = [
+            f"cluster.address={cluster.scheduler_address}",
+            "cluster.peer_timeout=2",
+            "run.max_restarts=0",
+            *one_each,
+            *overrides,
+        ]
         with pytest.raises(RunError) as raised:
             train("ends", SMALL, *settings, change=change)
     return str(raised.value)

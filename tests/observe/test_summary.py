@@ -11,7 +11,7 @@ import pytest
 
 from siirl_dask import __version__
 from siirl_dask.errors import DataError
-from siirl_dask.observe import Accuracy, BytesPerStep, Status, Summary, read_summary, write_summary
+from siirl_dask.observe import Accuracy, BytesPerStep, Restart, Status, Summary, read_summary, write_summary
 
 
 def summary(**changes: object) -> Summary:
@@ -54,8 +54,15 @@ def test_the_file_has_the_documented_keys_and_nulls(url):
         "samples_per_second": 249.8,
         "validation": {"first": 0.5, "last": 0.8125, "test": None},
         "bytes_per_step": {"peers": 1.5e6, "scheduler_and_client": None},
+        "restarts": [],
         "version": __version__,
     }
+
+
+def test_restarts_are_read_as_they_were_written(url):
+    restarts = (Restart(cause="worker '1' left", steps=7, silence=0.4, seconds=1.3, steps_again=1),)
+    write_summary(url, summary(restarts=restarts))
+    assert read_summary(url).restarts == restarts
 
 
 def test_a_field_that_a_newer_version_added_is_left_out(url):

@@ -172,3 +172,23 @@ def test_a_file_that_says_nothing_is_named(url, text):
     )
     with pytest.raises(ConfigError, match=r"attempts/0001\.json does not say who trains this run: .*remove the file"):
         take(url, 30.0, print)
+
+
+def test_a_start_that_begins_again_writes_under_a_new_number_and_keeps_the_folder(url):
+    with take(url, 30.0, print) as attempt:
+        first = attempt.number
+        attempt.begin_again()
+        assert attempt.number == first + 1
+        attempt.check()
+        with pytest.raises(RunInProgress):
+            take(url, 0.5, print)
+    assert take(url, 30.0, print).number == first + 2
+
+
+def test_a_start_that_was_taken_over_does_not_begin_again(url):
+    attempt = take(url, 30.0, print)
+    fs, path = open_fs(f"{url}/attempts/0002.json")
+    write_atomic(fs, path, Holder.here(30.0).to_json())
+    with pytest.raises(Fenced):
+        attempt.begin_again()
+    assert attempt.number == 1

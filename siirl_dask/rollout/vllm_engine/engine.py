@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from siirl_dask.config import ModelConfig, RolloutConfig
-from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -47,7 +47,7 @@ from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: 
 _FREES_WEIGHTS = 2  # the sleep level at which vLLM frees the weights
 
 
-class VllmEngine:
+class VllmEngine(HoldsNoGroups):
     """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``.
 
     With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each method alike, each with
@@ -136,6 +136,10 @@ class VllmEngine:
         if self._sleep_level and not self._asleep:
             self._llm.sleep(self._depth())
             self._asleep = True
+
+    def leave_groups(self) -> bool:
+        """Return whether the engine can go on: not if it is one of several ranks, nor with half of its weights."""
+        return self._ranks.size == 1 and not self._broken
 
     def close(self) -> None:
         """Free the weights and the KV cache; the engine cannot be used any more."""

@@ -28,6 +28,8 @@ class ModelBackend(Protocol):
     """Device that computes."""
     shard_group: Any
     """Process group that each parameter is sharded over; None where every rank holds the full model."""
+    holds_groups: bool
+    """Whether networks keep process groups, and so must be built anew for others."""
 
     def network(self, make: Make[N]) -> N:
         """Build the network with the weights of the model's folder. ConfigError when they cannot be loaded."""
@@ -46,6 +48,7 @@ class ReplicatedBackend:
     """
 
     shard_group = None
+    holds_groups = False
 
     def __init__(
         self, model: ModelConfig, trainer: TrainerConfig, *, device: str, progress: Callable[[], None] = lambda: None

@@ -43,6 +43,8 @@ class FsdpBackend:
     bfloat16, and gradients are summed in float32.
     """
 
+    holds_groups = True
+
     def __init__(
         self,
         model: ModelConfig,

@@ -1,0 +1,66 @@
+"""Lets a run that gets SIGTERM, as from a machine that is taken away, write a last checkpoint before it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
+
+from siirl_dask.planner import Iteration, Phase
+
+
+class Preempted(KeyboardInterrupt):
+    """The run has ended as SIGTERM asked, with what it had under way and a checkpoint."""
+
+
+class Preemption:
+    """Takes SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their end stops it at once."""
+
+    def __init__(self, grace: float, note: Callable[[str], None]) -> None:
+        """With 0 seconds, or outside the main thread, nothing is taken."""
+        self.asked = False
+        self._grace, self._note = grace, note
+        self._before: object = None
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Preemption:
+        main = threading.current_thread() is threading.main_thread()
+        if self._grace and main and (before := signal.getsignal(signal.SIGTERM)) is not signal.SIG_IGN:
+            self._before = before
+            signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what getsignal gave
+
+    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+        """Yield the iterations; once SIGTERM has come, one step more, which drains the pipeline, and its checkpoint."""
+        for iteration in iterations:
+            if not self.asked:
+                yield iteration
+                continue
+            match iteration.phase.counts_as:
+                case Phase.CHECKPOINT:
+                    yield iteration
+                case Phase.TRAIN:
+                    yield replace(iteration, drain=True)
+                    yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence + 1)
+                case Phase.VALIDATION if iteration.step:
+                    yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence)
+            return
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            if callable(self._before):
+                self._before(signum, frame)
+            raise KeyboardInterrupt
+        self.asked = True
+        self._note(f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)")
+        self._timer = threading.Timer(self._grace, signal.raise_signal, [signal.SIGTERM])
+        self._timer.daemon = True
+        self._timer.start()

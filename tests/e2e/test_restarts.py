@@ -1,0 +1,170 @@
+"""A run that loses a worker goes on by itself: the others keep their processes and what they have built in them.
+
+With ``-s`` each case prints its seconds to notice, those until all are at work again, and the steps done again.
+"""
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.driver.run import run
+from siirl_dask.errors import WorkerLost
+from tests.clusters import local_cluster
+from tests.conftest import Finished, digits_overrides
+from tests.e2e.test_resume import check_same
+from tests.e2e.traps import start_workers
+
+TWO = ["cluster.workers=2", "cluster.placement={}", "run.steps=4", "checkpoint.every=2"]
+PLACES = {
+    "generate": ("siirl_dask.rollout.transformers_engine", "TransformersEngine", "_generate_batch", 4),
+    "pull": ("siirl_dask.coordinator.databuffer.databuffer", "Databuffer", "pull", 12),
+    "all-reduce": ("siirl_dask.training.learner", "Learner", "_norm", 7),
+    "weights": ("siirl_dask.training.policy", "Policy", "weights", 4),
+    "update": ("siirl_dask.training.learner", "Learner", "update", 4),
+    "save": ("siirl_dask.training.files.checkpoint", "DistributedCheckpoint", "save", 2),
+}
+"""Functions in which a worker dies, and the call of them in which it does, in step 3 or 4 of 4."""
+
+
+def killing(place, sign, marker):
+    """Patch a function of this process: one of its calls is this process's last."""
+    from importlib import import_module
+
+    module, kind, name, fatal = PLACES[place]
+    owner = getattr(import_module(module), kind)
+    original, calls = getattr(owner, name), []
+
+    def patched(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == fatal:
+            marker.write_text(str(os.getpid()))
+            os.kill(os.getpid(), sign)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def build(device, rank, *, role, inner, seen, place, sign, again, options):
+    """Build a role, and tell where; the second worker dies once, at its place."""
+    marker = Path(seen, "dead")
+    if role == "reward" and rank.rank == 1 and place and (again or not marker.exists()):
+        killing(place, sign, marker)
+    built = inner(device, rank, **options)
+    with Path(seen, f"{role}-{rank.rank}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return built
+
+
+def watched(dag, **about):
+    roles = (
+        replace(role, build=partial(build, role=role.name, inner=role.build.func, options=role.build.keywords, **about))
+        for role in dag.roles
+    )
+    return replace(dag, roles=tuple(roles))
+
+
+def builds(folder, role, rank):
+    """Process of each time that a role was built on a worker."""
+    return [int(line) for line in (folder / f"{role}-{rank}").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def lose(cluster, digits_task, tmp_path):
+    """Train on a cluster whose second worker dies at a place, if one is given."""
+
+    def start(name, place, *overrides, sign=signal.SIGKILL, again=False, address=None):
+        folder = tmp_path / f"{name}-seen"
+        folder.mkdir()
+        given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
+        file = load_config_file(
+            shipped("quickstart.yaml"), [*given, f"cluster.address={address or cluster.scheduler_address}"]
+        )
+        dag, validation = dags(file)
+        about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again}
+        return Finished(tmp_path / name, run(file.config, watched(dag, **about), validation)), folder
+
+    return start
+
+
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+STOP = ["cluster.peer_timeout=2"]
+CASES = [
+    pytest.param("update", signal.SIGKILL, [], id="update"),
+    pytest.param("generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"),
+    *(pytest.param(at, signal.SIGKILL, [], marks=SLOW, id=at) for at in PLACES if at != "update"),
+    *(
+        pytest.param(at, signal.SIGSTOP, STOP, marks=SLOW if at == "all-reduce" else SWEEP, id=f"{at}-stop")
+        for at in PLACES
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "sign", "overrides"), CASES)
+def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(lose, place, sign, overrides):
+    straight, _ = lose("straight", None, *overrides)
+    tried, folder = lose("tried", place, *overrides, sign=sign)
+    dead = int((folder / "dead").read_text())
+    (restart,) = tried.summary.restarts
+    seconds = f"{restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}"
+    print(f"| {place} | {sign.name} | {seconds} | `{restart.cause[:90]}` |")
+    assert "worker '1'" in restart.cause
+    resumed_at = restart.steps - restart.steps_again
+    check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
+    for role in ("rollout", "reward"):
+        assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
+        assert len(set(builds(folder, role, 1)) - {dead}) == 1
+    assert len(builds(folder, "policy", 0)) == (1 if resumed_at else 2)
+    assert len(set(builds(folder, "policy", 0))) == 1
+
+
+@pytest.mark.slow
+def test_shards_are_built_again_in_the_same_processes(lose):
+    fsdp = ["trainer.backend=fsdp"]
+    straight, _ = lose("straight", None, *fsdp)
+    tried, folder = lose("tried", "update", *fsdp)
+    check_same(straight, tried, tolerance=1e-5)
+    assert len(builds(folder, "rollout", 0)) == 1
+    assert len(builds(folder, "policy", 0)) == 2
+    assert len(set(builds(folder, "policy", 0))) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
+    with pytest.raises(WorkerLost, match="during train step 4") as raised:
+        lose("tried", "update", "run.max_restarts=2", "checkpoint.every=0", again=True)
+    (note,) = raised.value.__notes__
+    assert note.startswith(
+        "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker '1'"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, sign):
+    straight, _ = lose("straight", None)
+    with local_cluster(0) as bare:
+        workers = start_workers(bare.scheduler_address, 3)
+        with Client(bare) as client:
+            client.wait_for_workers(3, timeout=60)
+        try:
+            overrides = ["cluster.peer_timeout=2"]
+            tried, folder = lose("tried", "generate", *overrides, sign=sign, address=bare.scheduler_address)
+        finally:
+            for worker in workers:
+                worker.kill()
+    check_same(straight, tried, tolerance=1e-5)
+    assert {*tried.table("rollouts", 4)["worker"].to_pylist()} == {"0", "2"}
+    assert len(builds(folder, "rollout", 0)) == 1
