@@ -37,12 +37,10 @@ _FUNCTIONS = {
     "algorithm.advantage_options": "advantage",
 }
 """Keys that name a function, or give its options, and the option of a role or node that holds it."""
-_PLACE = ("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null", "cluster.placement={}")
-_PLACE += (
-    "cluster.workers=1",
-    "rollout.expected_length_column=null",
-    "validation.url=null",
-    "validation.test_url=null",
+_PLACE: tuple[str, ...] = (
+    *("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null"),
+    *("cluster.placement={}", "cluster.workers=1", "rollout.expected_length_column=null"),
+    *("validation.url=null", "validation.test_url=null"),
 )
 """A replay runs on one worker of this machine, unless it is told otherwise."""
 
