@@ -18,6 +18,7 @@ from siirl_dask.driver.run import run
 from siirl_dask.errors import WorkerLost
 from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides
+from tests.e2e.test_replay import generate_and_note
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
 
@@ -67,7 +68,8 @@ def watched(dag, **about):
         replace(role, build=partial(build, role=role.name, inner=role.build.func, options=role.build.keywords, **about))
         for role in dag.roles
     )
-    return replace(dag, roles=tuple(roles))
+    noting = partial(generate_and_note, notes=str(Path(about["seen"], "generated")), **dag.node("rollout").options)
+    return replace(dag, roles=tuple(roles)).replace("rollout", fn=noting)
 
 
 def builds(folder, role, rank):
@@ -123,6 +125,8 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
     assert "worker '1'" in restart.cause
     resumed_at = restart.steps - restart.steps_again
     check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
+    generated = (folder / "generated").read_text().split()
+    assert [generated.count(str(step)) for step in range(1, restart.steps + 1)] == [2] * restart.steps, "again"
     for role in ("rollout", "reward"):
         assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
         assert len(set(builds(folder, role, 1)) - {dead}) == 1
