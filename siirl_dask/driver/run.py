@@ -120,9 +120,9 @@ def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
     try:
         while True:
             try:
-                driver, phases, prepare_folder, commit = _prepare(job, log, client, named, last)
-                earlier, last = last, driver
-                _drive(driver, log, client.dashboard_link, phases, prepare_folder, commit, restarts, earlier)
+                tried = _prepare(job, log, client, named, last)
+                earlier, last = last, tried.driver
+                _drive(tried, log, client.dashboard_link, restarts, earlier)
                 return
             except SiirlError as error:
                 if not restarts.after(error, log.steps):
@@ -138,9 +138,20 @@ def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
             last.close()
 
 
-def _prepare(
-    job: _Job, log: RunLog, client: Client, named: Mapping[str, str], last: Driver | None
-) -> tuple[Driver, list[Phase], Callable[[], None], Callable[[Staged | Written], None]]:
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A try of the run that is planned, and has not begun."""
+
+    driver: Driver
+    phases: Phases
+    prepare_folder: Callable[[], None]
+    commit: Callable[[Staged | Written], None]
+    """Commits a table or a checkpoint."""
+    notes: Sequence[str]
+    """Sentences for the user."""
+
+
+def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], last: Driver | None) -> _Try:
     """Find where the run goes on, and plan it for the workers ``named``; ``last`` had what they have built."""
     config, dag, fresh = job.config, job.dag, job.fresh and not log.begun
     resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
@@ -148,8 +159,6 @@ def _prepare(
     again = last is not None
     phases = _plan(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
-    for note in [*host_notes(phases[Phase.TRAIN][0]), *notes_on_long_prompts(config, *phases[Phase.TRAIN])]:
-        log.progress.note(note)
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
     spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows)
@@ -158,12 +167,11 @@ def _prepare(
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
     driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
     prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
-    return (
-        driver,
-        list(phases),
-        prepare_folder,
-        partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest()),
-    )
+    commit = partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest())
+    train = phases[Phase.TRAIN]
+    shown = config.observe.progress and not again
+    notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if shown else []
+    return _Try(driver, phases, prepare_folder, commit, notes)
 
 
 def _note_start(log: RunLog) -> None:
@@ -173,30 +181,23 @@ def _note_start(log: RunLog) -> None:
         log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
 
 
-def _drive(
-    driver: Driver,
-    log: RunLog,
-    dashboard: str,
-    phases: Sequence[Phase],
-    prepare_folder: Callable[[], None],
-    commit: Callable[[Staged | Written], None],
-    restarts: Restarts,
-    earlier: Driver | None,
-) -> None:
+def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier: Driver | None) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
-    config, resume = log.config, log.resume
+    config, resume, driver, phases = log.config, log.resume, tried.driver, tried.phases
     with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
-        prepare_folder()
+        tried.prepare_folder()
         log.begin(dashboard)
+        for note in tried.notes:
+            log.progress.note(note)
         restarts.at_work(log.resume.done, config.cluster.workers, sum(map(bool, driver.kept.values())))
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
-            planned = iterations(config, phases, resume.done, resume.stages, resume.measured)
+            planned = iterations(config, list(phases), resume.done, resume.stages, resume.measured)
             for event in driver.run(preemption.cut(planned)):
                 if isinstance(event, Done):
                     log.record(event)
                 else:
-                    commit(event)
+                    tried.commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
     if preemption.asked and log.steps < config.run.steps:

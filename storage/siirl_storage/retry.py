@@ -26,6 +26,7 @@ RETRY_SECONDS = 120.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _CONFIGURED = "retrying"  # the name under which fsspec's configuration has the seconds
 _NEVER = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_REFUSED = {"huggingface_hub.OfflineModeIsEnabled"}  # a connection that this process does not want
 _STATUS = {408, 425, 429, 500, 502, 503, 504, 509, 529}
 _CODES = {
     "ConditionalRequestConflict",  # S3's 409 while two conditional writes of one key meet
@@ -106,9 +107,10 @@ def is_transient(error: BaseException) -> bool:
 
     An error of the filesystem is judged with its causes, since most filesystems translate what their client raised.
     """
-    if isinstance(error, _NEVER):
+    causes = [*_causes(error)]
+    if isinstance(error, _NEVER) or any(_name(type(one)) in _REFUSED for one in causes):
         return False
-    return any(_passes(one) for one in _causes(error))
+    return any(map(_passes, causes))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

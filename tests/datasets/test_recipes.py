@@ -55,7 +55,7 @@ def test_gsm8k_comes_from_a_hub(tmp_path):
     write_gsm8k(tmp_path / "hub" / "datasets" / "openai" / "gsm8k")
     config = configured(tmp_path, "gsm8k")
     with hub(tmp_path / "hub") as (endpoint, asked):
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
         urls = [config.data.url, config.validation.url]
         subprocess.run([sys.executable, "-c", FROM_THE_HUB, *urls], env=environment, check=True, timeout=60)
         assert set(asked) == {"main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"}

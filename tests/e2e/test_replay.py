@@ -79,6 +79,7 @@ def check_replays(train, config_file, roles):
     assert (states[0].positions, states[0].states) == (states[1].positions, states[1].states)
 
 
+@pytest.mark.slow
 def test_with_a_critic_stored_steps_are_replayed_to_the_bit(train):
     check_replays(train, shipped("quickstart_ppo"), ["policy", "critic"])
 
@@ -87,6 +88,7 @@ def test_after_prompts_were_drawn_anew_a_replay_goes_on_with_the_next(train):
     check_replays(train, shipped("quickstart_dapo"), ["policy"])
 
 
+@pytest.mark.slow
 def test_a_kl_coefficient_that_stored_rows_had_changed_is_changed_again(train, with_kl):  # noqa: F811
     check_replays(train, with_kl, ["policy"])
 
@@ -103,6 +105,7 @@ def test_nothing_stored_is_generated_again_and_the_next_step_is(train, noting):
     assert results(longer) == results(straight)
 
 
+@pytest.mark.slow
 def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_not_repeated(train, noting, digits_task):
     change, steps, forget = noting
     validated = [*ONE, *WHOLE, f"validation.url={digits_task.validation}", "validation.every=2"]
@@ -118,7 +121,7 @@ def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_no
     assert results(resumed, "validation") == results(straight, "validation")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_four_workers_stored_others_replay(train, noting, workers):
     change, steps, forget = noting
     straight = train("straight", *WHOLE, FOUR, change=change)
@@ -131,6 +134,7 @@ def test_what_four_workers_stored_others_replay(train, noting, workers):
     check_same(straight, resumed, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_ahead_of_training_are_replayed_with_the_weights_that_a_straight_run_has(train, noting):
     change, steps, forget = noting
     ahead = [*WHOLE, "run.steps=6", "checkpoint.every=4", "rollout.max_staleness=1"]
@@ -161,6 +165,7 @@ def test_a_stored_step_that_is_damaged_is_generated_again_and_named(train, notin
     check_same(straight, resumed)
 
 
+@pytest.mark.slow
 def test_rows_of_another_configuration_are_not_replayed(train, noting):
     change, steps, forget = noting
     cut_short(train("run", *ONE, *WHOLE, change=change))
@@ -169,6 +174,7 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
     assert steps() == [3, 4]
 
 
+@pytest.mark.slow
 def test_samples_that_are_kept_for_later_steps_are_not_in_stored_rows_and_the_run_says_so(train, capsys):
     partial_rollouts = ["rollout.partial=true", "rollout.max_tokens_per_step=4", "rollout.max_staleness=1"]
     partial_rollouts += ["rollout.steps_ahead=0", "observe.progress=true"]
@@ -178,6 +184,7 @@ def test_samples_that_are_kept_for_later_steps_are_not_in_stored_rows_and_the_ru
     assert "its later steps are done anew: node 'rollout' keeps rows for later steps" in said
 
 
+@pytest.mark.slow
 def test_without_durability_no_rows_are_stored_and_the_steps_are_generated_again(train, noting):
     change, steps, forget = noting
     run = train("run", *ONE, *WHOLE, "storage.durability=none", change=change)
@@ -189,7 +196,7 @@ def test_without_durability_no_rows_are_stored_and_the_steps_are_generated_again
     assert complete_parts(f"{run.url}/rollouts/step=000003") is None
 
 
-@pytest.mark.parametrize("durability", ["async", "sync"])
+@pytest.mark.parametrize("durability", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_rows_that_cannot_be_stored_end_the_run_by_name_also_those_of_its_last_step(train, tmp_path, durability):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rollouts").write_text("in the way")

@@ -174,7 +174,7 @@ def spread(operations, count):
     return [round(1 + index * (len(operations) - 1) / (count - 1)) for index in range(count)]
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", [FAILURES[0], *(pytest.param(how, marks=pytest.mark.slow) for how in FAILURES[1:])])
 def test_a_failure_that_passes_changes_nothing_at_five_operations(sweep, straight, how):
     expected, operations = straight
     for at in spread(operations, 5):

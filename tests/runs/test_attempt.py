@@ -175,7 +175,7 @@ def test_a_file_that_says_nothing_is_named(url, text):
 
 
 def test_a_start_that_begins_again_writes_under_a_new_number_and_keeps_the_folder(url):
-    with take(url, 30.0, print) as attempt:
+    with take(url, 2.0, print) as attempt:
         first = attempt.number
         attempt.begin_again()
         assert attempt.number == first + 1
