@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from distributed import Client, Status
 
 from siirl_dask.config import ClusterConfig
+from siirl_dask.driver.calls import complete
 from siirl_dask.errors import RunError
 from siirl_dask.observe import Progress
 
-_GLANCE = 1.0  # seconds between two looks at what else may end the wait
+_GLANCE = 0.2  # seconds between two looks
 
 
 def wait_for_workers(
@@ -24,7 +24,7 @@ def wait_for_workers(
 ) -> None:
     """Return once ``cluster.workers`` workers are there, and show how many are.
 
-    RunError, which ends with ``hint``, after ``cluster.start_timeout``; ``check`` is called every second and may raise
+    RunError, which ends with ``hint``, after ``cluster.start_timeout``; ``check`` is called between looks and may raise
     sooner.
     """
     deadline = time.monotonic() + cluster.start_timeout
@@ -41,11 +41,15 @@ def wait_for_workers(
                     f"{came} of {cluster.workers} workers came up within cluster.start_timeout="
                     f"{cluster.start_timeout:g} s{hint}"
                 )
-            with suppress(TimeoutError):
-                client.wait_for_workers(came + 1, timeout=min(left, _GLANCE))
+            time.sleep(min(left, _GLANCE))
 
 
 def _running(client: Client) -> int:
-    """Return the number of workers, counted as ``Client.wait_for_workers`` counts them."""
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    """Return the number of workers, counted as ``Client.wait_for_workers`` counts them.
+
+    Ctrl-C inside one of Dask's own calls would break that call on its event loop, with a traceback of it.
+    """
+    scheduler = client.scheduler
+    assert scheduler is not None  # the client is connected
+    workers = complete(client, lambda: scheduler.identity(n_workers=-1))["workers"].values()
     return sum(worker["status"] == Status.running.name for worker in workers)

@@ -30,6 +30,8 @@ from siirl_dask.observe import Progress
 logger = logging.getLogger("siirl_dask.driver")
 _CLOSE_TIMEOUT = 15.0  # seconds until the workers are ended one by one, without the scheduler
 _CLIENT_TIMEOUT = 0.5  # seconds for the client's farewell: the cluster is closed next
+_TOLD_OF_A_CLOSE = ("distributed.batched", "distributed.deploy.cluster")
+"""Dask's logs of workers that come or go while a cluster closes, with tracebacks, also after it has closed."""
 _LOG_LINES = 5  # of Dask's own log, in the error of a cluster that does not start
 
 
@@ -222,6 +224,8 @@ def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
 
 def _close(cluster: Cluster) -> None:
     """Close the cluster; where its scheduler is gone, or a worker too busy, the workers are ended one by one."""
+    for name in _TOLD_OF_A_CLOSE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
     except OSError as error:  # also a TimeoutError
