@@ -20,9 +20,7 @@ from siirl_storage import set_retry_seconds
 from siirl_storage.digests import FileDigest
 
 from siirl_dask.context import Device, Rank
-from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.coordinator.source import Dataset
-from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.errors import CheckpointError, PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
@@ -31,10 +29,12 @@ from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
+from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
@@ -43,7 +43,7 @@ from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter, StageWriter
-from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.stop import StopFlag, finished
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.weight_broadcast import Broadcast, join_broadcasts
@@ -89,7 +89,7 @@ class DAGWorker(WorkerPlugin):
         self._began = False
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
-        self._loaders: dict[str, Dataloader] = {}
+        self._loaders = PhaseLoaders(self.spec.resume_from.positions if self.spec.resume_from else {})
         self.release = Release(self._free)
         releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
         self._earlier = [*releases]
@@ -103,7 +103,7 @@ class DAGWorker(WorkerPlugin):
         self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
         self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
         edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
-        self._store_port: asyncio.Future[int] = self._loop.create_future()
+        self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
         hosts = self._phases[self.spec.builds_from][0].hosts
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
         nodes = {f"{phase}/{node.name}" for phase, (plan, _) in self._phases.items() for node in plan.dag.nodes}
@@ -181,20 +181,10 @@ class DAGWorker(WorkerPlugin):
         runtime = self._enter(iteration, completed)
         plan, dataset = self._phases[iteration.phase]
         chain = plan.chains[self.worker_name]
-        loader = self._loader(iteration, dataset) if chain.loads or iteration.position is not None else None
+        loader = self._loaders.get(iteration, dataset) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
         tables = chain.saved if runtime.stages.reports else []
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
-
-    def _loader(self, iteration: Iteration, dataset: Dataset) -> Dataloader:
-        """Return the dataloader of the iteration's phase, which is made when it is first needed."""
-        phase = iteration.phase.counts_as
-        if phase not in self._loaders:
-            positions = self.spec.resume_from.positions if self.spec.resume_from else {}
-            self._loaders[phase] = Dataloader(dataset, positions.get(phase))
-        if iteration.position is not None:
-            self._loaders[phase].seek(iteration.position)
-        return self._loaders[phase]
 
     def _stage_writer(self) -> StageWriter | PlainWriter:
         spec = self.spec
@@ -211,10 +201,8 @@ class DAGWorker(WorkerPlugin):
         if self._written is not None:
             finished(self._written, self.stop)
         saved = self._states.save(url)
-        known = ((str(phase), loader.position) for phase, loader in self._loaders.items())
-        positions = {phase: position for phase, position in known if position is not None}
         self._written = asyncio.run_coroutine_threadsafe(self._report_written(iteration, saved.writes), self._loop)
-        saved_data = {**saved.as_data(), "positions": positions}
+        saved_data = {**saved.as_data(), "positions": self._loaders.positions}
         self._report({"kind": "done", "sequence": iteration.sequence, "metrics": {}, "saved": saved_data})
 
     async def _report_written(self, iteration: Iteration, writes: Mapping[str, Future[dict[str, FileDigest]]]) -> None:
@@ -278,9 +266,7 @@ class DAGWorker(WorkerPlugin):
             groups.leave()
 
     def _forget(self) -> None:
-        for loader in self._loaders.values():
-            loader.close()
-        self._loaders.clear()
+        self._loaders.close()
         if self._runtime is not None:
             self._runtime.stages.close()
         self._runtime = self._states = None
@@ -290,20 +276,12 @@ class DAGWorker(WorkerPlugin):
         name, workers, data = self.worker_name, list(self.spec.members), self.spec.data
         timeout = groups.longest_wait(data.stall_timeout)
         host = get_address_host(self._worker.address)
-        store = self._join_store(workers[0], host, timeout) if len(workers) > 1 else None
+        store = self._store.join(self._plane.transport, host, timeout, self.stop) if len(workers) > 1 else None
         devices = find_devices(name, workers, store, timeout, self.stop)
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
         return devices[name], ranks, join_broadcasts(name, plan, devices, data, timeout, self.stop)
-
-    def _join_store(self, first: str, host: str, timeout: float) -> Any:
-        if first == self.worker_name:
-            store, port = groups.host_store(host, timeout)
-            self._loop.call_soon_threadsafe(self._store_port.set_result, port)
-            return store
-        port = wait_for(self._ask_store_port(first), self._loop, self.stop)
-        return groups.join_store(get_address_host(self.spec.members[first]), port, timeout)
 
     def _watch_next(self) -> None:
         """Watch the next worker: a stalled one is noticed even while all others wait in a collective."""
@@ -316,16 +294,9 @@ class DAGWorker(WorkerPlugin):
         if not self.stop.is_set():
             self._report({"kind": "silent", "what": message, "silence": self.spec.data.peer_timeout})
 
-    async def _ask_store_port(self, first: str) -> int:
-        reply = await self._plane.transport.request(first, Request(Op.STORE, TransitionKey(self.spec.run, -1, "store")))
-        port = reply.header.get("port")
-        if not isinstance(port, int) or not 0 < port < 65536:
-            raise PeerError(f"worker {first!r} gave {port!r} as the port of the process group's store")
-        return port
-
     async def _handle(self, request: Request) -> Reply:
         if request.op == Op.STORE and request.key.run == self.spec.run:
-            return Reply({"port": await asyncio.shield(self._store_port)})
+            return await self._store.answer()
         if request.op in (Op.STEAL, Op.RETURN):
             return await self._stealing.handle(request)
         return await self._plane.databuffer.handle(request)
