@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from idle_worker import IdleWorker
-from siirl_dask.driver import driver as driver_module
+from siirl_dask.driver import run_on_cluster
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.processes import members
 from siirl_dask.planner import Iteration, Phase
@@ -69,7 +69,7 @@ def measure(workers: int, steps: int) -> Cost:
             retry_seconds=0,
         )
         driver = Driver(client, spec, _LOOKAHEAD, _PATIENCE, lambda step: "")
-        with patch.object(driver_module, "DAGWorker", IdleWorker):
+        with patch.object(run_on_cluster, "DAGWorker", IdleWorker):
             driver.start(_PATIENCE)
         done = driver.run(Iteration(Phase.TRAIN, step, step) for step in range(1, steps + _WARM_UP + 1))
         for _ in range(_WARM_UP):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections import deque
@@ -15,24 +14,17 @@ from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.busy_workers import warn_of_busy_workers, where_they_are
-from siirl_dask.driver.calls import SLICE, complete, submit
+from siirl_dask.driver.calls import SLICE, submit
 from siirl_dask.driver.failures import FAILURES, failure_of
-from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
+from siirl_dask.driver.run_on_cluster import RunOnCluster
 from siirl_dask.driver.staged_tables import StagedTables
 from siirl_dask.driver.under_way import Done, Pending, Staged, Writing, Written
 from siirl_dask.errors import RunError, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.dag_worker import DAGWorker
-from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
-from siirl_dask.worker.scheduler_patience import least_patience
-from siirl_dask.worker.supervisor import Supervisor
-from siirl_dask.worker.tasks import finish_worker, port_of, run_chain, save_worker, start_worker
+from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
-logger = logging.getLogger("siirl_dask.driver")
-_CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
-_TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
 _TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
@@ -56,13 +48,10 @@ class Driver:
         self._tables = StagedTables(spec.members)
         self._last: dict[str, Future[Any]] = {}
         self._turn = 0
-        self._started = False
+        self._on_cluster = RunOnCluster(client, spec, self._events.put)
         self.kept: dict[str, list[str]] = {}
         """Roles that each worker has taken over from an earlier run, instead of building them."""
-        self._cut_off = self._finishing = False
-        self._least_patience = least_patience(address_of(client))
-        self._patience = max(spec.data.peer_timeout, self._least_patience)
-        self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
+        self._finishing = False
 
     @property
     def plugin(self) -> str:
@@ -97,8 +86,8 @@ class Driver:
             raise
         finally:
             if not kept:
-                self._watch.stop()
-                if cluster.exists and not self._cut_off:
+                self._on_cluster.stop_watching()
+                if cluster.exists and self._on_cluster.there:
                     warn_of_busy_workers(self._client, self._spec, self._busy_workers())
                     self.close()  # a cluster that was started for this run ends with it
 
@@ -107,25 +96,9 @@ class Driver:
 
         ``stays``: the cluster stays when this process ends, however that happens.
         """
-        client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
-        supervisor = Supervisor(
-            plugin,
-            self._spec.topic,
-            self._spec.members,
-            client.id if stays else None,
-            patience=self._patience,
-            tell_every=min(timeout, self._stall_timeout) / _TELLS,
-        )
-        try:
-            client.subscribe_topic(self._spec.topic, lambda event: self._events.put(event[1]))
-            complete(client, lambda: client.register_plugin(supervisor), timeout=self._patience)
-            self._started = True
-            self._watch.start()
-            complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), self._handle_waiting)
-            ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), self._handle_waiting)
-        except OSError as error:
-            raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
-        self._last = self._submit("start", start_worker, ports=[ports[address] for address in addresses])
+        tell_every = min(timeout, self._stall_timeout) / _TELLS
+        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting)
+        self._last = self._submit("start", start_worker, ports=ports)
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
     def run(self, iterations: Iterator[Iteration]) -> Iterator[Done | Staged | Written]:
@@ -172,28 +145,16 @@ class Driver:
 
     def traffic(self) -> int | None:
         """Return the bytes through the scheduler and the client since ``start``; None where they cannot be counted."""
-        count: int | None = self._call("traffic")
-        return count
+        return self._on_cluster.traffic()
 
     def abort(self, reason: str) -> None:
         """Tell every worker to stop, and wait up to two seconds until they have."""
-        if not self._started or self._cut_off:
+        if not self._on_cluster.there:
             return
-        try:
-            self._call("abort", reason=reason)
-        except OSError as error:  # the scheduler is gone, or too busy to answer in time
-            logger.warning("the scheduler did not take the order to stop the workers: %s", error)
-        deadline, there = time.monotonic() + _STOP_TIMEOUT, self._present()
+        self._on_cluster.abort(reason)
+        deadline, there = time.monotonic() + _STOP_TIMEOUT, self._on_cluster.present()
         while time.monotonic() < deadline and self._pending and there & {*self._busy_workers()}:
             time.sleep(0.05)
-
-    def _present(self) -> set[str]:
-        """Return the workers of the run that have not left the cluster."""
-        try:
-            known = self._client.scheduler_info(n_workers=-1)["workers"]
-        except OSError:
-            return set()
-        return {worker for worker, address in self._spec.members.items() if address in known}
 
     def finish(self, timeout: float) -> None:
         """Have every worker free what it built."""
@@ -202,18 +163,10 @@ class Driver:
         self._await_all(self._last, timeout, "the end", "the time for workers to free what they built")
 
     def close(self) -> None:
-        """Take the run off the cluster. Where this process is cut off from it, the supervisor does so by itself."""
-        self._watch.stop()
+        """Take the run off the cluster."""
         self._pending.clear()
         self._last = {}
-        if not self._started or self._cut_off:
-            return
-        self._started = False
-        try:
-            self._client.unsubscribe_topic(self._spec.topic)
-            self._call("leave", _TAKE_OFF_TIMEOUT)
-        except OSError as error:
-            logger.warning("what this run built may stay on a worker until that is restarted: %s", error)
+        self._on_cluster.leave()
 
     def _busy_workers(self) -> list[str]:
         """Return the workers that are still in the first iteration under way, or still building their roles."""
@@ -273,7 +226,7 @@ class Driver:
 
     def _where_they_are(self) -> str:
         try:
-            readings = {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
+            readings = self._on_cluster.readings()
         except OSError:
             return "and the scheduler does not say where the workers are"
         late = [
@@ -304,30 +257,13 @@ class Driver:
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":
-                self._cut_off = True
+                self._on_cluster.cut_off()
                 raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
             case "built":
                 self.kept[event["member"]] = list(event["kept"])
             case "finished" | "progress":
                 pass
 
-    def _report_no_scheduler(self, address: str, refuses: bool) -> None:
-        what = f"the scheduler at {address} has ended: its port refuses connections"
-        if not refuses:
-            what = (
-                f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
-                f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"
-            )
-        self._events.put({"kind": "no scheduler", "what": what})
-
     def _place(self) -> str:
         """Return where the run is: the first iteration under way, else the start or the end."""
         return str(self._pending[0].iteration) if self._pending else "the end" if self._finishing else "the start"
-
-    def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
-        """Call the supervisor on the scheduler."""
-
-        async def call() -> Any:
-            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(**arguments)
-
-        return self._client.sync(call, callback_timeout=timeout)

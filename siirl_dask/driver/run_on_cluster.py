@@ -1,0 +1,135 @@
+"""A run's plugins on the scheduler and its workers: put there, asked through the scheduler, and taken off again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Client
+
+from siirl_dask.driver.calls import complete
+from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
+from siirl_dask.errors import RunError
+from siirl_dask.worker.dag_worker import DAGWorker
+from siirl_dask.worker.pulse import Reading
+from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.scheduler_patience import least_patience
+from siirl_dask.worker.supervisor import Supervisor
+from siirl_dask.worker.tasks import port_of
+
+logger = logging.getLogger("siirl_dask.driver")
+_CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
+_TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes an event of the run, from any thread."""
+
+
+class RunOnCluster:
+    """The run's plugins: a supervisor on the scheduler, and a DAG worker on each worker.
+
+    Calls to the scheduler raise OSError where it is gone, or too busy to answer in time.
+    """
+
+    def __init__(self, client: Client, spec: RunSpec, report: Report) -> None:
+        """``report`` is called with each event of a worker or the supervisor, and when the scheduler is gone."""
+        self._client = client
+        self._spec = spec
+        self._report = report
+        self._registered = self._cut_off = False
+        self._least_patience = least_patience(address_of(client))
+        self._patience = max(spec.data.peer_timeout, self._least_patience)
+        self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
+
+    @property
+    def there(self) -> bool:
+        """True from the registration until ``leave``, as long as the scheduler can be reached."""
+        return self._registered and not self._cut_off
+
+    def register(self, stays: bool, tell_every: float, meanwhile: Callable[[], None]) -> list[int]:
+        """Put the plugins there; return the ports where the workers listen for peers, in rank order.
+
+        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds. What
+        ``meanwhile`` raises ends the wait for the workers. RunError when the scheduler goes away.
+        """
+        client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
+        supervisor = Supervisor(
+            plugin,
+            self._spec.topic,
+            self._spec.members,
+            client.id if stays else None,
+            patience=self._patience,
+            tell_every=tell_every,
+        )
+        try:
+            client.subscribe_topic(self._spec.topic, lambda event: self._report(event[1]))
+            complete(client, lambda: client.register_plugin(supervisor), timeout=self._patience)
+            self._registered = True
+            self._watch.start()
+            complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), meanwhile)
+            ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), meanwhile)
+        except OSError as error:
+            raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
+        return [ports[address] for address in addresses]
+
+    def leave(self) -> None:
+        """Take the plugins off. Where this process is cut off from the cluster, the supervisor does so by itself."""
+        self._watch.stop()
+        if not self.there:
+            return
+        self._registered = False
+        try:
+            self._client.unsubscribe_topic(self._spec.topic)
+            self._call("leave", _TAKE_OFF_TIMEOUT)
+        except OSError as error:
+            logger.warning("what this run built may stay on a worker until that is restarted: %s", error)
+
+    def abort(self, reason: str) -> None:
+        """Order every worker to stop."""
+        try:
+            self._call("abort", reason=reason)
+        except OSError as error:
+            logger.warning("the scheduler did not take the order to stop the workers: %s", error)
+
+    def cut_off(self) -> None:
+        """Ask the scheduler for nothing any more: it is gone."""
+        self._cut_off = True
+
+    def stop_watching(self) -> None:
+        """Stop watching the scheduler."""
+        self._watch.stop()
+
+    def present(self) -> set[str]:
+        """Return the workers of the run that have not left the cluster."""
+        try:
+            known = self._client.scheduler_info(n_workers=-1)["workers"]
+        except OSError:
+            return set()
+        return {worker for worker, address in self._spec.members.items() if address in known}
+
+    def traffic(self) -> int | None:
+        """Return the bytes through the scheduler and the client since ``register``; None where nobody counts them."""
+        count: int | None = self._call("traffic")
+        return count
+
+    def readings(self) -> dict[str, Reading]:
+        """Return where each worker was at its last heartbeat."""
+        return {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
+
+    def _report_no_scheduler(self, address: str, refuses: bool) -> None:
+        what = f"the scheduler at {address} has ended: its port refuses connections"
+        if not refuses:
+            what = (
+                f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
+                f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"
+            )
+        self._report({"kind": "no scheduler", "what": what})
+
+    def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
+        """Call the supervisor on the scheduler."""
+
+        async def call() -> Any:
+            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(**arguments)
+
+        return self._client.sync(call, callback_timeout=timeout)
