@@ -19,6 +19,7 @@ from siirl_dask.commands.export import check_unused, write_folder
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.coordinator.source import Source, open_source, source_schema
+from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
@@ -176,7 +177,7 @@ def _eval_result(
         step=step,
         data=request.data,
         reward=function_name(getattr(scoring.reward, "func", scoring.reward)),
-        prompts=_prompts(join(config.run.url, TABLE, f"step={step or 0:06d}")),
+        prompts=_prompts(step_folder(config.run.url, TABLE, step or 0)),
         samples=round(metrics["samples"]),
         n=validation.n,
         k=validation.k,

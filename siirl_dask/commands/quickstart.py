@@ -13,6 +13,7 @@ from siirl_storage import join, open_table
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_config_file
+from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
 from siirl_dask.observe import PipeConsole, Report, Sample, render_report
@@ -54,6 +55,6 @@ def _workers(config: Config, role: str) -> int:
 
 
 def _validation_rows(url: str, step: int) -> list[Sample]:
-    table: pa.Table = open_table(join(url, "validation", f"step={step:06d}")).to_table(_SHOWN_COLUMNS)
+    table: pa.Table = open_table(step_folder(url, "validation", step)).to_table(_SHOWN_COLUMNS)
     rows: list[Sample] = table.to_pylist()
     return rows

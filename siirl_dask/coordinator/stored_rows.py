@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pyarrow as pa
 from siirl_storage import Part, PartsRecord, StorageError, join, open_fs, read_record
 from siirl_storage.reading import read_rows
@@ -10,10 +12,23 @@ from siirl_dask.coordinator.layout.balance import split
 from siirl_dask.errors import DataError
 from siirl_dask.schema import Schema
 
+_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder that holds the rows of ``step`` in a table of a run."""
+    return f"step={step:06d}"
+
+
+def step_of(folder: str) -> int | None:
+    """Return the step of a folder by its name, as ``step_name`` gives it; None for any other folder."""
+    matched = _STEP.fullmatch(folder)
+    return int(matched[1]) if matched else None
+
 
 def step_folder(run_url: str, table: str, step: int) -> str:
     """Return the folder of the rows that the run at ``run_url`` saves in ``table`` at ``step``."""
-    return join(run_url, table, f"step={step:06d}")
+    return join(run_url, table, step_name(step))
 
 
 def read_stored_rows(folder: str, schema: Schema, index: int, count: int, max_bytes: int) -> pa.Table:

@@ -16,12 +16,12 @@ from siirl_storage import StorageError, open_fs, remove_file
 from siirl_storage.committed import by_folder, is_numbered, record_name, recorded_parts
 from siirl_storage.files import at, list_files
 
+from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
 from siirl_dask.runs.tables import REPLAY
 
-_STEP = re.compile(r"(?P<table>[\w-]+)/step=(?P<step>\d{6,})", re.ASCII)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)
 
 
@@ -96,10 +96,10 @@ def _of_checkpoints(url: str, files: Mapping[str, int]) -> Iterator[Leftover]:
 
 def _of_tables(fs: AbstractFileSystem, root: str, files: Mapping[str, int], replays: bool) -> Iterator[Leftover]:
     for folder, names in by_folder(files).items():
-        matched = _STEP.fullmatch(folder)
-        if matched is None:
+        table, step = _table_and_step(folder)
+        if step is None:
             continue
-        if REPLAY.fullmatch(matched["table"]):
+        if REPLAY.fullmatch(table):
             yield from _leftovers(folder, names, names if replays else (), Reason.REPLAYED)
             continue
         parts = recorded_parts(fs, root, folder, names)
@@ -113,15 +113,22 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
     steps: dict[str, list[int]] = {}
     folders = by_folder(files)
     for folder in folders:
-        if (matched := _STEP.fullmatch(folder)) and not REPLAY.fullmatch(matched["table"]):
-            steps.setdefault(matched["table"], []).append(int(matched["step"]))
+        table, step = _table_and_step(folder)
+        if step is not None and not REPLAY.fullmatch(table):
+            steps.setdefault(table, []).append(step)
     if keep is None:
         return
     for table, own in steps.items():
         for step in sorted(own)[:-keep]:
             if step <= oldest:
-                folder = f"{table}/step={step:06d}"
+                folder = f"{table}/{step_name(step)}"
                 yield from _leftovers(folder, folders[folder], folders[folder], Reason.OLD)
+
+
+def _table_and_step(folder: str) -> tuple[str, int | None]:
+    """Return table and step of a folder below the run's; the step is None unless rows of a step are in it."""
+    table, _, name = folder.rpartition("/")
+    return table, step_of(name) if table and "/" not in table else None
 
 
 def _leftovers(

@@ -19,6 +19,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
 from siirl_storage.files import at, list_files
 
+from siirl_dask.coordinator.stored_rows import step_of
 from siirl_dask.errors import DataError, SiirlError, did_you_mean
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 TABLE = "rollouts"
 ATTEMPT = "attempt"
 """int64. Number of the start that wrote the row, from its part's name; null where the name does not tell."""
-_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 _NAME = re.compile(r"\w[\w-]*")
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
 
@@ -43,14 +43,16 @@ class SavedSteps:
 
 def saved_steps(fs: AbstractFileSystem, root: str) -> SavedSteps:
     """Return the steps of the table at ``root``. DataError for a damaged record."""
-    files = {path: size for path, size in list_files(fs, root).items() if _STEP.fullmatch(path.rpartition("/")[0])}
+    listed = list_files(fs, root)
+    files = {path: size for path, size in listed.items() if step_of(path.rpartition("/")[0]) is not None}
     try:
         complete = whole_folders(fs, root, files)
     except StorageError as error:
         raise DataError(str(error)) from error
     whole, incomplete = {}, {}
     for folder, names in by_folder(files).items():
-        step = int(folder.removeprefix("step="))
+        step = step_of(folder)
+        assert step is not None
         if folder in complete:
             whole[step] = complete[folder]
         elif parts := newest_parts(names) or sorted(name for name in names if name.endswith(".parquet")):

@@ -14,14 +14,13 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from siirl_storage import Part, commit_parts, join, open_fs, remove_tree
 
-from siirl_dask.coordinator.stored_rows import step_folder
+from siirl_dask.coordinator.stored_rows import step_folder, step_of
 from siirl_dask.planner import DAG
 from siirl_dask.runs.attempt import Attempt
 
 _TEST = "test"  # the table of the test phase
 REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 """Names of the tables that ``siirl-dask replay`` makes."""
-_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
@@ -48,8 +47,8 @@ def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
     for table in tables:
         fs, root = open_fs(join(url, table))
         for path in listed(fs, root):
-            matched = _STEP.fullmatch(path.rpartition("/")[2])
-            if matched and (int(matched[1]) > done or not done or table == _TEST):
+            step = step_of(path.rpartition("/")[2])
+            if step is not None and (step > done or not done or table == _TEST):
                 remove_tree(fs, path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from siirl_storage.formats import read_footer
 from siirl_storage.parts import complete_names
 from siirl_storage.reading import read_rows
 
+from siirl_dask.coordinator.stored_rows import step_of
 from siirl_dask.runs.check.finding import Finding, State
 
 _READERS = 4
-_STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 _ALWAYS_AGAIN = "test"  # a resume ends with a test of its own
 
 
@@ -47,7 +46,7 @@ def check_tables(
     for path, names in sorted(by_folder(files).items()):
         if not any(is_numbered(name) or parse_part_name(name) for name in names):
             continue
-        table = path.rpartition("/")[0] if _STEP.fullmatch(path.rpartition("/")[2]) else path
+        table = path.rpartition("/")[0] if step_of(path.rpartition("/")[2]) is not None else path
         whole = tables.setdefault(table, [])
         try:
             folder = _folder(fs, root, path, names)
@@ -144,8 +143,8 @@ def _left_over(folder: _Folder) -> tuple[str, str]:
 
 def _remedy(path: str, resumed: int) -> str:
     table, _, name = path.partition("/")
-    matched = _STEP.fullmatch(name)
-    if matched and (table == _ALWAYS_AGAIN or int(matched[1]) > resumed):
+    step = step_of(name)
+    if step is not None and (table == _ALWAYS_AGAIN or step > resumed):
         anew = "generates this step and the later ones again"
         return f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
     return "its rows are lost, unless there is a copy; a resume goes on without them"
