@@ -1,4 +1,4 @@
-"""What it costs to store the rows of each step: seconds a step with ``storage.durability`` none, async and sync.
+"""Storing the rows of each step costs time: seconds a step with ``storage.durability`` none, async and sync.
 
     python benchmarks/durability.py [--rounds 3] [--steps 8] [--out docs/benchmarks/durability.md]
 

@@ -19,6 +19,7 @@ from siirl_storage import join, open_fs, open_table
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
+from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import stored_passes
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
@@ -47,7 +48,7 @@ _PLACE: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayRequest:
-    """What to run again, on which rows, with what changed."""
+    """A replay that a user asks for: the node to begin with, the steps, and the changes."""
 
     run: str
     """The run's folder or URL."""
@@ -71,7 +72,7 @@ def replay(request: ReplayRequest) -> Changes:
     recorded = dag_from_spec(**run.dag)
     table = saved_after(recorded, recorded.node(request.first))
     steps = _chosen(request, table)
-    stored = open_table(join(request.run, table, f"step={steps[0]:06d}")).schema
+    stored = open_table(step_folder(request.run, table, steps[0])).schema
     name = _free_name(request.run)
     again = run_again(recorded, stored, request.first, name).dag
     dag = dag_from_spec(**changed_spec(run.dag, again, config, request))

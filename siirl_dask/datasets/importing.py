@@ -36,7 +36,7 @@ class PromptLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportRequest:
-    """What is imported, how, and where to."""
+    """An import that a user asks for: the sources, the mapping of their columns, and the destination."""
 
     sources: Sequence[str]
     """Files, globs, folders, tables or saved datasets, on any fsspec URL, in the order of their rows."""

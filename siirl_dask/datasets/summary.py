@@ -22,7 +22,7 @@ _MOST_PIECES = 32  # parts or files that rows are taken from, evenly spaced
 
 @dataclass(slots=True)
 class ColumnSummary:
-    """What the rows that were read have in one column."""
+    """A column's values in the rows that were read."""
 
     type: pa.DataType
     nulls: int = 0
@@ -35,7 +35,7 @@ class ColumnSummary:
 
 @dataclass(slots=True)
 class DatasetSummary:
-    """What there is at a URL."""
+    """A table or a file at a URL, in numbers."""
 
     url: str
     rows: int | None

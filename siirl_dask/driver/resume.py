@@ -38,7 +38,7 @@ class ResumePoint:
     passed_over: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that cannot be used."""
     cut: Cut | None = None
-    """What a step with a stage still has to do; None if no step has one."""
+    """The DAG of a step that has a stage; None if no step has one."""
     stages: tuple[Stage, ...] = ()
     """Stored rows of the steps after ``done``, which are replayed; none is left out."""
     measured: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)

@@ -35,7 +35,7 @@ def with_stages(
     try:
         cut = cut_at_stored(dag, dataset_schema(dataset))
     except PlanError as error:
-        return replace(resume, note=f"{resume.note}; its later steps are done anew: {error}")
+        return replace(resume, note=f"{resume.note}; stored steps are not replayed: {error}")
     found = find_stages(config.run.url, cut.table, resume.done, RunIdentity.of(config, dag).digest())
     stages = _whole([stage for stage in found if stage.step <= config.run.steps], config, client, members)
     if not stages:

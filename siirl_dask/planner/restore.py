@@ -33,7 +33,7 @@ def stored_rows(context: Any, rows: Any, *, table: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is left of a DAG where the rows of one table are stored."""
+    """A DAG without the nodes whose output a stored table holds."""
 
     dag: DAG
     node: str

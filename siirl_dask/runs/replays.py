@@ -47,7 +47,7 @@ class SampleChange:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a replay changed."""
+    """The differences between a replay's rows and the stored ones."""
 
     table: str
     rows: int

@@ -29,7 +29,7 @@ class Stage:
     url: str
     parts: tuple[Part, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
-    """What the step had logged by then, on all workers."""
+    """Metrics that the step had logged by then, on all workers."""
     position: int | None = None
     """Number of the dataloader's next prompt, where the step has drawn more prompts than its own."""
 

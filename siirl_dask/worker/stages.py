@@ -26,7 +26,7 @@ from siirl_dask.worker.stop import StopFlag, finished
 
 @dataclass(frozen=True, slots=True)
 class SoFar:
-    """What a worker has done of a step when it saves a table."""
+    """A worker's progress in a step when it saves a table."""
 
     metrics: Mapping[str, Metric]
     """Metrics logged so far."""

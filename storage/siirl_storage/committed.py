@@ -39,7 +39,7 @@ class PartsRecord:
     writer: int
     parts: tuple[Part, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the writer says of them, as plain data. It is not checked here."""
+    """Plain data that the writer says of them. It is not checked here."""
 
 
 def stage_part(

@@ -1,4 +1,4 @@
-"""What a worker reads of a dataset, in bytes, footers included, and what it holds of it."""
+"""Bytes that a worker reads of a dataset, footers included, and bytes that it holds of it."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_samples_that_are_kept_for_later_steps_are_not_in_stored_rows_and_the_ru
     cut_short(train("run", *ONE, *WHOLE, *partial_rollouts))
     train("run", *ONE, *WHOLE, *partial_rollouts)
     said = capsys.readouterr().out
-    assert "its later steps are done anew: node 'rollout' keeps rows for later steps" in said
+    assert "stored steps are not replayed: node 'rollout' keeps rows for later steps" in said
 
 
 @pytest.mark.slow

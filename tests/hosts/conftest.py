@@ -46,7 +46,7 @@ class Driver:
                 continue
 
     def end(self, timeout=120):
-        """What it printed, and the seconds until it ended."""
+        """Return what it printed, and the seconds until it ended."""
         began = time.monotonic()
         out, _ = self.process.communicate(timeout=timeout)
         return out, time.monotonic() - began

@@ -60,7 +60,7 @@ def start(lab, env, *arguments):
 
 
 def full_paths(home):
-    """What workers that start in another folder need."""
+    """Return settings that workers need which start in another folder."""
     task = home / "runs" / "sorting-0"
     files = {"data.url": "train", "validation.url": "validation", "validation.test_url": "test"}
     return [f"model.path={task}/model", *(f"{key}={task}/{name}.parquet" for key, name in files.items())]
@@ -82,7 +82,7 @@ def wait_for(process, text, seconds=120):
 
 
 def left_over(lab, seconds=30):
-    """What of Dask still runs on the hosts, once it had some time to end."""
+    """Return the processes of Dask that still run on the hosts, once they had some time to end."""
     late = time.monotonic() + seconds
     while (left := "".join(host.run("sh", "-c", PROCESSES) for host in lab.hosts)) and time.monotonic() < late:
         pass

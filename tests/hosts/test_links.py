@@ -1,4 +1,4 @@
-"""What happens to a run when links and hosts fail: what can go on goes on, and the rest is said at once, by name."""
+"""A run when links and hosts fail: what can go on goes on, and the rest is said at once, by name."""
 
 import subprocess
 import time

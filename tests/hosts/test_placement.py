@@ -1,4 +1,4 @@
-"""What ``plan --hosts`` says crosses each link is what a run on such hosts moves: four workers, two on each host."""
+"""A run on several hosts moves what ``plan --hosts`` says crosses each link: four workers, two on each host."""
 
 import json
 

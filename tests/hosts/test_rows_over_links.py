@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "links.py"
 
 
 def measure(*arguments):
-    """What ``links.py`` tells of one link. It fails by itself when a byte is not right."""
+    """The figures of ``links.py`` for one link. It fails by itself when a byte is not right."""
     command = [sys.executable, SCRIPT, "--systems", "ours", *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from siirl_dask.observe import Progress
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is printed while workers come: ``shown({second: came, ...}, of=4)``."""
+    """Return the text that is printed while workers come: ``shown({second: came, ...}, of=4)``."""
 
     def shown(came, of=4, terminal=False, enabled=True):
         now = [0.0]

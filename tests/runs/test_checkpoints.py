@@ -72,7 +72,7 @@ def begin(url, number):
 
 
 def put_parts(url, value):
-    """What the workers write, and report to the driver."""
+    """The files that the workers write and report to the driver."""
     fs, path = open_fs(url)
     for part in PARTS:
         write_atomic(fs, f"{path}/{part}", str(value).encode())

@@ -1,4 +1,4 @@
-"""What is cleaned up is never anything that a resume or a replay needs."""
+"""A clean-up never deletes anything that a resume or a replay needs."""
 
 import pyarrow as pa
 import pytest

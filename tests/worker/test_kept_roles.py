@@ -1,4 +1,4 @@
-"""What a worker keeps when its run has lost another worker, and what it frees."""
+"""Objects that a worker keeps when its run has lost another worker, and those that it frees."""
 
 import threading
 
@@ -18,7 +18,7 @@ CPU, PLACEMENT = Device("b"), {"role": ("a", "b")}
 
 
 class Resource:
-    """What a role builds that knows nothing of restarts."""
+    """An object of a role that knows nothing of restarts."""
 
     def __init__(self):
         self.closed, self.rank = False, None

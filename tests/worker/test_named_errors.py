@@ -1,4 +1,4 @@
-"""What a failure inside a node is called: a collective's is that of a peer, anything else the node's own."""
+"""The name of a failure inside a node: a collective's is that of a peer, anything else the node's own."""
 
 from functools import partial
 

@@ -23,6 +23,6 @@ class Finding:
     """Path of a file or folder in the run's."""
     state: State
     text: str
-    """What there is, or what is wrong with it."""
+    """Describes what there is, or what is wrong with it."""
     remedy: str = ""
-    """What a resume makes of it, or what to do; empty where nothing is to be done."""
+    """Says what a resume makes of it, or what to do; empty where nothing is to be done."""

@@ -36,7 +36,7 @@ class Command:
 
 @pytest.fixture
 def pickle(tmp_path):
-    """What makes the file ``ran`` when it is unpickled."""
+    """A pickle that makes the file ``ran`` when it is unpickled."""
     return ToPickle(Command(f"touch {tmp_path}/ran"))
 
 
