@@ -120,7 +120,7 @@ def start_ray(hosts: Sequence[Host], folder: Path, environment: Mapping[str, str
     """Start a node of Ray on each host, the head on the first."""
     store = ("--object-store-memory", 2 * 10**9, "--num-cpus", 4, "--disable-usage-stats", "--block")
     head = f"{hosts[0].address}:{_RAY_PORT}"
-    variables = {**os.environ, **environment, "RAY_memory_monitor_refresh_ms": "0"}
+    variables = {**os.environ, **environment, "RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
     for number, host in enumerate(hosts):
         which = (f"--address={head}",) if number else ("--head", f"--port={_RAY_PORT}", "--include-dashboard=false")
         command = ("start", *which, f"--node-ip-address={host.address}", *store)
