@@ -1,5 +1,8 @@
 """Process groups of torch.distributed, with gathers and sums over them, and the addresses at which they listen.
 
+Collectives use types that gloo, NCCL and HCCL all have: HCCL reduces no float64 and no uint8. Small numbers and bytes
+travel over a gloo group, whose waits end when a run is stopped; a device would have to be waited for.
+
 By default gloo listens where the host's name leads: on Debian at 127.0.1.1, which no other host reaches, elsewhere at
 an address of the network even if all ranks are on one machine. torch 2.13 passes gloo no options, so the environment
 names the interface: that of the worker's own address.
@@ -108,26 +111,34 @@ def all_gather(group: Any, tensor: Tensor, check: Callable[[], None] | None = No
     return torch.stack(parts).cpu()
 
 
-def all_gather_bytes(
-    group: Any, message: bytes, device: torch.device | str = "cpu", check: Callable[[], None] | None = None
-) -> list[bytes]:
-    """Gather the messages of all ranks, in rank order. All of them must call it. RuntimeError if one is gone."""
+def all_gather_bytes(group: Any, message: bytes, check: Callable[[], None] | None = None) -> list[bytes]:
+    """Gather the messages of all ranks of a gloo group, in rank order; all must call. RuntimeError if one is gone."""
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
-    lengths = all_gather(group, torch.tensor([len(own)], device=device), check).flatten().tolist()
-    parts = all_gather(group, pad(own, (0, max(lengths) - len(own))).to(device), check)
+    lengths = all_gather(group, torch.tensor([len(own)]), check).flatten().tolist()
+    parts = all_gather(group, pad(own, (0, max(lengths) - len(own))), check)
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
 def all_sum(
     group: Any,
     values: Sequence[float],
-    device: torch.device | str = "cpu",
     check: Callable[[], None] | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
 ) -> list[float]:
-    """Sum each number over the ranks, in float64; every rank gets the same bits."""
-    numbers = torch.tensor(values, dtype=torch.float64, device=device)
-    finish(dist.all_reduce(numbers, group=group, async_op=True), check)
-    return numbers.tolist()
+    """Sum each number over the ranks of a gloo group, in float64 and in rank order; every rank gets the same bits.
+
+    All ranks must call; ``ranks`` are those whose numbers count, by default all. The numbers travel as the integers
+    that their bits are. None is a group of one.
+    """
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if group is None:
+        return numbers.tolist()
+    gathered = all_gather(group, numbers.view(torch.int64), check).view(torch.float64)
+    total = torch.zeros_like(numbers)
+    for rank in range(len(gathered)) if ranks is None else ranks:
+        total += gathered[rank]
+    return total.tolist()
 
 
 def finish(work: Any, check: Callable[[], None] | None = None) -> None:

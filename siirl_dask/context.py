@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -40,6 +41,8 @@ class Device:
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
     """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
+    stage: Callable[[str], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
+    """``with device.stage("the loading of weights"):`` names a part of what a role's build does, for those who wait."""
 
     @property
     def torch_name(self) -> str:
@@ -59,6 +62,13 @@ class Rank:
     """Gloo group of the same workers, for messages beside those of ``group``; None in a run with one worker."""
     host: str = field(default="127.0.0.1", compare=False)
     """Address at which peers reach the worker, and to which it binds its sockets."""
+    cpu_group: Any = field(default=None, compare=False)
+    """Gloo group of the same workers, for small sums and messages among the calls of ``group``. None stands for
+    ``group`` itself, which is gloo then."""
+
+    def __post_init__(self) -> None:
+        if self.cpu_group is None:
+            object.__setattr__(self, "cpu_group", self.group)
 
 
 class HoldsNoGroups:

@@ -7,10 +7,12 @@ from math import inf
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from siirl_dask.algorithms import covariances
 from siirl_dask.context import Context, Reduce
+from siirl_dask.errors import PeerError
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, ragged, response_mask, scatter_valid, valid_rows
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
@@ -80,8 +82,12 @@ def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:
 def _threshold(ctx: Context, scores: Tensor, count: int) -> float:
     """Return the ``count``-th highest score over all workers."""
     own = scores.topk(min(count, len(scores))).values
-    slots = torch.zeros(ctx.rank.size, count, dtype=torch.float64)
-    slots[ctx.rank.rank] = -inf
-    slots[ctx.rank.rank, : len(own)] = own
-    everyone = torch.tensor(ctx.all_sum(slots.flatten().tolist()), dtype=torch.float64)
-    return float(everyone.topk(count).values[-1])
+    everyone = np.concatenate([_read_scores(message, count) for message in ctx.all_gather(own.numpy().tobytes())])
+    return float(np.partition(everyone, -count)[-count]) if len(everyone) >= count else -inf
+
+
+def _read_scores(message: bytes, count: int) -> NDArray[np.float64]:
+    """Return the scores in a worker's message. PeerError where it is not at most ``count`` numbers."""
+    if len(message) % 8 or len(message) > 8 * count:
+        raise PeerError(f"received {len(message)} bytes: expected at most {count} scores of 8 bytes")
+    return np.frombuffer(message, np.float64)

@@ -26,7 +26,7 @@ class ValueCritic(HoldsNoGroups):
         self._backend = backend
         self._network = backend.network(partial(ValueNetwork, adapters=trainer))
         parameters = self._network.trainable()
-        self._learner = Learner(parameters, trainer, rank, device=backend.device, shard_group=backend.shard_group)
+        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks)
 
     @torch.no_grad()
     def values(self, rows: PackedRows) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from siirl_dask.algorithms import Aggregation, TokenLoss, Totals
+from siirl_dask.collectives import all_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
@@ -75,17 +75,16 @@ class Learner:
         config: TrainerConfig,
         rank: Rank,
         *,
-        device: torch.device,
-        shard_group: Any | None = None,
+        shard_ranks: Sequence[int] | None = None,
     ) -> None:
-        """``shard_group`` is the process group that each parameter is sharded over, for a model that sums its own
+        """``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model.
         """
         self._group: Any = None
+        self._cpu_group: Any = None
         self.join_group(rank)
-        self._shard_group = shard_group
+        self._shard_ranks = shard_ranks
         self._config = config
-        self._device = device
         self._optimizer = Optimizer(parameters, config)
         self._gradients = self._optimizer.gradients
         self._skipped = 0
@@ -98,7 +97,7 @@ class Learner:
         the last three are there.
         """
         counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
-        totals = [Totals(*count) for count in all_reduce(counts.to(self._device), self._group).tolist()]
+        totals = [Totals(*count) for count in all_reduce(counts, self._cpu_group).tolist()]
         sums: dict[str, float] = {}
         steps: list[tuple[float, float]] = []
         tokens = learned = 0
@@ -138,13 +137,13 @@ class Learner:
 
     def leave_group(self) -> None:
         """Let go of the process group; no step can be taken before ``join_group``."""
-        self._group = None
+        self._group = self._cpu_group = None
 
     def join_group(self, rank: Rank) -> None:
         """Sum gradients over the group of ``rank`` from now on."""
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group = rank.group
+        self._group, self._cpu_group = rank.group, rank.cpu_group
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing without ``ema_decay``."""
@@ -166,18 +165,18 @@ class Learner:
                 weighted.backward()
             for name, value in {**result.metrics, _LOSS: weighted}.items():
                 sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
-        reduced = all_reduce(torch.stack(list(sums.values())), self._group)
-        values = dict(zip(sums, reduced.tolist(), strict=True))
+        reduced = all_sum(self._cpu_group, torch.stack(list(sums.values())).tolist())
+        values = dict(zip(sums, reduced, strict=True))
         loss = values.pop(_LOSS)
         return values, loss
 
     def _norm(self) -> float:
         """Sum the gradients over all ranks, if the model has not, and return their norm."""
-        if self._shard_group is None:
+        if self._shard_ranks is None:
             self._gradients.reduce(self._group)
-        ranks = 1 if self._shard_group is None else dist.get_world_size(self._shard_group)
-        squares = self._gradients.squares(ranks).to(self._device)
-        return float(all_reduce(squares, self._shard_group).sqrt())
+            return sqrt(float(self._gradients.squares()))
+        squares = float(self._gradients.squares(len(self._shard_ranks)))
+        return sqrt(*all_sum(self._cpu_group, [squares], ranks=self._shard_ranks))
 
     def _may_step(self, which: str, loss: float, norm: float) -> bool:
         """Return whether the numbers are finite. TrainingError, on every rank, after too many in a row that are not."""

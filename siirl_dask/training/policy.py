@@ -85,7 +85,7 @@ class Policy(Reference):
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self._learner = Learner(parameters, trainer, rank, device=backend.device, shard_group=backend.shard_group)
+        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens without the adapters, so with the folder's weights. TypeError without adapters."""

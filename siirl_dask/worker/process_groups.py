@@ -81,12 +81,14 @@ def join(
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
-        group, global_ranks = None, [workers.index(member) for member in members]
+        group, cpu_group, global_ranks = None, None, [workers.index(member) for member in members]
         if len(members) > 1:
             group = collectives.new_group(global_ranks, backends[role], timeout)
+            if backends[role] != "gloo":
+                cpu_group = collectives.new_group(global_ranks, "gloo", timeout)
         side_group = collectives.new_group(global_ranks, "gloo", timeout)
         if worker in members:
-            ranks[role] = Rank(members.index(worker), len(members), group, side_group, host)
+            ranks[role] = Rank(members.index(worker), len(members), group, side_group, host, cpu_group)
     return ranks
 
 
@@ -156,34 +158,25 @@ def single_ranks(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:
 
 @dataclass(frozen=True, slots=True)
 class RolePeers:
-    """Implements ``Context``'s collectives among the workers of a role, over its process group.
+    """Implements ``Context``'s collectives among the workers of a role, over its gloo group.
 
     They raise Aborted once ``stop`` is set: a peer whose node failed never joins them.
     """
 
-    device: Device
     rank: Rank
     stop: StopFlag
     pulse: Pulse = field(default_factory=Pulse)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        group = self.rank.group
-        if group is None:
-            return list(values)
         with self.pulse.waiting():
-            return collectives.all_sum(group, values, self._device, self.stop.check)
+            return collectives.all_sum(self.rank.cpu_group, values, self.stop.check)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        group = self.rank.group
+        group = self.rank.cpu_group
         if group is None:
             return [message]
         with self.pulse.waiting():
-            return collectives.all_gather_bytes(group, message, self._device, self.stop.check)
-
-    @property
-    def _device(self) -> str:
-        """The device on which the group's backend takes tensors: gloo goes through the host's memory."""
-        return "cpu" if dist.get_backend(self.rank.group) == "gloo" else self.device.torch_name
+            return collectives.all_gather_bytes(group, message, self.stop.check)
 
 
 def leave() -> None:

@@ -222,7 +222,7 @@ def join_on_one_card(rank):
         assert own.rank == roles[role].index(f"w{rank.rank}")
         assert own.group is None or dist.get_rank(own.group) == own.rank
         assert dist.get_rank(own.side_group) == own.rank
-    sums = [groups.RolePeers(devices["w0"], ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
+    sums = [groups.RolePeers(ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
     both, one = (groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"]))
     brought = torch.tensor([rank.rank, 7])
@@ -245,10 +245,10 @@ def sum_without_the_peer(rank):
     if rank.rank == 0:
         Timer(0.1, stop.set, ["a node failed"]).start()
         try:
-            groups.RolePeers(Device("w0"), replace(rank, group=left), stop).all_sum([1.0])
+            groups.RolePeers(replace(rank, cpu_group=left), stop).all_sum([1.0])
         except Aborted as error:
             outcome = str(error)
-    return [outcome, groups.RolePeers(Device("w0"), replace(rank, group=kept), StopFlag()).all_sum([1.0])]
+    return [outcome, groups.RolePeers(replace(rank, cpu_group=kept), StopFlag()).all_sum([1.0])]
 
 
 def test_a_sum_whose_peer_never_comes_ends_when_the_run_does(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from siirl_dask.training.model.network import Network
 from siirl_dask.training.parallel.dtensor import local
 
 
-def load_safetensors(network: Network, path: str) -> None:
-    """Load the folder's weights into the network's parameters, each rank its own shards.
+def load_safetensors(network: Network, path: str, progress: Callable[[], None] = lambda: None) -> None:
+    """Load the folder's weights into the network's parameters, each rank its own shards; ``progress`` is called for
+    each parameter.
 
     Adapters get their initial values and zero-initialised parameters 0. ConfigError, by name, for a parameter that the
     files lack or have in another shape.
@@ -38,6 +40,7 @@ def load_safetensors(network: Network, path: str) -> None:
         else:
             stored = next(other for other in (name, *names[name]) if other in files)
             _copy(parameter, _checked(parameter, files[stored].get_slice(stored), f"{subject}: {stored}"))
+        progress()
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class ModelBackend(Protocol):
 
     device: torch.device
     """Device that computes."""
-    shard_group: Any
-    """Process group that each parameter is sharded over; None where every rank holds the full model."""
+    shard_ranks: Sequence[int] | None
+    """Ranks of the role that each parameter is sharded over; None where every rank holds the full model."""
     holds_groups: bool
     """Whether networks keep process groups, and so must be built anew for others."""
 
@@ -47,7 +47,7 @@ class ReplicatedBackend:
     of 1e-6 is lost on a bfloat16 number.
     """
 
-    shard_group = None
+    shard_ranks: Sequence[int] | None = None
     holds_groups = False
 
     def __init__(

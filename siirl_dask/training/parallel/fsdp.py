@@ -6,7 +6,7 @@ the full model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,13 @@ class FsdpBackend:
         if (size := trainer.fsdp.tensor_parallel) > 1:
             mesh = tensor_mesh(rank, size, self.device)
             assert mesh.mesh_dim_names is not None
-            (self._mesh, self._tensor), self.shard_group = (mesh[axis] for axis in mesh.mesh_dim_names), rank.group
+            self._mesh, self._tensor = (mesh[axis] for axis in mesh.mesh_dim_names)
             self._tensor_ranks = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
             self._mesh, self._tensor_ranks = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
-            self.shard_group = self._mesh.get_group(self._mesh.ndim - 1)
+        shards = (trainer.fsdp.shard_size if size == 1 else None) or rank.size
+        first = rank.rank - rank.rank % shards
+        self.shard_ranks: Sequence[int] | None = range(first, first + shards)
 
     def network(self, make: Make[N]) -> N:
         network = make(_meta_model(self._model.path), device=self.device, autocast=False)
@@ -79,7 +81,7 @@ class FsdpBackend:
         self._shard(network, network.layers())
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
-        load_safetensors(network, self._model.path)
+        load_safetensors(network, self._model.path, self._progress)
         use_packed_attention(network, self._model.path)
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
