@@ -26,8 +26,9 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
+from siirl_dask.worker.activity import counts_as_progress
 from siirl_dask.worker.data_plane import DataPlane
-from siirl_dask.worker.devices import find_devices
+from siirl_dask.worker.devices import bind, find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
@@ -86,6 +87,7 @@ class DAGWorker(WorkerPlugin):
         self.pulse = Pulse()
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
+        self._device: Device | None = None
         self._began = False
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
@@ -123,6 +125,11 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             await self._plane.close()
 
+    def bind_device(self) -> None:
+        """Make this worker's device the current one of this thread: Dask runs a task in any thread of its pool."""
+        if self._device is not None:
+            bind(self._device)
+
     def start(self, ports: Sequence[int]) -> None:
         """Join the process groups and build this worker's roles; runs as a task, once.
 
@@ -141,16 +148,19 @@ class DAGWorker(WorkerPlugin):
         self._began = True
         groups.leave()  # an earlier run that failed in this process may not have done so
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
-            device, ranks, broadcasts = self._join_groups(plan)
+            self._device, ranks, broadcasts = self._join_groups(plan)
+        device = self._device
         kept, self._built = self._built.on(device) if self._built else {}, None
-        resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse, kept)
+        telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage)
+        with counts_as_progress(self.pulse):
+            resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, ranks, resources)
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
-            self._states = RoleStates(self.spec.store, resources, side_groups)
+            self._states = RoleStates(self.spec.store, resources, side_groups, self.pulse.beat)
             if self.spec.resume_from is not None:
-                with self.pulse.at("the loading of the checkpoint"):
+                with self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
                     self._states.restore(self.spec.resume_from)
         self._runtime = WorkerRuntime(
             device=device,
@@ -160,7 +170,7 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             resources=resources,
             ranks=ranks,
-            peers={role: groups.RolePeers(device, rank, self.stop, self.pulse) for role, rank in ranks.items()},
+            peers={role: groups.RolePeers(rank, self.stop, self.pulse) for role, rank in ranks.items()},
             share_work=StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
             if self.spec.data.stealing
             else None,
@@ -253,12 +263,14 @@ class DAGWorker(WorkerPlugin):
         self.abort("the run is tried again")
         if not self.release.hand_over(self.worker_name, stop, self.pulse):
             return None
+        self.bind_device()  # the thread is the next run's, which may close what it does not keep
         built, self._built = self._built, None
         self._forget()
         return built
 
     def _free(self) -> None:
         """Free everything that ``start`` built."""
+        self.bind_device()
         close_roles(self._built.resources if self._built else {})
         self._built = None
         self._forget()

@@ -58,12 +58,19 @@ def find_devices(
     visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
     devices = assign(visible_to)
     own = devices[worker]
-    if own.kind is not DeviceKind.CPU:
-        torch.get_device_module(str(own.kind)).set_device(own.index)
+    bind(own)
     if own.shared_by > 1:
         others = own.shared_by - 1
         logger.warning("worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others)
     return devices
+
+
+def bind(device: Device) -> None:
+    """Make ``device`` torch's current one in this thread. torch keeps one for each thread, beginning with the first:
+    a thread that is not bound would allocate there, and hold half a gigabyte of it for its context.
+    """
+    if device.kind is not DeviceKind.CPU:
+        torch.get_device_module(str(device.kind)).set_device(device.index)
 
 
 def visible_devices() -> VisibleDevices:

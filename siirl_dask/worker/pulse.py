@@ -73,6 +73,12 @@ class Pulse:
             self.beat()
 
     @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name a part of the place where the task is, while inside."""
+        with self.at(f"{self.place}: {name}" if self.place else name):
+            yield
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Say, while inside, that the task waits for other workers."""
         self._waits += 1

@@ -8,7 +8,7 @@ driver instead. A state whose ``progress`` is empty never changes, and is not sa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,13 +32,15 @@ States = dict[str, dict[str, Any]]
 class StateStore(Protocol):
     """Saves states at a URL and loads them; all ranks of ``group`` call it alike. Raises CheckpointError."""
 
-    def save(self, url: str, state: dict[str, Any], group: Any) -> Future[dict[str, FileDigest]]:
+    def save(
+        self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
+    ) -> Future[dict[str, FileDigest]]:
         """Begin to write ``state``, which may change once this returns. The future is done when all ranks have written
-        it; it holds the digests of this rank's files by name.
+        it; it holds the digests of this rank's files by name. ``progress`` is called whenever something got done.
         """
         ...
 
-    def load(self, url: str, state: dict[str, Any], group: Any) -> None:
+    def load(self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]) -> None:
         """Load into ``state``, in place."""
         ...
 
@@ -75,11 +77,18 @@ class SavedStates:
 class RoleStates:
     """Saves and restores the states of one worker's roles.
 
-    ``groups`` has a process group of each role's workers that nothing else uses.
+    ``groups`` has a process group of each role's workers that nothing else uses. ``progress`` is called whenever
+    something of a state is written or read.
     """
 
-    def __init__(self, store: StateStore, resources: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: StateStore,
+        resources: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._progress = store, progress
         self._resources = {name: one for name, one in resources.items() if has_state(one)}
         self._groups = {name: groups[name] for name, one in self._resources.items() if _has_tensors(one.state())}
 
@@ -92,7 +101,7 @@ class RoleStates:
             state = resource.state()
             if name not in checkpoint.roles:
                 raise CheckpointError(f"{checkpoint.url} has no role {name!r} (roles: {checkpoint.roles})")
-            self._store.load(join(checkpoint.url, name), state, self._groups[name])
+            self._store.load(join(checkpoint.url, name), state, self._groups[name], self._progress)
             resource.load_state(state)
 
     def save(self, url: str) -> SavedStates:
@@ -102,7 +111,7 @@ class RoleStates:
             state = resource.state()
             if name in self._groups:
                 saved.roles.append(name)
-                saved.writes[name] = self._store.save(join(url, name), state, self._groups[name])
+                saved.writes[name] = self._store.save(join(url, name), state, self._groups[name], self._progress)
             else:
                 saved.states[name] = _plain(name, state)
         return saved

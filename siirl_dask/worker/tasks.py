@@ -67,6 +67,7 @@ def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
 def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
     """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
     with running.turns.take(turn), running.release.task(), running.pulse.at("a task of the run"):
+        running.bind_device()
         work(running)
 
 

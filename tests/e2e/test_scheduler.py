@@ -2,7 +2,10 @@
 
 import threading
 
+from distributed import Client
+
 from tests.clusters import local_cluster
+from tests.e2e import fake_device
 
 
 def test_workers_run_the_steps_they_were_given_while_the_scheduler_does_nothing(start, tmp_path):
@@ -41,3 +44,17 @@ def test_workers_of_many_threads_run_one_step_after_the_other(train):
     decided = ["row_id", "response_ids", "reward", "weights_version"]
     for step in range(1, 7):
         assert four.table("rollouts", step).select(decided).equals(one.table("rollouts", step).select(decided)), step
+
+
+def test_every_thread_that_a_run_comes_to_has_the_workers_own_device_as_its_current_one(train):
+    """torch keeps one for each thread, and a task runs in any of a worker's four; closing comes from a fifth."""
+    settings = ("cluster.workers=2", "cluster.placement={}", "run.lookahead=3", "run.steps=4", "checkpoint.every=2")
+    with local_cluster(2, threads_per_worker=4) as cluster, Client(cluster) as client:
+        client.run(fake_device.install)
+        train("devices", *settings, "rollout.engine=transformers", f"cluster.address={cluster.scheduler_address}")
+        for calls in client.run(fake_device.seen).values():
+            assert {name for name, _, _ in calls} == {
+                f"{kind.__name__}.{method}" for kind, methods in fake_device.CALLS.items() for method in methods
+            }
+            assert {device for _, device, _ in calls} == {0}
+            assert len({thread for _, _, thread in calls}) > 1

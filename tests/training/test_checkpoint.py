@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from siirl_storage import open_fs
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.checkpoint import metadata
 
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.training.files import checkpoint
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
+from siirl_dask.training.parallel import mesh
 
 ROWS = 7  # rows of the sharded matrix, not divisible by the ranks
 
@@ -40,6 +44,44 @@ def test_a_write_that_ends_after_its_run_was_aborted_prints_nothing(tmp_path, mo
     saved.cancel()
     writing.set_result(None)
     assert not caplog.records
+
+
+def test_a_save_writes_in_a_thread_with_the_device_of_the_one_that_saves(tmp_path, monkeypatch):
+    """DCP asks for a stream there: a thread's device is the first one unless it is told, and a context takes memory."""
+    current, used = threading.local(), []
+    monkeypatch.setattr(checkpoint, "_binding", partial(bound_like, current, checkpoint._binding, monkeypatch))
+    write = checkpoint.FsspecWriter.write_data
+    noted = lambda self, *args: used.append(getattr(current, "index", 0)) or write(self, *args)  # noqa: E731
+    monkeypatch.setattr(checkpoint.FsspecWriter, "write_data", noted)
+    current.index = 3
+    DistributedCheckpoint().save(str(tmp_path / "policy"), state(3.0), None).result()
+    assert used == [3]
+
+
+def bound_like(current, binding, monkeypatch):
+    """Call ``binding()`` where torch has accelerators, of which each thread has a current one."""
+    with monkeypatch.context() as there:
+        there.setattr(torch.accelerator, "is_available", lambda: True)
+        there.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
+        there.setattr(torch.accelerator, "set_device_index", lambda index: setattr(current, "index", index))
+        return binding()
+
+
+def test_the_group_that_one_device_gets_for_fsdp_takes_asynchronous_saves(tmp_path, monkeypatch):
+    """nccl serves a device and no CPU, which DCP demands of the default group; another such backend stands for it."""
+    name = "pretend"
+    if name not in dist.Backend.backend_list:
+        fake = lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size)  # noqa: E731
+        dist.Backend.register_backend(name, fake, extended_api=True, devices=["cuda"])
+    monkeypatch.setitem(mesh._BACKENDS, "cuda", name)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    group = mesh._group_of_one("cuda")
+    assert torch.device("cuda") in group._device_types
+    DistributedCheckpoint().save(str(tmp_path / "policy"), state(3.0), None).result()
+    back = state(0.0)
+    DistributedCheckpoint().load(str(tmp_path / "policy"), back, None)
+    assert back["progress"]["steps"] == 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

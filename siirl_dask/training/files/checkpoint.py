@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +55,13 @@ _KNOWN = {
 """Classes and functions that DCP's metadata may name, besides torch's dtypes."""
 Digests = dict[str, FileDigest]
 """Digests of files by name."""
+Progress = Callable[[], None]
+"""Function to be called, from any thread, when something got done."""
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")  # on purpose
+
+
+def _untold() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +71,18 @@ class DistributedCheckpoint:
     asynchronous: bool = True
     """Write in the background, from a copy of the state in the CPU's memory."""
 
-    def save(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> Future[Digests]:
+    def save(
+        self, url: str, state: dict[str, Any], group: ProcessGroup | None, progress: Progress = _untold
+    ) -> Future[Digests]:
         """Begin to write ``state`` to ``url``, which must be empty. The future is done when all ranks have written
         their parts: it holds the digests of this rank's files by name, or a CheckpointError.
 
         All ranks of ``group`` must call. It must be a gloo group that nothing else uses meanwhile; None is a single
-        process. The state may change as soon as this returns.
+        process. The state may change as soon as this returns. ``progress`` is called, from any thread, for each buffer
+        that is written.
         """
         is_local = isinstance(open_fs(url)[0], LocalFileSystem)  # on other stores a sync would be of local disks
-        writer = _Writer(url, sync_files=is_local, overwrite=False)
+        writer = _Writer(url, progress, sync_files=is_local, overwrite=False)
         done: Future[Digests] = Future()
         options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
         try:
@@ -88,13 +97,13 @@ class DistributedCheckpoint:
             done.set_exception(_explained(f"{url} could not be written", error))
         return done
 
-    def load(self, url: str, state: dict[str, Any], group: ProcessGroup | None) -> None:
+    def load(self, url: str, state: dict[str, Any], group: ProcessGroup | None, progress: Progress = _untold) -> None:
         """Load the tensors of ``state`` in place from the checkpoint at ``url``.
 
         All ranks of ``group`` must call; their number may differ from the writers'. CheckpointError if it cannot be
-        read, or lacks a name or shape of ``state``.
+        read, or lacks a name or shape of ``state``. ``progress`` is called for each tensor.
         """
-        _load(url, state, process_group=group, no_dist=group is None)
+        _load(url, state, progress, process_group=group, no_dist=group is None)
 
 
 def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
@@ -120,9 +129,9 @@ def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
     return {name.removeprefix(prefix).removesuffix(suffix): tensor.float() for name, tensor in state.items()}
 
 
-def _load(url: str, state: dict[str, Any], **options: Any) -> None:
+def _load(url: str, state: dict[str, Any], progress: Progress = _untold, **options: Any) -> None:
     try:
-        load_state(state, storage_reader=_Reader(url), planner=_Planner(), **options)
+        load_state(state, storage_reader=_Reader(url), planner=_Planner(progress), **options)
     except (CheckpointException, Exception) as error:
         raise _explained(f"{url} could not be read", error) from error
 
@@ -140,9 +149,10 @@ class _Writer(FsspecWriter):
     Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, progress: Progress, **options: Any) -> None:
         super().__init__(url, **options)
-        self._digesting = _DigestingFileSystem()
+        self._bind = _binding()
+        self._digesting = _DigestingFileSystem(progress)
         self._digesting.fs, _ = open_fs(url)
         self.fs = self._digesting  # type: ignore[assignment]  # as the base class does, which is not typed
 
@@ -152,15 +162,38 @@ class _Writer(FsspecWriter):
         return dict(self._digesting.digests)
 
     def write_data(self, *args: Any) -> Any:
+        self._bind()
         return retry(super().write_data, *args)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         retry(super().finish, *args, **kwargs)
 
 
+def _binding() -> Callable[[], None]:
+    """Return what makes this thread's accelerator the current one of another thread.
+
+    DCP writes in a thread of its own, and asks there for a stream: on the first device, unless another is current.
+    """
+    if not torch.accelerator.is_available():
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+
+
+class _TellingStream(DigestingStream):
+    def __init__(self, stream: IO[bytes], progress: Progress) -> None:
+        super().__init__(stream)
+        self._progress = progress
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self._progress()
+        return written
+
+
 class _DigestingFileSystem(FileSystem):
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__()
+        self._progress = progress
         self.digests: Digests = {}
 
     @contextmanager
@@ -169,7 +202,7 @@ class _DigestingFileSystem(FileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            digesting = DigestingStream(cast(IO[bytes], stream))
+            digesting = _TellingStream(cast(IO[bytes], stream), self._progress)
             yield digesting
         self.digests[Path(path).name] = digesting.digest
 
@@ -216,6 +249,14 @@ def _enum_member(kind: Any, name: str) -> Enum:
 
 
 class _Planner(DefaultLoadPlanner):
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._progress()
+
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Load a value that is no tensor like the base class, which would unpickle anything."""
         path = self.mappings[read_item.dest_index.fqn]

@@ -27,7 +27,7 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
-        return _one_axis(_group_of_one(_BACKENDS[device.type]), device)
+        return _one_axis(_group_of_one(device.type), device)
     if size == rank.size:
         return _one_axis(rank.group, device)
     return _two_axes(rank, size, device, ("replicate", "shard"))
@@ -93,11 +93,16 @@ def _even_out(role: Any, device: torch.device) -> None:
         new_subgroup([dist.get_rank()], role)
 
 
-def _group_of_one(backend: str) -> Any:
-    """Return a process group with this rank alone, which FSDP needs."""
+def _group_of_one(kind: str) -> Any:
+    """Return a process group with this rank alone, which FSDP needs, for devices of a kind such as ``cuda``.
+
+    In a run with one worker it is the default group, of which DCP's asynchronous saves want a CPU backend as well.
+    """
+    backend = _BACKENDS[kind]
     if dist.is_initialized():
         # where workers share devices, the world's backend is gloo and cannot serve
         return new_subgroup([dist.get_rank()], dist.group.WORLD, backend)
+    both = backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
     with listening_at(LOOPBACK):
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(both, store=HashStore(), rank=0, world_size=1)
     return dist.group.WORLD

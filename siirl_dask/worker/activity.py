@@ -1,0 +1,71 @@
+"""Notices what a worker's process does while code of others runs in it that reports nothing.
+
+A model's folder is read, kernels are compiled, graphs are captured: libraries do that for minutes without a word. What
+the system counts tells it from a process that waits for ever: seconds of its cores, and pages that it reads.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]  # Dask needs it
+
+from siirl_dask.worker.pulse import Pulse
+
+_EVERY = 1.0  # seconds between two looks
+_CORES = 0.1  # of one core: a worker that waits takes a twentieth, one on a crowded machine may get no more
+_BLOCKS = 256  # read from a disk or over a network: each has 512 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts that the system keeps of this process, and of those that it has started."""
+
+    cpu: float
+    """Seconds of cores."""
+    blocks: int
+    """Blocks and mapped pages that were read from where files are."""
+
+    @staticmethod
+    def now() -> Counts:
+        """Return the counts so far."""
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+        for child in psutil.Process().children(recursive=True):  # compilers
+            try:
+                times = child.cpu_times()
+            except psutil.Error:
+                continue
+            cpu += times.user + times.system
+        return Counts(cpu, own.ru_inblock + own.ru_majflt)
+
+    def shows_work_since(self, earlier: Counts, seconds: float) -> bool:
+        """Return whether something got done in the ``seconds`` since ``earlier``."""
+        return self.cpu - earlier.cpu > _CORES * seconds or self.blocks - earlier.blocks > _BLOCKS * seconds
+
+
+@contextmanager
+def counts_as_progress(pulse: Pulse) -> Iterator[None]:
+    """Beat for ``pulse``, while inside, as long as this process computes or reads."""
+    over = threading.Event()
+
+    def look() -> None:
+        before = Counts.now()
+        while not over.wait(_EVERY):
+            now = Counts.now()
+            if now.shows_work_since(before, _EVERY):
+                pulse.beat()
+            before = now
+
+    watching = threading.Thread(target=look, name="siirl-activity", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
