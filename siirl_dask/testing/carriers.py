@@ -123,6 +123,21 @@ class CarrierTests:
 
         asyncio.run(work())
 
+    def test_a_process_runs_until_it_dies_whether_it_answers_or_not(self) -> None:
+        async def handler(request: Request) -> Reply:
+            return Reply()
+
+        async def work() -> list[bool]:
+            async with self.joined(handler) as (carrier, die):
+                await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY))
+                before = await carrier.runs("b", 5.0)
+                await die()
+                while await carrier.runs("b", 0.1):
+                    await asyncio.sleep(0.01)
+                return [before, await carrier.runs("b", 0.1)]
+
+        assert asyncio.run(asyncio.wait_for(work(), 20)) == [True, False]
+
     def test_a_peer_that_is_aborted_is_gone(self) -> None:
         async def handler(request: Request) -> Reply:
             raise Aborted("the run is over")

@@ -1,5 +1,6 @@
 """Rewards that go wrong."""
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,14 @@ def never_returns(prompt, response, answer):
 
 def is_slow(prompt, response, answer):
     time.sleep(0.25)
+    return len(response) / 100
+
+
+def holds_the_lock(prompt, response, answer):
+    """Keep the interpreter's lock for ten seconds, once."""
+    if not Path(os.environ["HELD"]).exists():
+        Path(os.environ["HELD"]).touch()
+        ctypes.PyDLL(None).sleep(10)
     return len(response) / 100
 
 

@@ -23,6 +23,17 @@ def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(tra
     assert time.monotonic() - began < 120
 
 
+@pytest.mark.slow
+def test_a_reward_that_holds_the_interpreters_lock_for_ten_seconds_ends_no_run(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("HELD", str(tmp_path / "held"))
+    held = "rewards.function=tests.e2e.rewards:holds_the_lock"
+    run = start(held, *TWO, "run.steps=1", "run.max_restarts=0")
+    seconds, _, err = run.end(timeout=120)
+    assert run.process.returncode == 0, err
+    assert seconds > 10
+    assert (tmp_path / "held").exists()
+
+
 def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_path, monkeypatch):
     monkeypatch.setenv("NEVER_RETURNS", str(tmp_path / "entered"))
     run = start("rewards.function=tests.e2e.rewards:never_returns", *TWO, "cluster.stall_timeout=3")

@@ -1,6 +1,7 @@
 """The data plane between processes: real Dask workers, real connections, real shared memory."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -115,6 +116,11 @@ def seconds_until_it_fails(name, edge, sequence):
     except PeerError as error:
         return time.monotonic() - began, str(error)
     return None
+
+
+def hold_the_lock_for(seconds):
+    """Keep the interpreter's lock, as an extension may that computes or waits without giving it up."""
+    ctypes.PyDLL(None).sleep(seconds)
 
 
 def compute_for(seconds):
@@ -260,6 +266,21 @@ def test_a_peer_that_is_only_busy_is_waited_for(client):
         late = client.submit(publish_part, name, edge, 0, 1, 12, 9, workers=[members["1"]], pure=False)
         assert pull.result(timeout=60).num_rows == 12
         del busy, late
+
+
+@pytest.mark.parametrize("way", [TransportMode.auto, TransportMode.dask])
+def test_a_peer_whose_code_holds_the_interpreters_lock_is_waited_for(client, way):
+    """For six times the peer timeout, on its host or over a link: no answer comes, and the kernel says it is there."""
+    edge = edge_of("01", "0")
+    with planes(client, [edge], transport=way, peer_timeout=0.5) as (members, name):
+        on = {worker: {"workers": [members[worker]], "pure": False} for worker in members}
+        for sequence in (0, 1):  # the first makes the connections
+            client.submit(publish_part, name, edge, sequence, 0, 12, 9, **on["0"]).result()
+            held = [client.submit(hold_the_lock_for, 3, **on["1"])] * sequence
+            pull = client.submit(pull_part, name, edge, sequence, **on["0"])
+            late = client.submit(publish_part, name, edge, sequence, 1, 12, 9, **on["1"])
+            assert pull.result(timeout=60).num_rows == 12
+        del held, late
 
 
 def test_four_times_the_budget_moves_within_the_budget(client):

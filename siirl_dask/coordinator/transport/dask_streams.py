@@ -13,13 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from distributed.comm.addressing import get_address_host, parse_address, unparse_address, unparse_host_port
+from distributed.comm.addressing import (
+    get_address_host,
+    parse_address,
+    parse_host_port,
+    unparse_address,
+    unparse_host_port,
+)
 from distributed.comm.core import FatalCommClosedError
 from distributed.comm.registry import get_backend
 from distributed.comm.tcp import BaseTCPBackend
@@ -38,6 +45,7 @@ _MAGIC = b"siirl\x00\x00\x01"
 _HELLO_TIMEOUT = 10.0  # seconds for a connection to say which run it is of
 _ATTEMPT = 0.2  # of the timeout: seconds for one attempt to connect; behind a link that was down a new one is quicker
 _PAUSE = 0.1  # seconds between two attempts
+_LOOKS = 4  # attempts to reach the listener of a peer that answers nothing
 _MAX_IDLE = 512  # connections kept for the next requests
 _PER_MEMBER = 64  # connections that each member may have here
 _SMALL = 2**17  # bytes: a message up to this is sent as one buffer and read as one
@@ -113,6 +121,23 @@ class DaskStreams:
             raise
         self._put_back(worker, stream)
         return Reply.of(reply)
+
+    async def runs(self, worker: str, seconds: float) -> bool:
+        """The kernel takes a connection for a process that listens, whatever that does, and refuses one for another."""
+        if worker not in self._addresses:
+            return False
+        _, place = parse_address(self._addresses[worker])
+        host, port = parse_host_port(place)
+        loop, attempt = asyncio.get_running_loop(), seconds / _LOOKS
+        end = loop.time() + seconds
+        while loop.time() < end:
+            with suppress(OSError):  # TimeoutError as well: the way to it may be up again a moment later
+                async with asyncio.timeout(attempt):
+                    _, writer = await asyncio.open_connection(host, port)
+                writer.close()
+                return True
+            await asyncio.sleep(min(_PAUSE, attempt))
+        return False
 
     async def close(self) -> None:
         if self._listener is not None:

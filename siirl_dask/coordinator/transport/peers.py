@@ -1,7 +1,10 @@
 """The transport of a worker: each peer is reached by the first carrier that can, and watched while it owes an answer.
 
-A dead or frozen peer is told from a busy one by pings: the event loop answers them, however long a node computes. A
-link between hosts may fail for less than the peer timeout and nothing is lost: TCP sends again what was under way,
+A peer is dead when its process or its host is. Pings come first: a peer's event loop answers them, however long a node
+computes, unless code of the node holds the interpreter's lock. So one that answers none is only suspected, and the
+kernel of its host is asked: it knows a process that has ended, and on this host one that was stopped.
+
+A link between hosts may fail for less than the peer timeout and nothing is lost: TCP sends again what was under way,
 pings try new connections, and a read whose connection broke is asked again.
 """
 
@@ -19,6 +22,7 @@ from siirl_dask.errors import PeerError, SilentPeer
 logger = logging.getLogger("siirl_dask.coordinator")
 _PING_EVERY = 0.05  # of the peer timeout: pause between rounds of pings
 _ON_HOST = 0.8  # of the peer timeout: time for an answer where no link can fail; the rest is for the news to spread
+_BETWEEN_HOSTS = 0.9  # of it: the rest is for the kernel of the peer's host
 _ASKS = 4  # times that a read is asked when its connection breaks each time
 _ASK_PAUSE = 0.2  # seconds before it is asked again
 
@@ -48,6 +52,7 @@ class PeerTransport:
         self._silent: set[asyncio.Timeout] = set()  # those that were ended because the peer answers no ping
         self._watched: dict[str, Callable[[str], None]] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
+        self._suspected: dict[str, float] = {}  # peers that answer no ping though their process is there, since when
         self._rounds: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -110,7 +115,7 @@ class PeerTransport:
     def _silence(self) -> str:
         return (
             f"no sign of life within {self._peer_timeout:g} s (cluster.peer_timeout): "
-            "it stands still, is cut off, or code that it runs holds the interpreter's lock for so long"
+            "its process has ended or was stopped, or it is cut off"
         )
 
     def _failed(self, worker: str, request: Request, reason: str) -> PeerError:
@@ -129,15 +134,33 @@ class PeerTransport:
                     self._pings[worker] = asyncio.create_task(self._check_alive(worker))
 
     async def _check_alive(self, worker: str) -> None:
-        """Ping a peer, and end every wait for it when it does not answer in time."""
-        on_host = self._chosen.get(worker) in self._carriers[:-1]
-        if await answers(lambda: self._ping(worker), self._peer_timeout * (_ON_HOST if on_host else 1.0)):
+        """Ping a peer, and end every wait for it when it does not answer in time and its process is not there."""
+        carrier = self._chosen.get(worker, self._carriers[-1])
+        waits = self._peer_timeout * (_BETWEEN_HOSTS if carrier is self._carriers[-1] else _ON_HOST)
+        if await answers(lambda: self._ping(worker), waits):
+            if (since := self._suspected.pop(worker, None)) is not None:
+                silent = asyncio.get_running_loop().time() - since
+                logger.warning("worker %r answers again, after %.0f s", worker, silent)
+            return
+        if await carrier.runs(worker, self._peer_timeout - waits):
+            self._suspect(worker, asyncio.get_running_loop().time() - waits)
             return
         for timeout in self._pending.get(worker, ()):
             self._silent.add(timeout)
             timeout.reschedule(asyncio.get_running_loop().time())
         if on_silence := self._watched.pop(worker, None):
             on_silence(f"worker {worker!r} at {self._members[worker]}: {self._silence()}")
+
+    def _suspect(self, worker: str, since: float) -> None:
+        """Say, once, that a peer is waited for; the next round asks it again."""
+        if self._suspected.setdefault(worker, since) == since:
+            logger.warning(
+                "worker %r at %s answers nothing for %.0f s, and is waited for, since its process runs: code in it may "
+                "hold the interpreter's lock",
+                worker,
+                self._members[worker],
+                self._peer_timeout,
+            )
 
     async def _ping(self, worker: str) -> bool:
         try:
@@ -154,5 +177,12 @@ class Carrier(Protocol):
     async def reaches(self, worker: str) -> bool: ...
 
     async def ask(self, worker: str, request: Request) -> Reply: ...
+
+    async def runs(self, worker: str, seconds: float) -> bool:
+        """Return whether the peer's process runs, as far as the kernel of its host tells within ``seconds``.
+
+        Nothing in the process itself needs to answer.
+        """
+        ...
 
     async def close(self) -> None: ...

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from itertools import count
 
+import psutil  # type: ignore[import-untyped]  # Dask needs it
+
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.transport import wire
 from siirl_dask.coordinator.transport.frames import Frame
@@ -27,6 +29,7 @@ from siirl_dask.errors import Aborted, PeerError
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def socket_name(run: str, worker: str, address: str) -> str:
@@ -62,6 +65,11 @@ class UnixSockets:
         if connection is None:
             raise ConnectionError("it is not on this host")
         return await connection.ask(request)
+
+    async def runs(self, worker: str, seconds: float) -> bool:
+        """The kernel closes a process's connections as it ends, and shows one that a signal stopped."""
+        connection = await self._connection(worker)
+        return connection is not None and connection.channel.lost is None and not _is_stopped(connection.channel.pid)
 
     async def _connection(self, worker: str) -> _Connection | None:
         """Return the one connection to a peer, made at the first request; None when the peer is not on this host."""
@@ -146,6 +154,9 @@ class _Channel(asyncio.Protocol):
         self, on_message: Callable[[_Channel, wire.Message], None], on_close: Callable[[_Channel], None]
     ) -> None:
         self.lost: Exception | None = None
+        self._transport: asyncio.Transport | None = None
+        self.pid = 0
+        """The process on the other side; 0 where it is in another PID namespace."""
         self._on_message = on_message
         self._on_close = on_close
         self._bounds = wire.REQUEST
@@ -156,8 +167,11 @@ class _Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self.lost is not None:  # it was closed before the loop came to this
+            transport.abort()
+            return
         try:
-            _check_user(transport)
+            self.pid = _check_user(transport)
         except PeerError as error:
             self._refuse(error)
 
@@ -177,7 +191,7 @@ class _Channel(asyncio.Protocol):
 
     def send(self, number: int, head: object, frames: Sequence[Frame] = ()) -> None:
         buffers = wire.pack(number, head, frames)
-        if self.lost is None and not self._transport.is_closing():
+        if self.lost is None and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(buffers)
 
     def allow(self, bounds: wire.Bounds) -> None:
@@ -191,13 +205,15 @@ class _Channel(asyncio.Protocol):
 
     def close(self) -> None:
         self.lost = self.lost or ConnectionError("the connection was closed from this side")
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _refuse(self, error: PeerError) -> None:
         logger.warning("closed a connection: %s", error)
         self.lost = error
         self._received.clear()
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def _next(self) -> wire.Message | None:
         """Return the next message once all of it is there; until then, note how many bytes are needed to go on."""
@@ -228,11 +244,19 @@ async def _connect(name: str) -> _Connection | None:
     return None if connection.channel.lost is not None else connection
 
 
-def _check_user(transport: asyncio.Transport) -> None:
-    """Raise PeerError unless the process on the other side is of this user."""
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() in _STOPPED)
+    except psutil.Error:  # it may be of another PID namespace, or hidden
+        return False
+
+
+def _check_user(transport: asyncio.Transport) -> int:
+    """Return the process on the other side. PeerError unless it is of this user."""
     credentials = transport.get_extra_info("socket").getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
     )
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.getuid():
         raise PeerError(f"process {pid} of user {uid} was refused")
+    return int(pid)
