@@ -65,12 +65,13 @@ class ClusterConfig:
     memory_limit: str | None = None
     """Memory of one worker process, such as ``64GiB``; a run whose estimate is higher is refused. None: no limit."""
     start_timeout: float = 120.0
-    """Most seconds until every worker is up and its roles are built."""
+    """Most seconds until every worker is up, and then of silence while its roles are built."""
     stall_timeout: float = 600.0
-    """Seconds without progress after which a wait for a peer fails and names it."""
+    """Seconds in which nothing gets done on any worker after which the run ends."""
     peer_timeout: float | None = None
-    """Seconds without a sign of life after which a peer counts as dead, and the scheduler after 15 at least. A link
-    that is down for less costs nothing but the time. None: 5 where all workers are on one host, 15 where they are not.
+    """Seconds without a sign of life after which a peer counts as dead if its process is not there either, and the
+    scheduler after 15 at least. A link that is down for less costs nothing but the time. None: 5 where all workers are
+    on one host, 15 where they are not.
     """
 
     @property

@@ -26,6 +26,7 @@ from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
 _TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it
+_TELL_EVERY = 4.0  # seconds at most, for those who watch
 _CLOSE_TIMEOUT = 30.0  # seconds for every worker to free its model
 _STOP_TIMEOUT = 2.0  # seconds for workers to notice an abort before the cluster is closed
 
@@ -34,14 +35,24 @@ class Driver:
     """Runs iterations on the workers of a run."""
 
     def __init__(
-        self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, folder: Callable[[int], str]
+        self,
+        client: Client,
+        spec: RunSpec,
+        lookahead: int,
+        stall_timeout: float,
+        folder: Callable[[int], str],
+        on_progress: Callable[[int, str], None] = lambda beats, place: None,
     ) -> None:
-        """``folder(step)`` returns the URL of a new folder for the checkpoint of a step."""
+        """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
+
+        ``on_progress`` is called every few seconds in which something got done, with the number of all that workers
+        have got done so far, samples, micro-batches, rows and so on, and where most of them are.
+        """
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
-        self._folder = folder
+        self._folder, self._on_progress = folder, on_progress
         self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[Pending] = deque()
@@ -96,7 +107,7 @@ class Driver:
 
         ``stays``: the cluster stays when this process ends, however that happens.
         """
-        tell_every = min(timeout, self._stall_timeout) / _TELLS
+        tell_every = min(timeout / _TELLS, self._stall_timeout / _TELLS, _TELL_EVERY)
         ports = self._on_cluster.register(stays, tell_every, self._handle_waiting)
         self._last = self._submit("start", start_worker, ports=ports)
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
@@ -261,7 +272,9 @@ class Driver:
                 raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
             case "built":
                 self.kept[event["member"]] = list(event["kept"])
-            case "finished" | "progress":
+            case "progress":
+                self._on_progress(event["beats"], event["place"])
+            case "finished":
                 pass
 
     def _place(self) -> str:

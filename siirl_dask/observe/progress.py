@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 
 from rich import progress as bars
 from rich.console import Console
@@ -18,6 +19,8 @@ from siirl_dask.planner import Phase
 
 _LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
 _SILENCE = 60.0  # seconds after which a step is printed in any case
+_START_SILENCE = 10.0  # seconds between lines about a start, and before the first
+_MOST = 0.99  # of a step, while it is under way
 
 
 class Pace:
@@ -42,15 +45,56 @@ class Pace:
         return max((until - since) / (done - first) * (total - done) - (now - until), 0.0)
 
 
+class StepShare:
+    """Estimates how much of a step's time is over: as much as in the step before, when that had got as much done.
+
+    A beat is a token step, a micro-batch or a scored row: how long one takes differs, and repeats in each step.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._beats, self._began = 0, (0, now)
+        self._curve, self._last = [(0, 0.0)], [(0, 0.0)]  # beats and seconds of this step, and of the one before
+
+    def count(self, beats: int, now: float) -> float:
+        """Return the share of the step under way, 0 in a run's first, when ``beats`` have been counted so far."""
+        if beats < self._beats:  # the run is tried again
+            self._began, self._curve = (0, now), [(0, 0.0)]
+        self._beats = beats
+        self._curve.append((beats - self._began[0], now - self._began[1]))
+        seconds = self._last[-1][1]
+        return min(_MOST, _seconds_at(beats - self._began[0], self._last) / seconds) if seconds else 0.0
+
+    def end_step(self, now: float) -> None:
+        """Note that a step is done, and another one begins."""
+        self._last = [*self._curve, (self._beats - self._began[0], now - self._began[1])]
+        self.begin_step(now)
+
+    def begin_step(self, now: float) -> None:
+        """Note that a step begins, and that what came before it was none."""
+        self._began, self._curve = (self._beats, now), [(0, 0.0)]
+
+
+def _seconds_at(beats: int, curve: Sequence[tuple[int, float]]) -> float:
+    for (fewer, before), (more, after) in pairwise(curve):
+        if beats < more:
+            return before + (after - before) * (beats - fewer) / (more - fewer)
+    return curve[-1][1]
+
+
 class Progress:
-    """Shows one run: call ``start``, then ``step`` and ``validation`` as they come, then ``close`` in any case."""
+    """Shows one run: call ``start``, then ``step`` and ``validation`` as they come, then ``close`` in any case.
+
+    ``under_way`` may be called at any time in between, and while the workers start.
+    """
 
     def __init__(self, total_steps: int, console: Console | None = None, enabled: bool = True) -> None:
         self._total = total_steps
         self._console = console or PipeConsole()
         self._enabled = enabled
         self._pace = Pace(0, time.monotonic())
-        self._printed_at = 0.0
+        self._printed_at = time.monotonic()
+        self._step, self._share, self._begun = 0, StepShare(time.monotonic()), False
+        self._shown = ""
         self._bar: bars.Progress | None = None
         if enabled and self._console.is_terminal:
             self._bar = _make_bar(self._console, self._time_left)
@@ -58,7 +102,8 @@ class Progress:
 
     def start(self, dashboard_url: str | None, run_url: str, done: int = 0) -> None:
         """Print where the run is, and begin to count time. A resumed run has trained ``done`` steps before."""
-        self._pace = Pace(done, time.monotonic())
+        self._pace, self._step, self._begun = Pace(done, time.monotonic()), done, True
+        self._share.begin_step(time.monotonic())
         self.note(f"run        {run_url}")
         if dashboard_url:
             self.note(f"dashboard  {dashboard_url}")
@@ -72,12 +117,31 @@ class Progress:
             return
         done, now = record["step"], time.monotonic()
         self._pace.mark(done, now)
-        shown = headline(record["metrics"])
+        self._share.end_step(now)
+        self._step = done
+        self._shown = shown = headline(record["metrics"])
         if self._bar:
             self._bar.update(self._task, completed=done, shown=shown)
         elif self._is_due(done, now):
             self._printed_at = now
             self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
+
+    def under_way(self, beats: int, place: str) -> None:
+        """Show what gets done within a step: ``beats`` things so far in the run, most workers being in ``place``.
+
+        The bar moves; without a terminal, and while workers start, a line tells of it now and then.
+        """
+        now = time.monotonic()
+        share = self._share.count(beats, now)
+        if not self._enabled:
+            return
+        if self._begun and self._bar:
+            shown = "  ".join(part for part in (self._shown, place) if part)
+            self._bar.update(self._task, completed=self._step + share, shown=shown)
+        elif place and now - self._printed_at >= (_SILENCE if self._begun else _START_SILENCE):
+            self._printed_at = now
+            about = f"in step    {self._step + 1}/{self._total}  " if self._begun else "starting   "
+            self.note(about + (f"{share:.0%} done, {place}" if share else place))
 
     def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
         """Print the accuracy after ``step`` steps, and metrics over several samples a prompt, such as pass@8."""
@@ -104,6 +168,7 @@ class Progress:
 
     def close(self) -> None:
         """Restore the terminal. May be called twice."""
+        self._begun = False
         if self._bar:
             self._bar.stop()
 
@@ -113,6 +178,13 @@ class Progress:
     def _is_due(self, done: int, now: float) -> bool:
         every = -(-self._total // _LINES)
         return done in (1, self._total) or done % every == 0 or now - self._printed_at >= _SILENCE
+
+
+class _Steps(bars.ProgressColumn):
+    """Shows the steps that are done, without the share of the one under way."""
+
+    def render(self, task: bars.Task) -> Text:
+        return Text(f"step {int(task.completed)}/{task.total:.0f}")
 
 
 class _TimeLeft(bars.ProgressColumn):
@@ -128,7 +200,7 @@ class _TimeLeft(bars.ProgressColumn):
 
 def _make_bar(console: Console, left: Callable[[], str]) -> bars.Progress:
     columns = (
-        bars.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        _Steps(),
         bars.BarColumn(bar_width=20),
         bars.TextColumn("{task.fields[shown]}", markup=False),
         _TimeLeft(left),

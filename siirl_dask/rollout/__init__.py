@@ -61,7 +61,8 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
         )
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
-    return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows)
+    with device.stage("the loading of weights"):
+        return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows, progress=device.progress)
 
 
 def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,12 +39,20 @@ from siirl_dask.rollout.weight_loading import WeightLoader
 class TransformersEngine(HoldsNoGroups):
     """A RolloutEngine over ``model.generate``, in batches of at most ``max_rows`` rows."""
 
-    def __init__(self, model: ModelConfig, *, device: str = "cpu", max_rows: int = 256) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str = "cpu",
+        max_rows: int = 256,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``progress`` is called for each token, and each weight that is loaded."""
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
         self._parameters = WeightLoader(self._model)
         self._device = device
-        self._max_rows = max_rows
+        self._max_rows, self._progress = max_rows, progress
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
@@ -71,6 +79,7 @@ class TransformersEngine(HoldsNoGroups):
         with torch.no_grad():
             for name, tensor in weights:
                 parameters[name].copy_(tensor)
+                self._progress()
         self.version = version
 
     def sleep(self) -> None:
@@ -97,7 +106,7 @@ class TransformersEngine(HoldsNoGroups):
             mask[row, width - len(prompt) :] = 1
         seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
         sampling = requests[0].sampling
-        sampler, ends = Sampler(seeds, sampling, begun), self._end_tokens | {*sampling.stop_token_ids}
+        sampler, ends = Sampler(seeds, sampling, begun, self._progress), self._end_tokens | {*sampling.stop_token_ids}
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -140,10 +149,18 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
 class Sampler(LogitsProcessor):
     """Chooses each row's next token inside ``generate`` and keeps it with its log-probability.
 
-    ``begun`` is the number of response tokens that each row has already; None is 0.
+    ``begun`` is the number of response tokens that each row has already; None is 0. ``progress`` is called for each
+    token of all rows.
     """
 
-    def __init__(self, seeds: Sequence[int], sampling: Sampling, begun: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        begun: Sequence[int] | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._progress = progress
         self._seeds = np.array([as_seed(seed) for seed in seeds], dtype=np.uint64)
         self._begun = np.array(begun or [0] * len(seeds), dtype=np.uint64)
         self._draw = TokenSampler(sampling)
@@ -155,6 +172,7 @@ class Sampler(LogitsProcessor):
         tokens, logprobs = self._draw(scores, self._seeds, self._begun + np.uint64(len(self._tokens)))
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
+        self._progress()
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def result(self) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,8 @@ def build_trainer(
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Policy  # imports transformers
 
-    return Policy(backend, model, trainer, rank, temperature=rollout.temperature)
+    with device.stage("the loading of weights"):
+        return Policy(backend, model, trainer, rank, temperature=rollout.temperature)
 
 
 @builds(preflight=check_reference, groups=trainer_groups)
@@ -71,7 +72,8 @@ def build_reference(
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.policy import Reference
 
-    return Reference(backend, model, temperature=rollout.temperature)
+    with device.stage("the loading of weights"):
+        return Reference(backend, model, temperature=rollout.temperature)
 
 
 @builds(preflight=check_critic, groups=trainer_groups)
@@ -80,7 +82,8 @@ def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: Tra
     backend = _backend(device, rank, model, trainer)
     from siirl_dask.training.critic import ValueCritic
 
-    return ValueCritic(backend, trainer, rank)
+    with device.stage("the loading of weights"):
+        return ValueCritic(backend, trainer, rank)
 
 
 def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:
@@ -105,4 +108,5 @@ def build_reward_model(
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
-    return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)
+    with device.stage("the loading of weights"):
+        return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)

@@ -7,6 +7,7 @@ import logging
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -118,6 +119,11 @@ class Supervisor(SchedulerPlugin):
         }
         return {member: (reading.beats, reading.place, reading.waits) for member, reading in readings.items()}
 
+    def _busiest_place(self) -> str:
+        """Return where most workers are that do not wait for others; an empty text where all wait."""
+        places = Counter(place for _, place, waits in self.readings().values() if place and not waits)
+        return next((place for place, _ in places.most_common(1)), "")
+
     @property
     def _pause(self) -> float:
         return min(self._patience, self._tell_every) / _LOOKS
@@ -134,7 +140,8 @@ class Supervisor(SchedulerPlugin):
             self._looks, before = 0, self._beats
             self._beats = sum(beats for beats, _, _ in self.readings().values())
             if self._beats != before:
-                self._scheduler.log_event(self._topic, {"kind": "progress"})
+                event = {"kind": "progress", "beats": self._beats, "place": self._busiest_place()}
+                self._scheduler.log_event(self._topic, event)
         self._silent = 0 if self._heard else self._silent + 1
         self._heard = False
         if self._client is not None and self._silent * self._pause >= self._patience:

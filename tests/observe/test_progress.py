@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from siirl_dask.observe import Progress, Record
-from siirl_dask.observe.progress import Pace, headline, time_left
+from siirl_dask.observe.progress import Pace, StepShare, headline, time_left
 
 
 def console(terminal: bool, width: int = 80) -> Console:
@@ -68,6 +68,63 @@ def test_a_terminal_gets_a_bar_with_step_reward_speed_and_time_left():
     for part in ("━━━", "reward 0.040", "12,346 tokens/s", "0:00 left"):
         assert part in last
     assert "validation  step 4  accuracy 0.8125  (256 prompts)" in text
+
+
+def test_the_share_of_a_step_is_that_of_its_time_as_the_step_before_spent_it():
+    """Ninety things in a second, then ten rows whose reward takes a second each."""
+    share = StepShare(now=100.0)
+    assert [share.count(beats, 100.0 + seconds) for beats, seconds in ((90, 1.0), (95, 6.0), (99, 10.0))] == [0, 0, 0]
+    share.count(100, 111.0)
+    share.end_step(now=111.0)
+    shares = [share.count(beats, 0.0) for beats in (100, 145, 190, 195, 250)]
+    assert shares == pytest.approx([0, 0.5 / 11, 1 / 11, 6 / 11, 0.99])
+    assert share.count(3, 0.0) < 0.01  # the run is tried again
+
+
+def test_the_bar_moves_within_a_step_and_counts_only_whole_ones(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("siirl_dask.observe.progress.time.monotonic", lambda: now[0])
+    progress = Progress(4, console(terminal=True, width=120))
+    progress.start(None, "runs/a")
+    done = []
+    for step in (1, 2):
+        for beats in (10, 50, 90):
+            now[0] = 10.0 * (step - 1) + beats / 10
+            progress.under_way((step - 1) * 100 + beats, f"node 'rollout', train step {step}")
+            done.append(progress._bar.tasks[0].completed)
+        now[0] = 10.0 * step
+        progress.under_way(step * 100, f"node 'update', train step {step}")
+        progress.step(Record(step=step, phase="train", seconds=0.1, metrics={"reward/mean": 0.5}))
+        done.append(progress._bar.tasks[0].completed)
+    assert done == pytest.approx([0, 0, 0, 1, 1.1, 1.5, 1.9, 2])  # the first step tells how much is in one
+    progress.under_way(290, "node 'rollout', train step 3")
+    progress._bar.refresh()
+    last = text_of(progress).replace("\r", "\n").splitlines()[-1]
+    progress.close()
+    assert "step 2/4" in last
+    assert "reward 0.500  node 'rollout', train step 3" in last
+
+
+def test_a_long_step_and_a_long_start_say_where_they_are_in_a_ci_log(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("siirl_dask.observe.progress.time.monotonic", lambda: now[0])
+    progress = Progress(3, console(terminal=False))
+    for beats in range(8):
+        now[0] += 4
+        progress.under_way(beats, "the building of role 'rollout': vLLM loads the weights")
+    assert text_of(progress).splitlines() == ["starting   the building of role 'rollout': vLLM loads the weights"] * 2
+    progress.start(None, "runs/a")
+    for beats in (7, 107):
+        progress.under_way(beats, "node 'rollout', train step 1")
+        now[0] += 10
+    progress.step(Record(step=1, phase="train", seconds=0.1, metrics={}))
+    for beats in range(127, 177, 10):
+        now[0] += 30
+        progress.under_way(beats, "node 'rollout', train step 2")
+    assert text_of(progress).splitlines()[4:] == [
+        "in step    2/3  15% done, node 'rollout', train step 2",
+        "in step    2/3  25% done, node 'rollout', train step 2",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -1,6 +1,7 @@
 import json
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,14 @@ def test_a_second_engine_is_refused_until_the_first_is_gone(folder):
         VllmEngine(model, rollout, DEVICE)
     assert first.generate([[1]], [1], Sampling(max_tokens=1))
     del first
-    second = VllmEngine(model, rollout, DEVICE)
+    said = []
+    second = VllmEngine(model, rollout, replace(DEVICE, stage=lambda name: nullcontext(said.append(name))))
+    assert said == [
+        "vLLM loads the weights",
+        "vLLM compiles the model and measures its memory",
+        "vLLM makes its cache",
+        "vLLM compiles kernels and captures graphs",
+    ]
     second.close()
     second.close()
 

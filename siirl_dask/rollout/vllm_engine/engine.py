@@ -70,7 +70,9 @@ class VllmEngine(HoldsNoGroups):
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
-        self._llm = self._start(model, settings, given_options(rollout, device))
+        self._progress = device.progress
+        with vllm_process.named_stages(device.stage):
+            self._llm = self._start(model, settings, given_options(rollout, device))
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
@@ -95,6 +97,7 @@ class VllmEngine(HoldsNoGroups):
         try:
             with self._eager():
                 while self._admit(queue, running):
+                    self._progress()
                     for output in engine.step():
                         if output.finished:
                             queue.complete(running.pop(output.request_id), self._generation(output))

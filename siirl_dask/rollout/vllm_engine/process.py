@@ -8,8 +8,8 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,37 @@ def prepare() -> None:
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         if hasattr(registry, "_run_in_subprocess"):  # the child process would import packages that are hidden here
             registry._run_in_subprocess = lambda function: function()
+
+
+_LOADING = "vLLM loads the weights"
+_STAGES = {
+    "determine_available_memory": "vLLM compiles the model and measures its memory",
+    "initialize_from_config": "vLLM makes its cache",
+    "compile_or_warm_up_model": "vLLM compiles kernels and captures graphs",
+}
+"""Names of the parts of an engine's start after that, by the call of vLLM's executor that does each."""
+
+
+@contextmanager
+def named_stages(stage: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """Tell by ``stage`` what vLLM does while it starts inside: each part may take minutes, and reports nothing."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # not before it is prepared for
+
+    begin, call = UniProcExecutor._init_executor, UniProcExecutor.collective_rpc
+
+    def named_begin(self: Any) -> None:
+        with stage(_LOADING):
+            begin(self)
+
+    def named_call(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        with stage(_STAGES[method]) if method in _STAGES else nullcontext():
+            return call(self, method, *args, **kwargs)
+
+    UniProcExecutor._init_executor, UniProcExecutor.collective_rpc = named_begin, named_call
+    try:
+        yield
+    finally:
+        UniProcExecutor._init_executor, UniProcExecutor.collective_rpc = begin, call
 
 
 @contextmanager
