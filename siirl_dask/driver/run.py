@@ -31,6 +31,7 @@ from siirl_dask.errors import ConfigError, Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains
+from siirl_dask.planner.inputs import alike
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.attempt import take
@@ -165,12 +166,13 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
-    driver = Driver(client, spec, lookahead, config.cluster.stall_timeout, checkpoints.folder)
+    stall_timeout, shown = config.cluster.stall_timeout, log.progress.under_way
+    driver = Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, shown)
     prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
     commit = partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest())
     train = phases[Phase.TRAIN]
-    shown = config.observe.progress and not again
-    notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if shown else []
+    noted = config.observe.progress and not again
+    notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if noted else []
     return _Try(driver, phases, prepare_folder, commit, notes)
 
 
@@ -227,7 +229,9 @@ def _plan(
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
     if resume.cut is not None:
         plan = compile_chains(resume.cut.dag, workers, NO_DATA, config.cluster.placement, hosts)
-        phases[Phase.REPLAY] = (plan, phases[Phase.TRAIN][1])
+        train, dataset = phases[Phase.TRAIN]
+        for phase, one in alike({Phase.TRAIN: train, Phase.REPLAY: plan}).items():
+            phases[phase] = (one, dataset)
     return phases
 
 

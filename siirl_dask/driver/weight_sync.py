@@ -8,7 +8,7 @@ from siirl_dask.config import Config, WeightSync
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import Plan, Stage
 from siirl_dask.planner.explain.tables import worker_ranges
-from siirl_dask.planner.weight_streams import why_no_broadcast
+from siirl_dask.planner.weight_streams import stays, why_no_broadcast
 from siirl_dask.schema import PARAMETER_DATA
 
 
@@ -31,6 +31,10 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
         senders, receivers = plan.placement[source.node.role], plan.placement[target.node.role]
         if set(senders) == set(receivers) and len(senders) == 1:
             continue
+        named = f"new weights ({source.node.name} -> {target.node.name})"
+        if plan.streams.get(source.node.name) == target.node.name and stays(source, target, plan.placement):
+            notes.append(f"{named} stay on their workers: each engine loads what its trainer has gathered")
+            continue
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
         broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"
         if weight_sync is WeightSync.rows or reason:
@@ -42,7 +46,7 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
         else:
             both = worker_ranges((*senders, *receivers), workers)
             route = f"{broadcast} if workers {both} have an accelerator each, else as rows"
-        notes.append(f"new weights ({source.node.name} -> {target.node.name}) go {route}")
+        notes.append(f"{named} go {route}")
     return notes
 
 

@@ -160,7 +160,8 @@ class Stream:
     columns: tuple[str, ...]
     """Columns of a piece."""
     edge: Edge | None
-    """Edge of the pieces; None where one worker alone has both nodes."""
+    """Edge of the pieces; None where each worker takes its own, as it has both nodes: tensors, if the nodes handle
+    them."""
     joins: tuple[str, ...] = ()
     """Workers of a broadcast of the table as tensors: the source's first worker, and all of the target's. Empty where
     no broadcast is possible.
@@ -254,3 +255,10 @@ class Plan:
     """Target node of each source node whose table is streamed piece by piece."""
     hosts: Hosts = field(default_factory=dict)
     """Host of each worker; empty where all are on one."""
+    whole: frozenset[str] = frozenset()
+    """Nodes whose tables were not to be streamed."""
+
+    @property
+    def lagged_streams(self) -> frozenset[str]:
+        """Source nodes of streams whose target is steps ahead."""
+        return frozenset(source for source, target in self.streams.items() if self.dag.node(target).lag)

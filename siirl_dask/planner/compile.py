@@ -6,7 +6,8 @@ waits, so no two workers can wait for each other; ``deadlock.py`` checks every p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
@@ -32,7 +33,7 @@ from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.restore import is_stored, stored_table
-from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
+from siirl_dask.planner.weight_streams import find_streams, stays, why_no_broadcast
 from siirl_dask.schema import Schema, make_schema
 
 
@@ -42,11 +43,13 @@ def compile_chains(
     source: Schema,
     placement: Mapping[str, Sequence[int]] | None = None,
     hosts: Hosts | None = None,
+    whole: Collection[str] = (),
 ) -> Plan:
     """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed role is on every one.
 
     ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are ordered such that
-    groups of its ranks (``@builds(groups=...)``) lie on one host where they can.
+    groups of its ranks (``@builds(groups=...)``) lie on one host where they can. ``whole`` are nodes whose tables are
+    not streamed: iterations of two plans that take rows from each other must move them alike.
 
     PlanError when the column contracts do not hold, or the placement names an unknown role or worker.
     """
@@ -57,10 +60,13 @@ def compile_chains(
     check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
     moves = plan_moves(stages, placed, hosts)
+    streams = {name: to for name, to in find_streams(stages, placed).items() if name not in whole}
+    for source_node, target in streams.items():
+        if stays(stages[source_node], stages[target], placed):
+            moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    streams = find_streams(stages)
     chains = _chains(workers, stages, moves, placed, streams, hosts)
-    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
+    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts, frozenset(whole))
     check_order(plan)
     return plan
 
@@ -98,7 +104,8 @@ def _chains(
             here += [Lagged(node.lag, with_drops(now))] if node.lag else now
             here += sends if worker in senders else []
         for worker, link in streaming.items():  # on workers of the target alone
-            links[worker].append(link)
+            lag = stages[streams[name]].node.lag
+            links[worker].append(Lagged(lag, (link,)) if lag else link)
         if node.save_as:
             for worker, own in links.items():
                 saves = worker in part

@@ -9,7 +9,8 @@ an earlier iteration, which all workers run first.
 
 A ``Stream`` is two nodes at one place of the order, and its workers go through its pieces in one order: a source makes
 piece k once all sinks hold piece k - 4, and a sink asks for piece k once it has made its own. The workers at the
-earliest piece therefore wait for nobody.
+earliest piece therefore wait for nobody. The sinks of a lagged one are steps ahead of its sources: they wait for these
+in no other node (``weight_streams.find_streams``), so they come to it.
 """
 
 from __future__ import annotations

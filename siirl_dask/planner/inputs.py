@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from siirl_dask.planner.chain import Plan
 from siirl_dask.planner.compile import compile_chains
@@ -25,15 +26,35 @@ class PlanInputs:
     """Workers of each role, by index."""
     hosts: tuple[str, ...]
     """Host of each worker; empty where all are on one."""
+    whole: frozenset[str] = frozenset()
+    """Nodes whose tables are not streamed."""
 
     @staticmethod
     def of(plan: Plan) -> PlanInputs:
         """Return the inputs of ``plan``, but for the names of its workers."""
         index = {worker: number for number, worker in enumerate(plan.chains)}
         placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
-        return PlanInputs(plan.dag, plan.dataset, placed, tuple(host_of(w, plan.hosts) for w in index if plan.hosts))
+        hosts = tuple(host_of(worker, plan.hosts) for worker in index if plan.hosts)
+        return PlanInputs(plan.dag, plan.dataset, placed, hosts, plan.whole)
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""
         hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
-        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts)
+        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts, self.whole)
+
+
+P = TypeVar("P")
+
+
+def alike(plans: Mapping[P, Plan]) -> dict[P, Plan]:
+    """Return the plans of phases whose steps take lagged rows from one another: they stream the same ones.
+
+    A step after a replay loads weights that the replay published, by its own plan.
+    """
+    common = frozenset.intersection(*(plan.lagged_streams for plan in plans.values()))
+    return {
+        phase: plan
+        if plan.lagged_streams == common
+        else replace(PlanInputs.of(plan), whole=plan.lagged_streams - common).compile(list(plan.chains))
+        for phase, plan in plans.items()
+    }

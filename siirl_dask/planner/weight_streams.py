@@ -9,33 +9,71 @@ from siirl_dask.planner.dag import DAG, Node, Rows
 from siirl_dask.planner.explain.tables import short_name, steps_behind
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 
+Placed = Mapping[str, tuple[str, ...]]
+"""Workers of each role, in rank order."""
 
-def find_streams(stages: Mapping[str, Stage]) -> dict[str, str]:
+
+def find_streams(stages: Mapping[str, Stage], placed: Placed) -> dict[str, str]:
     """Return the target node of each source node whose table can be streamed.
 
-    A table is made whole if it is saved, if several nodes or a lagged one read it, or if one of the two functions
-    declares no stream.
+    A table is made whole if it is saved, if several nodes read it, if one of the two functions declares no stream, or
+    if its reader is steps behind and the source may not wait for it: see ``_may_wait``.
     """
     readers: dict[str, list[str]] = {name: [] for name in stages}
     for name, stage in stages.items():
         for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
             readers[source].append(name)
     alone = {source: names[0] for source, names in readers.items() if len(names) == 1 and not readers[names[0]]}
-    return {source: target for source, target in alone.items() if _fit(stages[source].node, stages[target].node)}
+    fit = ((source, target) for source, target in alone.items() if _fit(stages[source].node, stages[target].node))
+    return {
+        source: target
+        for source, target in fit
+        if not stages[target].node.lag or _may_wait(stages, placed, source, target)
+    }
 
 
-def why_no_broadcast(
-    source: Stage, target: Stage, placed: Mapping[str, tuple[str, ...]], streams: Mapping[str, str]
-) -> str | None:
+def _may_wait(stages: Mapping[str, Stage], placed: Placed, source: str, target: str) -> bool:
+    """Return whether the workers of ``source`` may wait in their step for those of ``target``, which are steps ahead.
+
+    A stream's source waits until its pieces are taken. So what the target's workers do until then must not wait for
+    the source's: no other node of theirs gets rows from these, or from workers that wait for these, or shares a role
+    with them.
+    """
+    late, grown = set(placed[stages[source].node.role]), True
+    while grown:
+        grown = False
+        for name, stage in stages.items():
+            own = placed[stage.node.role]
+            parents = (*stage.node.after, *stage.sources.values())
+            before = {worker for parent in parents for worker in placed[stages[parent].node.role]}
+            if name != target and not late.isdisjoint({*own, *before}) and not late.issuperset(own):
+                late.update(own)
+                grown = True
+    return late.isdisjoint(placed[stages[target].node.role])
+
+
+def stays(source: Stage, target: Stage, placed: Placed) -> bool:
+    """Return whether each worker takes the tensors of a stream from itself, without a table: it has both roles, and all
+    of the source's workers go through all tensors.
+    """
+    gives, takes = source.node.weight_source, target.node.weight_sink
+    both = set(placed[source.node.role]) == set(placed[target.node.role])
+    return both and gives is not None and gives.tensors is not None and takes is not None and takes.tensors is not None
+
+
+def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapping[str, str]) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
     giver, taker = source.node, target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
-    if taker.lag:
-        return f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness)"
     gives, takes = giver.weight_source, taker.weight_sink
     if gives is None or gives.tensors is None or takes is None or takes.tensors is None:
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
         return f"{functions} do not both handle tensors (@columns(stream=...))"
+    if taker.lag and streams.get(giver.name) != taker.name and _fit(giver, taker):
+        return (
+            f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness), and its workers also wait for "
+            f"those of role {giver.role!r} elsewhere: give them no role in common (cluster.placement)"
+        )
     if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.outputs):
         return f"the table of node {giver.name!r} is saved, has other readers, or does not go whole to each worker"
     if both:
@@ -45,7 +83,7 @@ def why_no_broadcast(
 
 def _fit(source: Node, target: Node) -> bool:
     declared = source.weight_source is not None and target.weight_sink is not None
-    whole = source.save_as or target.save_as or target.lag
+    whole = source.save_as or target.save_as
     return declared and not whole and target.after == (source.name,) and target.rows is Rows.REPLICATED
 
 

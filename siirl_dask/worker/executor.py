@@ -9,7 +9,22 @@ from typing import Any, TypeVar
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
-from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Report, Restore, Run, Save, Send, Stream
+from siirl_dask.planner import (
+    Chain,
+    Drop,
+    Edge,
+    Iteration,
+    Lagged,
+    Link,
+    Load,
+    Recv,
+    Report,
+    Restore,
+    Run,
+    Save,
+    Send,
+    Stream,
+)
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -81,8 +96,20 @@ class ChainRun:
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):
+                    for skipped in self.lag_window.skipped(iteration, steps):
+                        self._in(skipped)._discard_streams(inner)
                     if (earlier := self.lag_window.lagged(iteration, steps)) is not None:
-                        replace(self, calls=replace(self.calls, iteration=earlier, tables={}))._follow(inner)
+                        self._in(earlier)._follow(inner)
+
+    def _in(self, earlier: Iteration) -> ChainRun:
+        """Return the same run, with the links of an earlier iteration to come."""
+        return replace(self, calls=replace(self.calls, iteration=earlier, tables={}))
+
+    def _discard_streams(self, links: Sequence[Link]) -> None:
+        """Take what streams bring and leave it: their sources wait until it is taken."""
+        for link in links:
+            if isinstance(link, Stream):
+                weight_stream.discard(link, self.calls)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         with self.calls.runtime.pulse.waiting():

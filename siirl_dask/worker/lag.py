@@ -49,6 +49,16 @@ class LagWindow:
                 since_drain = [] if past.drain else [*since_drain, past]
         return since_drain[-1 - steps] if len(since_drain) > steps else None
 
+    def skipped(self, iteration: Iteration, steps: int) -> list[Iteration]:
+        """Return the iterations whose lagged links never run because ``iteration`` drains: its own come instead."""
+        if not iteration.drain:
+            return []
+        since_drain: list[Iteration] = []
+        for past in self._iterations:
+            if past.phase.counts_as == iteration.phase.counts_as and past.sequence < iteration.sequence:
+                since_drain = [] if past.drain else [*since_drain, past]
+        return since_drain[-steps:]
+
 
 def _largest_lag(chains: Iterable[Chain]) -> int:
     return max((link.steps for chain in chains for link in chain.links if isinstance(link, Lagged)), default=0)

@@ -6,7 +6,8 @@ the one that arrived; its node may still refer to the last row of the table befo
 that is both source and sink makes its own share of a table before it requests all of it, so nobody waits for a table
 that nobody makes.
 
-Where a broadcast can bring the tensors from device to device, only the index travels as a table.
+Where a broadcast can bring the tensors from device to device, only the index travels as a table. Where each worker is
+both, nothing travels: its sink gets the tensors that its source has gathered, on their device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -39,18 +41,38 @@ def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
     clock, broadcast = Clock(runtime.meter), runtime.broadcasts.get(link.joins)
-    made = _made(link, calls, tensors=broadcast is not None) if link.gives else iter(())
+    tensors = broadcast is not None or (link.edge is None and _handle_tensors(link))
+    made = _made(link, calls, tensors=tensors) if link.gives else iter(())
     made = clock.timed(link.source.name, made)
     if link.edge is None:
         index = next(made)
-        _take(link, calls, RowStream(index, check_order(index, made, link.source.name)), clock)
+        stream = RowStream(index, made if tensors else check_order(index, made, link.source.name))
+        _take(link, calls, stream, clock, tensors=tensors)
+    elif broadcast is not None:
+        _broadcast(link, calls, made, _edge(link.edge, calls), broadcast, clock)
     else:
-        edge = StreamEdge(link.edge, calls.iteration, runtime.databuffer, runtime.loop, runtime.stop, runtime.pulse)
-        if broadcast is not None:
-            _broadcast(link, calls, made, edge, broadcast, clock)
-        else:
-            _relay(link, calls, made, edge, clock)
+        _relay(link, calls, made, _edge(link.edge, calls), clock)
     clock.log(calls.metrics)
+
+
+def discard(link: Stream, calls: NodeCalls) -> None:
+    """Take all of a stream that comes from other workers, and leave it."""
+    assert link.edge is not None, "what is of an earlier iteration comes from other workers"
+    clock, edge = Clock(calls.runtime.meter), _edge(link.edge, calls)
+    broadcast = calls.runtime.broadcasts.get(link.joins)
+    stream = consume(edge, iter(()), clock) if broadcast is None else _arriving(edge, broadcast, clock)
+    for _ in stream.tables:
+        calls.runtime.stop.check()
+
+
+def _handle_tensors(link: Stream) -> bool:
+    source, sink = link.source.weight_source, link.target.weight_sink
+    return source is not None and source.tensors is not None and sink is not None and sink.tensors is not None
+
+
+def _edge(edge: Edge, calls: NodeCalls) -> StreamEdge:
+    runtime = calls.runtime
+    return StreamEdge(edge, calls.iteration, runtime.databuffer, runtime.loop, runtime.stop, runtime.pulse)
 
 
 def _relay(link: Stream, calls: NodeCalls, made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> None:
@@ -66,21 +88,26 @@ def _broadcast(
     link: Stream, calls: NodeCalls, made: Iterator[Any], edge: StreamEdge, broadcast: Broadcast, clock: Clock
 ) -> None:
     """Send the index along the edge, and the tensors from device to device."""
-
-    @contextmanager
-    def waiting() -> Iterator[None]:
-        with clock.running(edge.edge.name), edge.pulse.waiting():
-            yield
-
     if link.gives:
         index = next(made)
         edge.publish(0, index)
-        sent = broadcast.send(index, made, waiting)
+        sent = broadcast.send(index, made, partial(_waiting, edge, clock))
         calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
     else:
-        with waiting():
-            index = edge.wait_for(edge.ask_for(0))
-        _take(link, calls, RowStream(index, broadcast.receive(index, waiting)), clock, tensors=True)
+        _take(link, calls, _arriving(edge, broadcast, clock), clock, tensors=True)
+
+
+def _arriving(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> RowStream:
+    """Return the stream that a broadcast brings, whose index comes along the edge."""
+    with _waiting(edge, clock):
+        index = edge.wait_for(edge.ask_for(0))
+    return RowStream(index, broadcast.receive(index, partial(_waiting, edge, clock)))
+
+
+@contextmanager
+def _waiting(edge: StreamEdge, clock: Clock) -> Iterator[None]:
+    with clock.running(edge.edge.name), edge.pulse.waiting():
+        yield
 
 
 def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
@@ -104,6 +131,7 @@ def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
         yield index if announces else index.slice(0, 0)
         for item in stream.tables:
             yield item if tensors else checked(node, link.columns, table, item)
+            calls.runtime.pulse.beat()
             del item  # else it would live while the next one is made
 
 
@@ -172,7 +200,7 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + passed - self._within.pop()
             self._within[-1] += passed
 
-    def timed(self, name: str, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    def timed(self, name: str, tables: Iterator[Any]) -> Generator[Any]:
         """Yield ``tables``, counting the time that each takes to make under ``name``."""
         while True:
             with self.running(name):

@@ -18,6 +18,7 @@ from tests.conftest import digits_overrides
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
+SHARED = "cluster.placement={rollout: [0, 1], policy: [2, 3]}"  # the role of the reward is on all workers
 BROADCAST = "rollout.weight_sync=broadcast"
 
 
@@ -42,7 +43,15 @@ def notes(file):
         ((BROADCAST,), "by broadcast from worker 2 to 0, 1"),
         (("rollout.weight_sync=rows",), "as rows: rollout.weight_sync=rows"),
         ((OVER,), "as rows: worker '1' has both roles, 'policy' and 'rollout' (cluster.placement)"),
-        (("rollout.max_staleness=1",), "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness)"),
+        (
+            ("rollout.max_staleness=1",),
+            "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else as rows",
+        ),
+        (
+            ("rollout.max_staleness=1", SHARED),
+            "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness), and its workers also wait for "
+            "those of role 'policy' elsewhere: give them no role in common (cluster.placement)",
+        ),
     ],
 )
 def test_a_plan_says_which_way_weights_take(files, overrides, said):
@@ -53,12 +62,18 @@ def test_weights_that_stay_on_their_worker_are_not_spoken_of(files):
     assert notes(files("cluster.workers=1", "cluster.placement={}")) == []
 
 
+def test_weights_that_stay_on_each_of_several_workers_are_said_to(files):
+    assert notes(files("cluster.placement={}")) == [
+        "new weights (weights -> load_weights) stay on their workers: each engine loads what its trainer has gathered"
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "changed", "said"),
     [
         ((OVER,), {}, "worker '1' has both roles, 'policy' and 'rollout'"),
         (("cluster.placement={}",), {}, "worker '0' has both roles"),
-        (("rollout.max_staleness=1",), {}, "node 'load_weights' is 1 step behind"),
+        (("rollout.max_staleness=1", SHARED), {}, "node 'load_weights' is 1 step behind"),
         (
             ("trainer.lora.rank=2",),
             {"fn": publish_adapters},

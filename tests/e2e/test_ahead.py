@@ -48,11 +48,15 @@ def test_rows_ahead_are_sampled_by_earlier_weights_in_any_placement(steps, train
     for expected, got in zip(one.records(), other.records(), strict=True):
         assert got["metrics"]["policy/loss"] == pytest.approx(expected["metrics"]["policy/loss"], abs=1e-5)
         assert got["metrics"]["staleness/max"] == min(steps, got["step"] - 1)
+        assert got["metrics"]["seconds/weights->load_weights"] > 0  # in parts, as without a lag
 
 
-def test_validation_is_of_the_newest_weights(digits_task, train):
+@pytest.mark.parametrize("way", ["rollout.weight_bucket=20KiB", "rollout.weight_sync=broadcast"])
+def test_validation_is_of_the_newest_weights(digits_task, train, way):
+    """Weights of step 1 and 3, which nobody loads before newer ones come, are taken from the policy that waits."""
     run = train(
         "validated",
+        way,
         "run.steps=4",
         "rollout.max_staleness=1",
         f"validation.url={digits_task.train}",

@@ -39,6 +39,19 @@ def test_a_lagged_node_gets_an_earlier_step_and_its_own_at_a_drain():
     assert looked_at(2, [False, False, False, True, False, False, False]) == [None, None, 1, 4, None, None, 5]
 
 
+@given(steps=st.integers(1, 4), with_drains=st.lists(st.booleans(), min_size=1, max_size=20))
+def test_each_step_is_looked_at_or_skipped_once(steps, with_drains):
+    """A drain skips steps that would have been looked at later; a stream's source waits until somebody takes them."""
+    with_drains = [*with_drains, True]
+    worker, seen, skipped = history(steps), [], []
+    for iteration in iterations_of(with_drains):
+        worker.begin(iteration, iteration.sequence)
+        if iteration.phase == "train":
+            skipped += [one.step for one in worker.skipped(iteration, steps)]
+            seen += [one.step for one in [worker.lagged(iteration, steps)] if one is not None]
+    assert sorted(seen + skipped) == list(range(1, len(with_drains) + 1))
+
+
 @given(
     steps=st.integers(1, 4),
     with_drains=st.lists(st.booleans(), min_size=1, max_size=20),
@@ -60,6 +73,7 @@ def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, l
                 other, min(iteration.sequence, max(0, other.sequence - lags[-1 - other.sequence]))
             )
             assert earlier is None or kept_from <= earlier.sequence
+            assert all(kept_from <= one.sequence for one in looking.skipped(iteration, steps))
 
 
 def test_without_lagged_nodes_completed_iterations_are_forgotten():

@@ -92,7 +92,7 @@ def _chain(chain: Chain) -> str:
                     notes["from"], received = received, []
                     notes["in parts to"].append(target.name)
                 if takes:
-                    begin(target.name)
+                    begin(f"{target.name}, {steps_behind(target.lag)}" if target.lag else target.name)
                     notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
