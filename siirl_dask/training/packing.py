@@ -27,6 +27,9 @@ class Packing:
     runs: Runs
     ranks: Rank | None = None
     """Rank of this process in its sequence-parallel group; None without one."""
+    ends: Tensor | None = None
+    """[R + 1] int32 on the device, cu_seqlens: a copy to a device waits for it, so one serves all layers. None on a
+    CPU, where attention needs none."""
 
 
 @dataclass(frozen=True, slots=True)

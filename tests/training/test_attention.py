@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import sys
 from inspect import signature
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,15 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, takes_varlen
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.testing.rows import random_rows
+from siirl_dask.training.model import attention, network
+from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, row_ends, takes_varlen
+from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, flash_kernel
 from siirl_dask.training.model.network import rounding
 from siirl_dask.training.packing import Packing
+from tests.settings import trainer_config
+from tests.training.roles import policy
 
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
 
@@ -59,7 +67,7 @@ def test_one_varlen_call_equals_a_call_per_length(runs, heads, window, scaling):
     expected, _ = packed_attention(
         torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=scaling, sliding_window=window
     )
-    output = attend_varlen(reference_varlen, *packed, tuple(runs), scaling, window)
+    output = attend_varlen(reference_varlen, *packed, Packing(tuple(runs)), scaling, window)
     assert_close(output[None], expected)
     for one, other in zip(
         torch.autograd.grad(output.square().sum(), packed),
@@ -79,7 +87,7 @@ def test_varlen_attn_accepts_the_arguments(window):
         calls.append({name: bound.arguments[name] for name in ("max_q", "window_size", "enable_gqa")})
         return varlen_attn(*(each.to("meta") if torch.is_tensor(each) else each for each in arguments), **options)
 
-    output = attend_varlen(kernel, *random_heads(runs, 2), runs, None, window)
+    output = attend_varlen(kernel, *random_heads(runs, 2), Packing(runs), None, window)
     assert output.shape == (11, 4, 8)
     assert calls == [{"max_q": 5, "window_size": (-1 if window is None else 2, 0), "enable_gqa": True}]
 
@@ -100,6 +108,76 @@ def test_varlen_attn_accepts_the_arguments(window):
 )
 def test_varlen_attn_is_used_where_it_is_supported(device, dtype, widths, taken):
     assert takes_varlen(device, dtype, *widths) == taken
+
+
+def as_flash_attn(*arguments, softmax_scale, causal, window_size):
+    """``flash_attn_varlen_func`` of the flash_attn packages, which returns its output with what a backward needs."""
+    assert causal
+    grouped = arguments[0].shape[1] != arguments[1].shape[1]
+    return (
+        reference_varlen(*arguments, scale=softmax_scale, window_size=window_size, enable_gqa=grouped),
+        "log-sum-exp",
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "in_torch", "chosen"),
+    [
+        ((9, 0), ["flash_attn_interface", "flash_attn"], True, "FlashAttention-3 (flash_attn_interface)"),
+        ((9, 0), ["flash_attn"], True, "FlashAttention-2 (torch)"),
+        ((8, 0), ["flash_attn_interface"], True, "FlashAttention-2 (torch)"),
+        ((12, 0), ["flash_attn_interface"], True, "FlashAttention-2 (torch)"),
+        ((8, 9), ["flash_attn"], False, "FlashAttention-2 (flash_attn)"),
+        ((8, 9), [], False, None),
+        ((7, 5), ["flash_attn_interface", "flash_attn"], True, None),
+    ],
+)
+def test_the_best_kernel_that_is_installed_for_the_device_is_chosen(
+    monkeypatch, capability, installed, in_torch, chosen
+):
+    for name in ("flash_attn_interface", "flash_attn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in installed:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_varlen_func=as_flash_attn))
+    kernel = choose_kernel(capability, in_torch)
+    assert (kernel and kernel.name) == chosen
+    if kernel is not None and "torch" not in kernel.name:
+        runs = ((2, 3), (1, 5))
+        for window in (None, 2):
+            expected = attend_varlen(reference_varlen, *random_heads(runs, 2), Packing(runs), None, window)
+            assert_close(attend_varlen(kernel.attend, *random_heads(runs, 2), Packing(runs), None, window), expected)
+
+
+def test_the_log_says_which_kernel_computes(monkeypatch, caplog):
+    properties = SimpleNamespace(major=8, minor=0, name="A device")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    flash_kernel.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            flash_kernel(torch.device("cuda:3"))
+    flash_kernel.cache_clear()
+    assert caplog.messages == ["packed attention on cuda:3 (A device) is computed by FlashAttention-2 (torch)"]
+
+
+def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, tmp_path):
+    """A layer that built its own would copy it to the device and wait for that."""
+    seen = []
+
+    def kernel(query, key, value, ends, *others, **options):
+        seen.append(ends)
+        return reference_varlen(query, key, value, ends, *others, **options)
+
+    trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
+    monkeypatch.setattr(attention, "takes_varlen", lambda *arguments: True)
+    monkeypatch.setattr(attention, "flash_kernel", lambda device: FlashKernel("a test's", kernel))
+    made = []
+    monkeypatch.setattr(network, "ends_for_kernels", lambda *given: made.append(row_ends(*given)) or made[-1])
+    trainer.logprobs(random_rows([(2, 1), (2, 2), (1, 4)]))
+    assert [ends.tolist() for ends in made] == [[0, 3, 7, 12]]
+    assert len(seen) == 3
+    assert all(ends is made[0] for ends in seen)
+    assert attention.ends_for_kernels(((1, 2),), torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -2,26 +2,22 @@
 
 transformers' packed sdpa builds that mask and costs as much as padding to all T tokens. Here rows of equal length,
 which a micro-batch packs side by side, share one call. On GPUs in bfloat16 or float16 all rows share one call of
-torch's ``varlen_attn`` (FlashAttention-2, arXiv:2307.08691).
+FlashAttention: see ``attention_kernels``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from siirl_dask.training.model.attention_kernels import Kernel, flash_kernel
 from siirl_dask.training.packing import Packing, Runs
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
 """Name of ``packed_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
-Kernel = Callable[..., Any]
-"""``torch.nn.attention.varlen.varlen_attn``, or a function of its signature."""
 _BLOCK = 512  # least number of queries per call with a sliding window: fewer are slower, more need larger masks
 
 
@@ -48,34 +44,37 @@ def packed_attention(
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
     dtype, widths = compute_dtype(query), (query.shape[-1], value.shape[-1])
-    if takes_varlen(query.device.type, dtype, *widths) and _has_varlen(query.device):
-        from torch.nn.attention.varlen import varlen_attn  # imports the compiler
-
+    flash = flash_kernel(query.device) if takes_varlen(query.device.type, dtype, *widths) else None
+    if flash is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
-        output = attend_varlen(varlen_attn, query, key, value, runs, scaling, sliding_window)
+        output = attend_varlen(flash.attend, query, key, value, packing, scaling, sliding_window)
     else:
         output = _attend_runs(query, key, value, runs, scaling, sliding_window)
     return (output if ranks is None else to_tokens(output, ranks))[None], None
 
 
 def takes_varlen(device: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Return whether ``varlen_attn`` can compute this, with or without a sliding window.
+    """Return whether FlashAttention can compute this, with or without a sliding window.
 
-    It is compiled for CUDA devices, bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
+    torch's is compiled for CUDA devices, bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
     """
     fits = width == value_width and width % 32 == 0 and 0 < width <= 256
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
 
 def attend_varlen(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attend within all rows in one call of ``kernel``. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    counts, lengths = torch.tensor(runs).unbind(1)
-    lengths = lengths.repeat_interleave(counts)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(query.device, torch.int32)
-    longest = max(length for _, length in runs)
+    ends = row_ends(packing.runs, query.device) if packing.ends is None else packing.ends
+    longest = max(length for _, length in packing.runs)
     before = -1 if window is None else window - 1  # a window includes the token itself, the kernel's does not
     output: Tensor = kernel(
         q, k, v, ends, ends, longest, longest,
@@ -84,15 +83,22 @@ def attend_varlen(
     return output
 
 
+def ends_for_kernels(runs: Runs, device: torch.device) -> Tensor | None:
+    """Return ``row_ends`` on a device whose kernels may want them; None on a CPU, which has no such kernel."""
+    return None if device.type == "cpu" else row_ends(runs, device)
+
+
+def row_ends(runs: Runs, device: torch.device) -> Tensor:
+    """Return where each row begins and the last one ends, the kernels' cu_seqlens. [R + 1] int32."""
+    counts, lengths = torch.tensor(runs).unbind(1)
+    ends = lengths.repeat_interleave(counts).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype that scaled_dot_product_attention would use: rotated queries are float32 also under autocast."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-
-
-def _has_varlen(device: torch.device) -> bool:
-    """Return whether a CUDA device has FlashAttention-2, which needs the tensor cores of Ampere."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend_runs(

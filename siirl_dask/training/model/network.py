@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.model.attention import PACKED, leave_uncompiled
+from siirl_dask.training.model.attention import PACKED, ends_for_kernels, leave_uncompiled
 from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
@@ -230,7 +230,11 @@ def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> 
         position_ids=batch.position_ids.to(device),
         attention_mask=None,
         use_cache=False,
-        packing=Packing(batch.runs, None if batch.route is None else batch.route.ranks),
+        packing=Packing(
+            batch.runs,
+            None if batch.route is None else batch.route.ranks,
+            ends_for_kernels(batch.runs, device),
+        ),
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
