@@ -18,8 +18,9 @@ _STYLES = {State.OK: "green", State.NOTE: "yellow", State.FAULT: "bold red"}
 
 def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print what is found, and return the exit code. ConfigError for a configuration that cannot be used."""
-    if config is None and overrides:
-        raise ConfigError(f"{overrides[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
+    given = [*([config] if config and "=" in config else []), *overrides]
+    if given and (config is None or "=" in config):
+        raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
     findings = examine(None if config is None else load_config_file(config, overrides).config)
     faults = sum(finding.state is State.FAULT for finding in findings)
     if as_json:

@@ -28,7 +28,7 @@ def test_faults_are_told_with_their_cures_as_json(tmp_path, broken):
     (tmp_path / "file").touch()
 
     def few_files():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (120, 4096))
 
     with_config = [str(shipped("quickstart.yaml")), "run.url=file/run"]
     how = {"cwd": tmp_path, "env": broken, "preexec_fn": few_files}
@@ -63,6 +63,7 @@ def test_findings_are_told_as_text_and_the_exit_code_says_whether_one_is_a_fault
         (["no-such.yaml"], "no-such.yaml"),
         (["quickstart.yaml", "run.stepz=3"], "did you mean 'steps'"),
         (["--cluster", "slurm.yaml"], "expected siirl-dask doctor CONFIG"),
+        (["run.url=here"], "'run.url=here' is given without a CONFIG"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused_before_anything(arguments, said, capsys, tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ LIMITS = """
 import json, resource
 from dataclasses import asdict
 from siirl_dask.driver.doctor.machine import check_limits
-for limits in ((384, 4096), (100, 4096), (100, 300)):
+for limits in ((192, 4096), (100, 4096), (100, 150)):
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     print(json.dumps([asdict(each) for each in check_limits(8)]))
 """
@@ -84,10 +84,10 @@ def test_a_low_limit_of_open_files_is_a_fault_with_the_cure_that_the_hard_limit_
     found = [each for line in done.stdout.splitlines() for each in json.loads(line) if each["part"] == "open files"]
     assert [each["cure"] for each in found] == [
         "",
-        "ulimit -n 384",
-        "raise nofile in /etc/security/limits.conf to 384",
+        "ulimit -n 192",
+        "raise nofile in /etc/security/limits.conf to 192",
     ]
-    assert {each["text"] for each in found[1:]} == {"a process may open 100, and a run with 8 workers wants 384"}
+    assert {each["text"] for each in found[1:]} == {"a process may open 100, and a run with 8 workers wants 192"}
 
 
 def test_no_room_for_shared_memory_or_temporary_files_is_a_fault(tmp_path):
@@ -224,7 +224,7 @@ def test_a_store_that_lets_two_writers_create_one_file_is_a_fault(monkeypatch):
     assert not Careless.files
 
 
-FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
+FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))"
 
 
 def pretend():
@@ -239,7 +239,7 @@ def test_a_cluster_has_faults_by_host_and_by_worker(cluster, tmp_path):
     findings = check_cluster(ClusterConfig(workers=2, scheduler_file=file))
     (part,) = faults(findings)
     assert part == "host 127.0.0.1"
-    assert faults(findings)[part][0].startswith("open files: a process may open 200")
+    assert faults(findings)[part][0].startswith("open files: a process may open 120")
     assert any("NCCL_ALGO" in each.text and each.state is State.NOTE for each in findings)
     (b,) = [at for at, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == "b"]
     client.run(pretend, workers=[b])

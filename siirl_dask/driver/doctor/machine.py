@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
 from siirl_dask.planner.explain.tables import readable_bytes
 
-_FILES, _FILES_OF_A_WORKER = 256, 16  # descriptors of a driver with its scheduler, and more for each worker
+_FILES, _FILES_OF_A_WORKER = 128, 8  # descriptors; a driver with its scheduler had 43 and 4 more for each worker
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 2**28  # NCCL and vLLM keep their buffers there; containers begin with 64 MiB
 _LEAST_TEMPORARY = 2**28  # rows that spill; torch and triton keep compiled kernels there as well

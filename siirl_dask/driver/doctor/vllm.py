@@ -48,7 +48,7 @@ def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: Devi
         out, err = process.communicate(timeout=_PATIENCE)
     except subprocess.TimeoutExpired:
         text = f"{installed or 'vllm'} could not be imported in {_PATIENCE:g} s"
-        return fault(_PART, text, f"see where it waits: python -m {_PROBE}")
+        return note(_PART, text, f"the machine may be busy; see where it waits: python -m {_PROBE}")
     if process.returncode:
         last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         cure = f"install it anew: {extra} (docs/engines.md), or rollout.engine=transformers"
