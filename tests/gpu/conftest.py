@@ -27,9 +27,11 @@ hide()
 
 def pytest_report_header(config):
     """Begin the log with what the tests run on, as the doctor sees it."""
-    from siirl_dask.driver.doctor.devices import check_devices
-    from siirl_dask.driver.doctor.packages import check_packages
-
+    try:
+        from siirl_dask.driver.doctor.devices import check_devices
+        from siirl_dask.driver.doctor.packages import check_packages
+    except ImportError as error:
+        return [f"the doctor cannot come: {error}"]
     findings = [*check_packages(), *check_devices()]
     return [f"{each.state:<5} {each.part}: {each.text}{each.cure and '; '}{each.cure}" for each in findings]
 

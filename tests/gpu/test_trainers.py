@@ -23,7 +23,6 @@ from siirl_dask.training import TrainBatch, build_trainer
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
 from siirl_dask.worker.process_groups import backend_of, broadcast_group
 from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.weight_broadcast import Broadcast
 from tests.gpu import devices
 
 pytestmark = pytest.mark.gpu
@@ -152,6 +151,8 @@ MODEL = [("small", (7,)), *((f"layer {number}", (1024, 2048)) for number in rang
 
 def _broadcast(rank):
     """Send tensors from the first rank to the others, twice: the first time is nccl's own start."""
+    from siirl_dask.worker.weight_broadcast import Broadcast  # imports Dask
+
     members = devices_of(rank.size, devices.kind())
     own = members[f"w{rank.rank}"]
     group = broadcast_group(own.worker, members, list(members), 60.0)
@@ -170,6 +171,7 @@ def _broadcast(rank):
     return [[float(tensor.min()) for tensor in came], [float(tensor.max()) for tensor in came], seconds]
 
 
+@pytest.mark.gpu(packages=["distributed"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(devices=4))])
 def test_weights_go_by_broadcast_from_one_device_to_the_others(tmp_path, tell, size):
     """Two ranks share a device where there is one, over gloo."""
