@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu(packages=["dask", "distributed", "omegaconf", "boke
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.gpu(packages=["vllm"]))]
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
 ALONE = ["cluster.workers=1", "cluster.placement={}"]
+START = ["rollout.vllm.kv_cache_memory=256MiB", "cluster.start_timeout=600"]  # a first start compiles kernels
 ON_CPU = devices.ON_CPU
 LARGEST_KL = 1e-3
 """Between engine and trainer, which have the same weights: log-probs in float32 differ by 1e-5."""
@@ -37,8 +38,8 @@ def train(task, tmp_path):
         from tests.settings import digits_overrides
 
         url = tmp_path / name
-        cache = "rollout.vllm.kv_cache_memory=256MiB"
-        file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(task, url), cache, *overrides])
+        settings = [*digits_overrides(task, url), *START, *overrides]
+        file = load_config_file(shipped("quickstart.yaml"), settings)
         summary = run(file.config, *dags(file))
         assert summary.status == "complete"
         lines = map(json.loads, (url / "metrics.jsonl").read_text().splitlines())
@@ -102,7 +103,6 @@ def test_the_quickstart_learns_on_the_device(tmp_path, tell, engine):
         "validation.url": task / "validation.parquet",
         "validation.test_url": task / "test.parquet",
         "rollout.engine": engine,
-        "rollout.vllm.kv_cache_memory": "256MiB",
         "observe.progress": "false",
     }
     command = [

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What a check found."""
+    """How grave a finding is."""
 
     OK = "ok"
     NOTE = "note"
@@ -18,13 +18,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one part of the machine, the cluster or the store."""
+    """The result of checking one part of the machine, the cluster or the store."""
 
     part: str
     state: State
     text: str
     cure: str = ""
-    """What to do about a fault, in one line."""
+    """A remedy, in one line."""
 
 
 def ok(part: str, text: str) -> Finding:

@@ -43,7 +43,7 @@ def version(name: str) -> str | None:
 
 
 class _Project:
-    """What this package asks for: from pyproject.toml beside it, or as it was installed."""
+    """The requirements of this package: from pyproject.toml beside it, or as it was installed."""
 
     def __init__(self, requires_python: str, needed: list[str], optional: dict[str, list[str]]) -> None:
         self.requires_python = SpecifierSet(requires_python)
