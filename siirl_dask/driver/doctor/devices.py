@@ -22,7 +22,7 @@ _NODES = {"nvidia": re.compile(r"nvidia\d+"), "ascend": re.compile(r"davinci\d+"
 _BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
 _NAMES = {"NCCL_SOCKET_IFNAME": DeviceKind.CUDA, "HCCL_SOCKET_IFNAME": DeviceKind.NPU}
 _TENSOR_CORES = (8, 0)  # Ampere: bfloat16 and FlashAttention
-_TAKEN = 0.1  # share of a device's memory in use before a run that is worth a word
+_TAKEN, _OWN = 0.1, 2**30  # share of a device's memory in use that is worth a word, beyond what torch's own start takes
 _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
 
 
@@ -80,7 +80,7 @@ def _device(module: Any, kind: DeviceKind, index: int, driver: str) -> Finding:
     name, (free, total) = module.get_device_name(index), module.mem_get_info(index)
     said = f"{name} with {readable_bytes(total)}, {readable_bytes(free)} free, driver {driver or 'unknown'}"
     part = f"{kind}:{index}"
-    if total - free > _TAKEN * total:
+    if total - free > max(_OWN, _TAKEN * total):
         cure = "end what else runs on it, or give a run other devices (CUDA_VISIBLE_DEVICES)"
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
     if kind is DeviceKind.CUDA and module.get_device_capability(index) < _TENSOR_CORES:
