@@ -7,7 +7,7 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
-.PHONY: install quickstart test test-slow sweep lint
+.PHONY: install quickstart test test-gpu test-slow sweep lint
 
 install: $(STAMP)
 
@@ -28,13 +28,26 @@ lint: install
 # Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not sweep"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu and not slow and not sweep"
 	$(BIN)/pytest -m "alone and not slow and not sweep" $$(grep -rl "mark.alone" tests) # of no other file: to import them all takes 20 seconds
+
+# What to run first on a machine with GPUs or NPUs: docs/status.md says what it shows. No installation: it takes .venv where
+# that is there, and else PYTHON, which has torch, transformers and pytest; WHEELS=folder adds the wheels that it lacks.
+# DEVICE=cpu runs the same tests on CPUs, PICK="broadcast or sleep" some of them.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_SITE := build/gpu-site
+# On CPUs the conformance suites and whole runs are in other tests already.
+NOT_ELSEWHERE := not Policy and not TestTransformers and not TestVllm and not bfloat16 and not one_device and not rows_give and not quickstart
+test-gpu:
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl)
+	PYTHONPATH=.:storage$(if $(WHEELS),:$(GPU_SITE)) SIIRL_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest -m gpu \
+	  --confcutdir=tests/gpu -o timeout=1200 -p no:cacheprovider $(if $(PICK),-k "$(PICK)") tests/gpu
 
 # What takes minutes or needs programs of its own, such as Slurm: one at a time.
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
 	$(BIN)/pytest -m slow
+	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
 # Every kill, stop and failure of a store at every place, of which the tests above have a sample.
 sweep: export OMP_NUM_THREADS ?= 1

@@ -32,6 +32,8 @@ _EVAL_OPTIONS = {
 }
 """Options of ``eval`` that are short for a key: {option: (key, placeholder, help)}."""
 
+_DOCTOR_CODES = "exit codes: 0 no fault, 1 a fault, 2 CONFIG cannot be used"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a failure ends the process with a message and an exit code."""
@@ -52,6 +54,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says")
             command.add_argument("--hosts", metavar="4x8", help="for 4 hosts with 8 workers each; or a list, 8,8,4")
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
+    _add_doctor(commands.add_parser("doctor", help="examine this machine, a store and a cluster", epilog=_DOCTOR_CODES))
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     add_cluster_option(quick)
@@ -77,6 +80,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         known = re.findall(r"--[\w-]+", command.format_usage())
         command.error(f"unrecognized arguments: {' '.join(more)}{did_you_mean(more[0], known)}")
     return chosen
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file; default: this machine alone")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.address=tcp://host:8786")
+    command.add_argument("--cluster", metavar="FILE", help="the file that describes a cluster (cluster.spec)")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
@@ -148,6 +158,10 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
             print(describe_run(file.config, *dags(file), chosen.format, hosts))
+        case "doctor":
+            from siirl_dask.commands.doctor import doctor
+
+            sys.exit(doctor(chosen.config, overrides_of(chosen), as_json=chosen.json))
         case "clean":
             from siirl_dask.commands.clean import clean
 

@@ -72,6 +72,13 @@ def interface_of(host: str) -> str:
     )
 
 
+def backends() -> list[str]:
+    """Return those of gloo, nccl and hccl that this torch has; hccl is there once torch_npu is imported."""
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    there["hccl"] = "hccl" in dist.Backend.backend_list
+    return [name for name, available in there.items() if available]
+
+
 def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
     """Make a group of some ranks of the default group, all of whose ranks must call this in the same order.
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from siirl_dask.config import Config
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.models.broken_imports import hide
+from tests.settings import digits_overrides
 
 hide()  # before any test module imports transformers
 gc.disable()  # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
@@ -81,27 +82,6 @@ class Finished:
     def records(self, phase="train"):
         lines = (self.url / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["phase"] == phase]
-
-
-def digits_overrides(task, url):
-    """The quickstart's DAG on the digits task, as overrides of the shipped config."""
-    return [
-        f"run.url={url}",
-        f"data.url={task.train}",
-        "data.prepare=null",
-        f"model.path={task.model}",
-        "rewards.function=siirl_dask.tasks.sorting:digit_fraction",
-        "rollout.engine=transformers",
-        "rollout.max_response_length=8",
-        "data.batch_size=8",
-        "rollout.n=4",
-        "algorithm.minibatches=2",
-        "trainer.lr=2e-3",
-        "validation.url=null",
-        "validation.test_url=null",
-        "observe.progress=false",
-        "run.steps=3",
-    ]
 
 
 @pytest.fixture(scope="session")

@@ -20,3 +20,24 @@ def rollout_config(**settings) -> RolloutConfig:
 
 def _taken(settings, names):
     return {names[name]: settings.pop(name) for name in list(settings) if name in names}
+
+
+def digits_overrides(task, url):
+    """The quickstart's DAG on the digits task, as overrides of the shipped config."""
+    return [
+        f"run.url={url}",
+        f"data.url={task.train}",
+        "data.prepare=null",
+        f"model.path={task.model}",
+        "rewards.function=siirl_dask.tasks.sorting:digit_fraction",
+        "rollout.engine=transformers",
+        "rollout.max_response_length=8",
+        "data.batch_size=8",
+        "rollout.n=4",
+        "algorithm.minibatches=2",
+        "trainer.lr=2e-3",
+        "validation.url=null",
+        "validation.test_url=null",
+        "observe.progress=false",
+        "run.steps=3",
+    ]

@@ -60,15 +60,19 @@ def tiny_model(
     kv_heads: int = 1,
     head_dim: int = 32,
     intermediate: int | None = None,
+    vocabulary: int = VOCABULARY,
     family: Family = "qwen3",
     tied: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write a random model and its tokenizer; same seed, same weights. vLLM takes no ``head_dim`` below 32."""
+    """Write a random model and its tokenizer; same seed, same weights. vLLM takes no ``head_dim`` below 32.
+
+    With a larger ``vocabulary`` it is as large as a real one, and most of what it samples is no text.
+    """
     config_class, model_class = _FAMILIES[family]
     tokenizer = tiny_tokenizer(chat_template=chat_template)
     config = config_class(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,

@@ -13,31 +13,54 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from siirl_dask.collectives import LOOPBACK, listen_at
-from siirl_dask.context import Rank
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.worker.devices import visible_devices
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
+from siirl_dask.worker.process_groups import backend_of
 
 _TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path) -> list[Any]:
-    """Call ``function(rank)`` in ``size`` new processes that share a gloo group on loopback. Returns their results.
+def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path, kind: DeviceKind = DeviceKind.CPU) -> list[Any]:
+    """Call ``function(rank)`` in ``size`` new processes that share a process group on loopback. Returns their results.
 
-    Results are tensors, numbers, strings and containers of them; ``folder`` is an empty folder to exchange them. An
-    exception in a rank is raised here, with its traceback.
+    ``kind`` is that of the devices on which they compute: each rank's is current there, and ranks share those of this
+    machine where there are fewer. The group's backend is the one that a run would take for them; ``rank.side_group`` is
+    a gloo group. Results are tensors on the CPU, numbers, strings and containers of them; ``folder`` is an empty folder
+    to exchange them. An exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
     prepare_processes()
-    start_processes(_run_rank, (size, payload, str(folder)), nprocs=size, start_method=START_METHOD)
+    start_processes(_run_rank, (size, payload, str(folder), kind), nprocs=size, start_method=START_METHOD)
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
-def _run_rank(rank: int, size: int, payload: bytes, folder: str) -> None:
+def devices_of(size: int, kind: DeviceKind) -> dict[str, Device]:
+    """Return the devices of ``size`` workers on this machine, in the order of ranks; ValueError if it has none."""
+    names = [f"w{rank}" for rank in range(size)]
+    if kind is DeviceKind.CPU:
+        return {name: Device(name) for name in names}
+    if (visible := visible_devices()).kind is not kind:
+        raise ValueError(f"no {kind} is visible to this process: there is a {visible.kind}")
+    indices = [rank % len(visible.cards) for rank in range(size)]
+    return {
+        name: Device(name, kind, index, visible.cards[index], indices.count(index))
+        for name, index in zip(names, indices, strict=True)
+    }
+
+
+def _run_rank(rank: int, size: int, payload: bytes, folder: str, kind: DeviceKind) -> None:
     listen_at(LOOPBACK)
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    devices = devices_of(size, kind)
+    if kind is not DeviceKind.CPU:
+        torch.get_device_module(str(kind)).set_device(devices[f"w{rank}"].index)
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]  # no stubs
+    backend = backend_of(devices.values()) if size > 1 else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
-        result = cloudpickle.loads(payload)(Rank(rank, size, dist.group.WORLD))
+        side_group = dist.new_group(backend="gloo")
+        result = cloudpickle.loads(payload)(Rank(rank, size, dist.group.WORLD, side_group))
         torch.save(result, f"{folder}/result-{rank}")
         dist.barrier()  # a rank that is done must not destroy the group under another
     finally:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from siirl_dask.algorithms import LossInputs, TokenLoss
-from siirl_dask.config import ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.models.loading import no_progress_bars
 from siirl_dask.rollout import Generation, RolloutEngine, Sampling
@@ -58,15 +58,22 @@ PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length 
 """Prompts of one token and of many, two of them of equal length."""
 
 
-def assert_agrees_with_trainer(engine: RolloutEngine, folder: Path, after: Sequence[int]) -> None:
-    """Check that engine and trainer agree on log-probs of samples, within 1e-4, after each number of updates in
-    ``after``. The engine loads the trainer's weights after every update.
+def assert_agrees_with_trainer(
+    engine: RolloutEngine,
+    folder: Path,
+    after: Sequence[int],
+    device: Device = Device("w0"),  # noqa: B008  # frozen
+    dtype: Dtype = Dtype.float32,
+    tolerance: float = 1e-4,
+) -> None:
+    """Check that engine and trainer agree on log-probs of samples, within ``tolerance``, after each number of updates
+    in ``after``. The trainer is on ``device``, and the engine loads its weights after every update, from there.
     """
     sampling = Sampling(max_tokens=6, temperature=0.7)
     trainer = build_trainer(
-        Device("w0"),
+        device,
         Rank(),
-        model=ModelConfig(path=str(folder)),
+        model=ModelConfig(path=str(folder), dtype=dtype),
         trainer=TrainerConfig(lr=3e-3),
         rollout=RolloutConfig(temperature=sampling.temperature),
     )
@@ -76,7 +83,7 @@ def assert_agrees_with_trainer(engine: RolloutEngine, folder: Path, after: Seque
         rows = pack_samples(PROMPTS, samples)
         trained = trainer.logprobs(rows).logprobs
         if updates in after:
-            assert_close(sampled, trained, atol=1e-4, rtol=0)
+            assert_close(sampled, trained, atol=tolerance, rtol=0)
         batch = TrainBatch(
             rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
         )

@@ -107,8 +107,8 @@ def load_state(new: Stateful, folder: Path, rank: Rank | None = None) -> None:
 
 
 def copied_weights(trained: Trainer | Critic) -> dict[str, Tensor]:
-    """Return copies of the weights."""
-    return {name: tensor.clone() for name, tensor in trained.weights()}
+    """Return copies of the weights, on the CPU."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in trained.weights()}
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip, sequence_mean_token_sum
 from siirl_dask.config import TrainerConfig
-from siirl_dask.context import Rank
+from siirl_dask.context import DeviceKind, Rank
 from siirl_dask.errors import TrainingError
 from siirl_dask.tasks.tiny_model import Family, tiny_model
 from siirl_dask.testing.ranks import run_ranks
@@ -48,13 +48,19 @@ _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
 
 class TrainerTests:
-    """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32, on a CPU.
+    """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32, on a device.
 
-    ``make_trainer`` also runs in other processes, one per rank, where ``rank.group`` is a gloo process group.
+    ``make_trainer`` also runs in other processes, one per rank, where ``rank.group`` is a process group and the rank's
+    device is the current one.
     """
 
     families: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
     """Model families whose scores must equal those of a plain forward pass."""
+
+    @classmethod
+    def device_kind(cls) -> DeviceKind:
+        """Return the kind of the device on which the trainer computes; its scores are compared with a CPU's."""
+        return DeviceKind.CPU
 
     @classmethod
     def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
@@ -72,7 +78,8 @@ class TrainerTests:
         module = sys.modules[cls.__module__]
         cloudpickle.register_pickle_by_value(module)  # a rank may be unable to import the subclass's module
         try:
-            return run_ranks(2, partial(_learn, cls.make_trainer, folder), tmp_path_factory.mktemp("ranks"))
+            learn = partial(_learn, cls.make_trainer, folder)
+            return run_ranks(2, learn, tmp_path_factory.mktemp("ranks"), cls.device_kind())
         finally:
             cloudpickle.unregister_pickle_by_value(module)
 

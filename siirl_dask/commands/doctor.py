@@ -1,0 +1,43 @@
+"""``siirl-dask doctor``: examines the machine and, with a configuration, its store and its cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.text import Text
+
+from siirl_dask.config.file import load_config_file
+from siirl_dask.driver.doctor import Finding, State, examine
+from siirl_dask.errors import ConfigError
+from siirl_dask.observe import PipeConsole, printable
+
+_STYLES = {State.OK: "green", State.NOTE: "yellow", State.FAULT: "bold red"}
+
+
+def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print what is found, and return the exit code. ConfigError for a configuration that cannot be used."""
+    given = [*([config] if config and "=" in config else []), *overrides]
+    if given and (config is None or "=" in config):
+        raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
+    findings = examine(None if config is None else load_config_file(config, overrides).config)
+    faults = sum(finding.state is State.FAULT for finding in findings)
+    if as_json:
+        print(json.dumps({"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]}, indent=1))
+    else:
+        _print(findings, faults)
+    return 1 if faults else 0
+
+
+def _print(findings: Sequence[Finding], faults: int) -> None:
+    console = PipeConsole()
+    width = max(len(finding.part) for finding in findings)
+    for finding in findings:
+        text = Text(f"{finding.state:<6}", style=_STYLES[finding.state])
+        text.append(f"{printable(finding.part):<{width}}  {printable(finding.text)}", style="default")
+        if finding.cure:
+            text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
+        console.print(text, soft_wrap=True)
+    counted = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
+    console.print(Text(f"{counted} in {len(findings)} findings"), soft_wrap=True)

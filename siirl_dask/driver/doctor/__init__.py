@@ -1,0 +1,54 @@
+"""Examines what a run stands on: Python and packages, the machine, devices, vLLM, the store, the cluster.
+
+A check returns findings and changes nothing; the store's cleans up. What depends on a configuration's DAG, its model
+and its data is not looked at here: ``preflight`` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from siirl_dask.config import Config
+from siirl_dask.context import DeviceKind
+from siirl_dask.driver.doctor.devices import check_devices
+from siirl_dask.driver.doctor.finding import Finding, State, fault
+from siirl_dask.driver.doctor.machine import check_machine
+from siirl_dask.driver.doctor.packages import check_packages
+from siirl_dask.driver.doctor.storage import check_storage
+from siirl_dask.driver.doctor.vllm import judge_vllm, vllm_probe
+
+__all__ = ["Finding", "State", "examine"]
+
+
+def examine(config: Config | None) -> list[Finding]:
+    """Return what is found, faults among it. Without ``config`` only this machine is looked at."""
+    chosen = config or Config()
+    cluster = chosen.cluster
+    here = 0 if cluster.exists or cluster.spec else cluster.workers
+    with vllm_probe() as probe:
+        findings = [
+            *_checked("packages", check_packages),
+            *_checked("machine", lambda: check_machine(here, cluster.threads, chosen.data.spill_directory)),
+            *_checked("devices", check_devices),
+        ]
+        if config is not None:
+            findings += _checked("storage", lambda: [check_storage(config.run.url)])
+            findings += _checked("cluster", lambda: _cluster(config))
+        kinds = [kind for kind in DeviceKind if any(each.part.startswith(f"{kind}:") for each in findings)]
+        kind = kinds[0] if kinds else DeviceKind.CPU
+        return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, chosen.rollout.engine, kind)])]
+
+
+def _cluster(config: Config) -> Iterable[Finding]:
+    from siirl_dask.driver.doctor.cluster import check_cluster  # Dask, which other checks need not wait for
+
+    return check_cluster(config.cluster)
+
+
+def _checked(part: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return what a check finds. One that fails is a fault itself: a patient must not end its doctor."""
+    try:
+        return list(check())
+    except Exception as error:
+        text = f"it could not be examined: {type(error).__name__}: {error}"
+        return [fault(part, text, "see whether the packages are whole (pip check); a fault of this command otherwise")]

@@ -1,0 +1,99 @@
+"""Connects to the cluster that a configuration names, and compares its processes with this one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from distributed import Client
+
+from siirl_dask.collectives import interface_of
+from siirl_dask.config import ClusterConfig
+from siirl_dask.driver.deployment import check_spec
+from siirl_dask.driver.doctor.finding import Finding, State, fault, note, ok
+from siirl_dask.driver.doctor.logs import warnings_of
+from siirl_dask.driver.doctor.machine import check_limits
+from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.scheduler_file import read_address
+from siirl_dask.errors import ConfigError
+from siirl_dask.observe import Progress
+
+_PART = "cluster"
+_PATIENCE = 10.0  # seconds for the scheduler's answer; a run waits for cluster.start_timeout
+_FAREWELL = 0.5  # seconds
+_ALIKE = "install the same environment on every host, or start the workers from an image"
+
+
+def check_cluster(cluster: ClusterConfig) -> list[Finding]:
+    """Return findings on the cluster that the configuration names, whatever it is. Nothing is started."""
+    if cluster.spec:
+        return [_described(cluster.spec)]
+    if not cluster.exists:
+        return [ok(_PART, f"a run starts {cluster.workers} workers on this machine")]
+    try:
+        return _existing(cluster)
+    except ConfigError as error:
+        return [fault(_PART, str(error), "start the scheduler, or correct cluster.address or cluster.scheduler_file")]
+
+
+def _described(path: str) -> Finding:
+    try:
+        check_spec(path)
+    except ConfigError as error:
+        return fault(_PART, str(error), "see docs/clusters.md for files that work")
+    return note(_PART, f"{path} can be used; it is not started here, so its hosts are not looked at")
+
+
+def _existing(cluster: ClusterConfig) -> list[Finding]:
+    address = cluster.address
+    if cluster.scheduler_file:
+        wait = _PATIENCE if Path(cluster.scheduler_file).exists() else 0.0
+        address = read_address(cluster.scheduler_file, wait, Progress(0, enabled=False))
+    assert address is not None
+    try:
+        client = Client(address, timeout=_PATIENCE)
+    except (OSError, ValueError, TypeError) as error:  # no scheduler; a malformed address; tls without certificates
+        raise ConfigError(f"no Dask scheduler answers at {address!r}: {error}") from error
+    try:
+        return _workers(client, cluster.workers)
+    finally:
+        with suppress(TimeoutError):
+            client.close(timeout=_FAREWELL)
+
+
+def _workers(client: Client, wanted: int) -> list[Finding]:
+    scheduler = client.scheduler_info(n_workers=-1)
+    address, there = scheduler["address"], scheduler["workers"]
+    where = f"the scheduler at {address}"
+    if not there:
+        cure = f"dask worker {address} --nthreads 1 --memory-limit 0"
+        return [fault(_PART, f"{where} has no workers, and a run wants {wanted}", cure)]
+    counted = f"{where} has {len(there)} workers"
+    findings = [ok(_PART, counted)]
+    if len(there) < wanted:
+        findings = [fault(_PART, f"{counted}, and a run wants {wanted}", "start more, or lower cluster.workers")]
+    with warnings_of("siirl_dask.driver") as told:
+        try:
+            named = members(client, len(there))
+        except ConfigError as error:
+            return [*findings, fault("versions", str(error), _ALIKE)]
+    findings += [note("versions", text) for text in told] or [ok("versions", "the same in all processes")]
+    return [*findings, *_hosts(client, named, wanted)]
+
+
+def _hosts(client: Client, named: dict[str, str], wanted: int) -> list[Finding]:
+    """Return what a worker on each host finds of its limits, and over which interface it reaches its peers."""
+    hosts = hosts_of(named)
+    first = {host: worker for worker, host in reversed(hosts.items())}
+    limits = client.run(check_limits, wanted, workers=[named[worker] for worker in first.values()])
+    findings = []
+    for host, worker in first.items():
+        faults = [each for each in limits[named[worker]] if each.state is State.FAULT]
+        interface = client.run(interface_of, host, workers=[named[worker]], on_error="return")[named[worker]]
+        if isinstance(interface, Exception):
+            findings.append(fault(f"host {host}", str(interface), "dask worker --host ADDRESS or --interface NAME"))
+        findings += [Finding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults]
+        if not faults and not isinstance(interface, Exception):
+            count = list(hosts.values()).count(host)
+            findings.append(ok(f"host {host}", f"{count} workers, which reach their peers over {interface}"))
+    return findings

@@ -1,0 +1,42 @@
+"""The result of one check of the doctor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """How grave a finding is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing, and no reason for a run to fail."""
+    FAULT = "fault"
+    """A run that needs this fails, or is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of checking one part of the machine, the cluster or the store."""
+
+    part: str
+    state: State
+    text: str
+    cure: str = ""
+    """A remedy, in one line."""
+
+
+def ok(part: str, text: str) -> Finding:
+    """Return the finding that a part is as it should be."""
+    return Finding(part, State.OK, text)
+
+
+def note(part: str, text: str, cure: str = "") -> Finding:
+    """Return a finding that stops nothing."""
+    return Finding(part, State.NOTE, text, cure)
+
+
+def fault(part: str, text: str, cure: str) -> Finding:
+    """Return a fault with its cure."""
+    return Finding(part, State.FAULT, text, cure)

