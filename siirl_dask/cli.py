@@ -52,7 +52,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says")
             command.add_argument("--hosts", metavar="4x8", help="for 4 hosts with 8 workers each; or a list, 8,8,4")
             command.add_argument("--device-memory", metavar="80GB", help="memory of a worker's accelerator")
-            command.add_argument("--devices", type=int, metavar="N", help="accelerators of a host; default: all workers'")
+            command.add_argument(
+                "--devices", type=int, metavar="N", help="accelerators of a host; default: all workers'"
+            )
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")

@@ -12,6 +12,7 @@ from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.preflight import check
+from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
@@ -33,6 +34,8 @@ def describe_run(
     accelerators of each host; None: one for each worker. UserError for all mistakes that a run would refuse, such as
     more memory than ``cluster.memory_limit``; but of accelerators that are too small it says so, and what to change.
     """
+    if devices is not None and devices < 1:
+        raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
     validation = validation_of(config, dag, validation)
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)

@@ -1,4 +1,4 @@
-"""Reads a model's architecture, and the shapes of its parameters, from its ``config.json`` alone: no weights are needed.
+"""Reads a model's architecture, and the shapes of its parameters, from its ``config.json`` alone, without weights.
 
 Shapes of the families that are trained most follow from arithmetic, which takes no time; those of others from
 transformers, on the meta device.

@@ -1,5 +1,5 @@
-"""Reads a model's size from its folder: parameters from the headers of its weight files, or from its config where it has
-no weights yet; widths from its config.
+"""Reads a model's size from its folder: parameters from the headers of its weight files, or where it has none from its
+config; widths from its config.
 """
 
 from __future__ import annotations

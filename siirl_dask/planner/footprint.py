@@ -1,8 +1,8 @@
 """The memory of a role's object on an accelerator, part by part, and what roles on one accelerator come to together.
 
-At any time each worker computes with one of its roles, while the others keep what they hold, or what is left of it where
-they can sleep. So a worker needs the most of these moments, and workers that share an accelerator need their sum. One
-role may take what all this leaves: an engine, for its cache.
+At any time each worker computes with one of its roles, while the others keep what they hold, or what is left of it
+where they can sleep. So a worker needs the most of these moments, and workers that share an accelerator need their sum.
+One role may take what all this leaves: an engine, for its cache.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class Card:
 
 
 def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
-    """Return an accelerator of ``memory`` bytes on which roles that fill have taken what the others leave, in equal parts.
+    """Return an accelerator of ``memory`` bytes on which the roles that fill have taken what the others leave.
 
-    They take no more than ``MOST_SHARE`` of it together, and where they have a share of their own, that. Nothing is
-    left where the roles do not fit: see ``Card.fits``.
+    They take equal parts, and no more than ``MOST_SHARE`` of it together; where they have a share of their own, that.
+    Nothing is left where the roles do not fit: see ``Card.fits``.
     """
     workers = {worker: _with_shares(roles, memory, len(workers)) for worker, roles in workers.items()}
     card = Card(memory, workers)

@@ -119,6 +119,9 @@ def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[tuple[str, Engin
             take("vllm.max_num_batched_tokens=4096", vllm=vllm)
     if engine.rollout.max_rows > 64:
         take("max_rows=64", max_rows=64)
+    if engine.dtype is Dtype.float32:
+        engine = replace(engine, dtype=Dtype.bfloat16)
+        found.append(("model.dtype=bfloat16", engine))
     if not engine.vllm:
         return found
     ranks = 2 * engine.rollout.tensor_parallel_size

@@ -1,10 +1,10 @@
 """Arithmetic of a trained or scoring model's memory on an accelerator: what it holds, and what a pass takes besides.
 
-    held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; with adapters those of the
-                adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
-    gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
-    activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
-    log-probs   three chunks of logits in float32, and the head's gradient
+held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; with adapters those of the
+            adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
+gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
+activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
+log-probs   three chunks of logits in float32, and the head's gradient
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _unit(model: ModelOnWorkers) -> int:
 def activation_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes for each token of a micro-batch at the peak of a pass, without log-probs.
 
-    Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of each
-    layer, and the values of one. A pass without gradient has the values of one layer only.
+    Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of
+    each layer, and the values of one. A pass without gradient has the values of one layer only.
     """
     one, narrow, stream = model.architecture, model.narrow, model.stream
     inner = one.intermediate // _split(model)
@@ -166,7 +166,7 @@ def activation_bytes(model: ModelOnWorkers) -> int:
 def layer_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes that autograd keeps of one layer for each token, by a Llama-like decoder's operations.
 
-    Each of the two norms keeps its input in float32, its normalised value, and its output, which the next product reads.
+    Each of the two norms keeps its input in float32, its normalised value, and its output, which a product reads.
     Attention keeps queries, keys, values and its result after their rotation; the MLP gate, its SiLU, up and their
     product.
     """

@@ -1,4 +1,4 @@
-"""Settings that let a trained model need less of an accelerator's memory, the mildest first, each with what it comes to.
+"""Settings that let a trained model need less of an accelerator's memory, the mildest first, with what each comes to.
 
 What comes first costs a little time; then come more messages, the host's memory, and another way of training.
 """
@@ -40,8 +40,11 @@ def _changes(
     if model.learns and not model.trainer.gradient_checkpointing:
         model = changed(gradient_checkpointing=True)
         yield f"{key}.gradient_checkpointing=true", model
-    while (half := model.tokens // 2) >= _LEAST_TOKENS and changed(max_tokens_per_micro_batch=half).tokens < model.tokens:
-        model = changed(max_tokens_per_micro_batch=half)
+    while (half := model.tokens // 2) >= _LEAST_TOKENS:
+        smaller = changed(max_tokens_per_micro_batch=half)
+        if smaller.tokens == model.tokens:  # a row's length
+            break
+        model = smaller
         yield f"{key}.max_tokens_per_micro_batch={half}", model
     if model.trainer.backend is Backend.torch and model.ranks > 1:
         model = changed(backend=Backend.fsdp)

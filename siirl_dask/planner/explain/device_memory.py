@@ -64,19 +64,21 @@ def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
 
 def _filled(card: Card, one: Footprint) -> str:
     assert one.fills is not None
-    size = one.held[one.fills]
+    size, share = one.held[one.fills], sum(one.held.values()) / card.memory
     rows = size // one.least if one.least else 0
-    share = sum(one.held.values()) / card.memory
-    return (
-        f"{one.fills} of {readable_bytes(size)}: {rows:,} row{'' if rows == 1 else 's'} of the greatest length at once; "
-        f"the engine takes {share:.2f} of the accelerator"
-    )
+    many = f"{rows:,} row{'' if rows == 1 else 's'} of the greatest length"
+    return f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of the accelerator"
 
 
 def advice(memory: int, workers: Mapping[str, Roles]) -> str:
     """Return what to change so that everything fits, in its order, with the bytes that each step comes to."""
     steps = list(islice(remedies(memory, workers), _LISTED))
-    lines = [f"{setting} ({readable_bytes(card.needed)})" for setting, card in steps]
+    last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}  # of a number that falls, the last
+    lines = [
+        f"{setting} ({readable_bytes(card.needed)})"
+        for at, (setting, card) in enumerate(steps)
+        if last[setting.partition("=")[0]] == at
+    ]
     if steps and steps[-1][1].fits:
         return "Change, in this order, until it fits:\n  " + "\n  ".join(lines)
     if not steps:
