@@ -55,6 +55,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument(
                 "--devices", type=int, metavar="N", help="accelerators of a host; default: all workers'"
             )
+            command.add_argument("--on", metavar="h100", help="estimate seconds: cpu, h100, h200, a100, 4090 or 910b")
+            command.add_argument("--tokens", metavar="300,800", help="mean tokens of a prompt and of a response")
+            command.add_argument(
+                "--figure", action="append", default=[], metavar="flops=4e14", help="figure of the device"
+            )
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
@@ -145,6 +150,7 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "plan":
             from siirl_dask.commands.hosts import read_hosts
             from siirl_dask.commands.plan import describe_run
+            from siirl_dask.commands.step_time import Timing
             from siirl_dask.driver.phases import dags
 
             hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
@@ -152,7 +158,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
             scaled += [] if chosen.device_memory is None else [f"cluster.device_memory={chosen.device_memory}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
-            print(describe_run(file.config, *dags(file), chosen.format, hosts, chosen.devices))
+            timing = Timing(chosen.on, chosen.tokens, tuple(chosen.figure))
+            print(describe_run(file.config, *dags(file), chosen.format, hosts, chosen.devices, timing))
         case "clean":
             from siirl_dask.commands.clean import clean
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
+from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
@@ -26,16 +27,19 @@ def describe_run(
     form: str = "text",
     hosts: Sequence[int] | None = None,
     devices: int | None = None,
+    timing: Timing | None = None,
 ) -> str:
     """Describe a run's training and validation plans, and the memory of a worker and of its accelerator.
 
     A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes; with ``hosts``, the
     number of workers on each, the roles on them and the bytes between them as well. ``devices`` is the number of
-    accelerators of each host; None: one for each worker. UserError for all mistakes that a run would refuse, such as
-    more memory than ``cluster.memory_limit``; but of accelerators that are too small it says so, and what to change.
+    accelerators of each host; None: one for each worker. ``timing`` asks for seconds of a step. UserError for all
+    mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``; but of accelerators that are
+    too small it says so, and what to change.
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
+    times = None if timing is None else timing.resolve(config)
     validation = validation_of(config, dag, validation)
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
@@ -45,12 +49,16 @@ def describe_run(
     notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
+    seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
     match form:
         case "json":
             plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
-            return json.dumps({"version": 1, "notes": notes, "phases": plans, "memory": memory, **device}, indent=1)
+            time = {} if seconds is None else {"time": seconds.as_data()}
+            return json.dumps(
+                {"version": 1, "notes": notes, "phases": plans, "memory": memory, **device, **time}, indent=1
+            )
         case "svg":
             return draw(shown)
     texts = [f"note: {note}" for note in notes]
@@ -60,7 +68,7 @@ def describe_run(
     texts.append(_memory(config, checked.memory, workers, on_cpu=accelerator is None))
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
-    return "\n\n".join(texts)
+    return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:

@@ -14,6 +14,7 @@ from typing import Any
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.broken_imports import hide
 
 Shapes = dict[str, tuple[int, ...]]
 _SIZES = {  # the key of config.json for each field of Architecture that is a size
@@ -172,6 +173,8 @@ def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
 def _by_transformers(config: Mapping[str, Any]) -> Shapes:
     """Build the model without memory, and read its shapes."""
     import torch
+
+    hide()
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if config.get("model_type") not in CONFIG_MAPPING:
