@@ -48,10 +48,12 @@ def cards_of(plan: Plan, footprints: Mapping[str, Footprint], per_host: int | No
         if any(one.busy for worker in workers for one in roles[worker].values()):
             groups.setdefault(tuple(tuple(roles[worker]) for worker in workers), []).append(workers)
     everyone = tuple(plan.chains)
-    return {
-        f"Workers {worker_ranges([w for card in alike for w in card], everyone)}": {w: roles[w] for w in alike[0]}
-        for alike in groups.values()
-    }
+    cards = {}
+    for alike in groups.values():
+        members = [worker for workers in alike for worker in workers]
+        label = f"Worker{'s' if len(members) > 1 else ''} {worker_ranges(members, everyone)}"
+        cards[label] = {worker: roles[worker] for worker in alike[0]}
+    return cards
 
 
 def _takers(plan: Plan, per_host: int | None) -> Iterator[list[str]]:

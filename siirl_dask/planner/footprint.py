@@ -7,7 +7,7 @@ One role may take what all this leaves: an engine, for its cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -162,27 +162,50 @@ def _grow(roles: Roles, budget: int, most: int) -> Roles:
 def remedies(memory: int, workers: Mapping[str, Roles]) -> Iterator[tuple[str, Card]]:
     """Yield settings, each with the accelerator as it is with it and all before it, until everything fits.
 
-    Those of the role that computes at the peak come first. A setting that lowers nothing is passed over.
+    Those of the role that computes at the peak come first. A setting that lowers nothing is passed over, and so are
+    those of a role without which everything comes to fit.
     """
-    largest = max(workers.values(), key=peak, default={})
+    chosen = _ladder(memory, workers)
+    if fill(memory, _with(workers, chosen)).fits:
+        for settings in tuple(chosen):
+            fewer = [others for others in chosen if others is not settings]
+            chosen = fewer if fill(memory, _with(workers, fewer)).fits else chosen
+    for setting in (setting for settings in chosen for setting in settings):
+        workers = _changed(workers, setting)
+        yield setting, fill(memory, workers)
+
+
+def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
+    """Return the settings that lower the peak, until everything fits, one list for each role."""
+    largest, needed, ladder = max(workers.values(), key=peak, default={}), fill(memory, workers).needed, []
     own = moments(largest)
-    needed = fill(memory, workers).needed
     for role in sorted(own, key=lambda name: -own[name]):
+        ladder.append(list[str]())
         for remedy in largest[role].remedies:
-            changed = {worker: _changed(roles, remedy.setting) for worker, roles in workers.items()}
+            changed = _changed(workers, remedy.setting)
             card = fill(memory, changed)
             if card.fits or card.needed < needed:
                 workers, needed = changed, card.needed
-                yield remedy.setting, card
+                ladder[-1].append(remedy.setting)
             if card.fits:
-                return
+                return ladder
+    return ladder
 
 
-def _changed(roles: Roles, setting: str) -> Roles:
-    """Return the roles with a setting, which may be one of several of them."""
-    changed = dict(roles)
-    for name, one in roles.items():
-        for remedy in one.remedies:
-            if remedy.setting == setting:
-                changed[name] = replace(remedy.footprint, remedies=one.remedies)
-    return changed
+def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapping[str, Roles]:
+    for setting in (setting for settings in chosen for setting in settings):
+        workers = _changed(workers, setting)
+    return workers
+
+
+def _changed(workers: Mapping[str, Roles], setting: str) -> Mapping[str, Roles]:
+    """Return the workers with a setting, which may be one of several of their roles."""
+    return {
+        worker: {
+            name: next(
+                (replace(its.footprint, remedies=one.remedies) for its in one.remedies if its.setting == setting), one
+            )
+            for name, one in roles.items()
+        }
+        for worker, roles in workers.items()
+    }

@@ -138,6 +138,25 @@ def test_a_setting_of_several_roles_changes_all_of_them():
     assert [one.working["activations"] for one in card.workers["0"].values()] == [20 * GB, 20 * GB]
 
 
+def test_settings_of_a_role_that_are_not_needed_in_the_end_are_left_out():
+    engine = Footprint(
+        held={"weights": 15 * GB, "cache": GB},
+        working={"sampler": 4 * GB},
+        leaves=("weights", "cache"),
+        fills="cache",
+        least=GB,
+        remedies=(
+            Remedy("max_rows=64", Footprint(held={"weights": 15 * GB, "cache": GB}, leaves=("weights", "cache"))),
+        ),
+    )
+    policy = Footprint(
+        held={"weights": 30 * GB}, remedies=(Remedy("offload=true", Footprint(working={"activations": 9 * GB})),)
+    )
+    found = list(remedies(24 * GB, {"0": {"rollout": engine, "policy": policy}}))
+    assert [setting for setting, _ in found] == ["offload=true"]
+    assert found[0][1].fits
+
+
 def test_what_nothing_helps_is_said_to_be_so():
     large = {"0": {"policy": Footprint(held={"weights": 99 * GB})}}
     assert "No setting lowers it: take more workers" in advice(24 * GB, large)

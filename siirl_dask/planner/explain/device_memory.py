@@ -119,7 +119,7 @@ def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
             one = card.filling(label)
             rows_at_once = one.held[one.fills or ""] // one.least if one is not None and one.least else 0
             many = f"fits, {rows_at_once:,} rows" if rows_at_once else "fits"
-            cells.append(many if card.fits else f"needs {readable_bytes(card.needed)}")
+            cells.append(many if card.fits else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}")
         rows.append((label, names, *cells))
     return table(("workers", "roles", *COMMON), rows)
 
