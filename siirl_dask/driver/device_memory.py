@@ -1,4 +1,4 @@
-"""What a run's roles need of the workers' accelerators, and whether they fit on those that the configuration names."""
+"""Tells what a run's roles need of the workers' accelerators, and whether they fit on those of the configuration."""
 
 from __future__ import annotations
 

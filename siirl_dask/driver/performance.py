@@ -54,7 +54,7 @@ class Lengths:
     prompt: float
     response: float
     longest: float
-    """Of the responses that are generated together, the longest: an engine goes on as long."""
+    """Longest of the responses that are generated together: an engine goes on as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ class Architecture:
 def read_architecture(path: str) -> Architecture | None:
     """Read the architecture of the model in a folder, on any fsspec URL.
 
-    None without a ``config.json``, and for one of a kind that transformers does not know. ConfigError if it is damaged.
+    None without a ``config.json``, for a kind that transformers does not know, and for a model without such layers.
+    ConfigError if the file is damaged.
     """
     return None if (config := _read(path)) is None else _understood(path, config, _architecture)
 
@@ -73,7 +74,7 @@ def read_architecture(path: str) -> Architecture | None:
 def shapes_by_config(path: str) -> Shapes:
     """Return name and shape of each parameter of the model that a folder's ``config.json`` describes, tied ones once.
 
-    Empty without that file, and for a kind of model that transformers does not know. ConfigError if it is damaged.
+    Empty without that file, and for what is no causal model that transformers knows. ConfigError if it is damaged.
     """
     return {} if (config := _read(path)) is None else _understood(path, config, _shapes) or {}
 
@@ -104,7 +105,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
         if (completed := _completed(config)) is None:
             return None
         text = completed
-    sizes = {field: _size(text, key) for field, key in _SIZES.items()}
+    sizes = {field: _size(text, key) for field, key in _SIZES.items() if text.get(key) is not None}
+    if len(sizes) < len(_SIZES):
+        return None  # no decoder of layers that are all alike
     head = text.get("head_dim") or (
         _QWEN3_HEAD if text.get("model_type") == "qwen3" else sizes["hidden"] // sizes["heads"]
     )
@@ -180,6 +183,8 @@ def _by_transformers(config: Mapping[str, Any]) -> Shapes:
     if config.get("model_type") not in CONFIG_MAPPING:
         return {}
     whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    if type(whole) not in AutoModelForCausalLM._model_mapping:
+        return {}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(whole)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 PROCESS = 10**9
 """Bytes of an accelerator that each process takes for itself: its context, kernels, and buffers of collectives."""
 SPARE = 0.03
@@ -24,13 +22,13 @@ MOST_SHARE = 0.9
 class Footprint:
     """Bytes of a role's object on one of its workers, where that computes on an accelerator."""
 
-    held: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    held: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part on the device, from when it is built."""
-    working: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    working: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part on the device, besides these, at the peak of what it computes."""
     leaves: tuple[str, ...] = ()
     """Held parts that are not on the device while the worker computes with its other roles."""
-    host: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    host: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part in the host's memory."""
     loading: int = 0
     """Bytes in the host's memory while it is built, and not later."""

@@ -59,6 +59,9 @@ def test_other_families_are_asked_of_transformers(tmp_path):
     assert shapes_by_config(folder) == by_transformers(GPT2)
     found = read_architecture(folder)
     assert (found.layers, found.hidden, found.heads, found.kv_heads, found.intermediate) == (2, 64, 2, 2, 256)
+    encoder = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    assert shapes_by_config(str(write_config(tmp_path / "vit", encoder))) == {}
+    assert read_architecture(str(tmp_path / "vit")) is None
     unknown = str(write_config(tmp_path / "unknown", {"model_type": "never heard of"}))
     assert (shapes_by_config(unknown), read_architecture(unknown)) == ({}, None)
     assert (shapes_by_config(str(tmp_path)), read_architecture(str(tmp_path))) == ({}, None)

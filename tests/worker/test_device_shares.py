@@ -1,5 +1,7 @@
 """An engine's share of its accelerator is derived from all roles on it; what cannot fit is refused before it starts."""
 
+import pickle
+
 import pytest
 
 from siirl_dask.context import Device, DeviceKind
@@ -57,6 +59,10 @@ def test_roles_that_cannot_fit_are_refused_with_what_to_change():
 def test_a_larger_memory_in_the_configuration_lets_it_begin():
     begun = share_devices(cards(40 * GB), BOTH, FOOTPRINTS, 80 * GB)
     assert begun["a"].fill == GB, "the least that one row needs"
+
+
+def test_what_the_driver_knows_of_roles_reaches_the_workers():
+    assert pickle.loads(pickle.dumps({**FOOTPRINTS, "reward": Footprint()})) == {**FOOTPRINTS, "reward": Footprint()}
 
 
 def test_cpus_and_accelerators_of_unknown_memory_are_left_as_they_are():
