@@ -53,6 +53,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if name == "plan":
             command.add_argument("--workers", type=int, metavar="N", help="for N workers, whatever CONFIG says")
             command.add_argument("--hosts", metavar="4x8", help="for 4 hosts with 8 workers each; or a list, 8,8,4")
+            command.add_argument("--device-memory", metavar="80GB", help="memory of a worker's accelerator")
+            command.add_argument(
+                "--devices", type=int, metavar="N", help="accelerators of a host; default: all workers'"
+            )
+            command.add_argument("--on", metavar="h100", help="estimate seconds: cpu, h100, h200, a100, 4090 or 910b")
+            command.add_argument("--tokens", metavar="300,800", help="mean tokens of a prompt and of a response")
+            command.add_argument(
+                "--figure", action="append", default=[], metavar="flops=4e14", help="figure of the device"
+            )
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     _add_doctor(commands.add_parser("doctor", help="examine this machine, a store and a cluster", epilog=_DOCTOR_CODES))
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
@@ -151,13 +160,16 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "plan":
             from siirl_dask.commands.hosts import read_hosts
             from siirl_dask.commands.plan import describe_run
+            from siirl_dask.commands.step_time import Timing
             from siirl_dask.driver.phases import dags
 
             hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
             workers = chosen.workers if hosts is None else sum(hosts)
             scaled = [] if workers is None else [f"cluster.workers={workers}"]
+            scaled += [] if chosen.device_memory is None else [f"cluster.device_memory={chosen.device_memory}"]
             file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
-            print(describe_run(file.config, *dags(file), chosen.format, hosts))
+            timing = Timing(chosen.on, chosen.tokens, tuple(chosen.figure))
+            print(describe_run(file.config, *dags(file), chosen.format, hosts, chosen.devices, timing))
         case "doctor":
             from siirl_dask.commands.doctor import doctor
 

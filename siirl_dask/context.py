@@ -38,6 +38,12 @@ class Device:
     """Name of the accelerator in the whole run: workers with the same name share it. Empty on a CPU."""
     shared_by: int = 1
     """Number of workers of the run that compute on it, this one included."""
+    memory: int = field(default=0, compare=False)
+    """Bytes of the accelerator's memory; 0 on a CPU, and where they are not known."""
+    room: int = field(default=0, compare=False)
+    """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is not known."""
+    fill: int = field(default=0, compare=False)
+    """Bytes of these for the part of it that grows: an engine's cache."""
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
     """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""

@@ -7,43 +7,68 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
-from siirl_dask.config import Config
+from siirl_dask.commands.step_time import Timing
+from siirl_dask.config import Config, DevicePreference
+from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.preflight import check
+from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
+from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
 
 
 def describe_run(
-    config: Config, dag: DAG, validation: DAG | None, form: str = "text", hosts: Sequence[int] | None = None
+    config: Config,
+    dag: DAG,
+    validation: DAG | None,
+    form: str = "text",
+    hosts: Sequence[int] | None = None,
+    devices: int | None = None,
+    timing: Timing | None = None,
 ) -> str:
-    """Describe a run's training and validation plans, and the memory of a worker.
+    """Describe a run's training and validation plans, and the memory of a worker and of its accelerator.
 
     A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes; with ``hosts``, the
-    number of workers on each, the roles on them and the bytes between them as well. UserError for all
-    mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``.
+    number of workers on each, the roles on them and the bytes between them as well. ``devices`` is the number of
+    accelerators of each host; None: one for each worker. ``timing`` asks for seconds of a step. UserError for all
+    mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``; but of accelerators that are
+    too small it says so, and what to change.
     """
+    if devices is not None and devices < 1:
+        raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
+    times = None if timing is None else timing.resolve(config)
     validation = validation_of(config, dag, validation)
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
-    checked = check(config, phases)
+    checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
     notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)
+    accelerator = device_memory(config)
+    cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
+    seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
     match form:
         case "json":
             plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
             memory = [_memory_as_data(one) for one in checked.memory]
-            return json.dumps({"version": 1, "notes": notes, "phases": plans, "memory": memory}, indent=1)
+            device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
+            time = {} if seconds is None else {"time": seconds.as_data()}
+            return json.dumps(
+                {"version": 1, "notes": notes, "phases": plans, "memory": memory, **device, **time}, indent=1
+            )
         case "svg":
             return draw(shown)
     texts = [f"note: {note}" for note in notes]
     for phase, (plan, sizes) in shown.items():
         texts.append(f"== {phase} ==\n\n{describe(plan, sizes)}")
         texts += [] if placed is None else [f"== hosts in {phase} ==\n\n{describe_hosts(plan, sizes)}"]
-    return "\n\n".join([*texts, _memory(config, checked.memory, workers)])
+    texts.append(_memory(config, checked.memory, workers, on_cpu=accelerator is None))
+    if config.cluster.device is not DevicePreference.cpu and cards:
+        texts.append(_devices(accelerator, cards))
+    return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
@@ -68,13 +93,33 @@ def _assumed(config: Config) -> list[str]:
     ]
 
 
-def _memory(config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str]) -> str:
+def _devices(memory: int | None, cards: Cards) -> str:
+    if memory is not None:
+        texts = [describe_card(label, memory, workers) for label, workers in cards.items()]
+        return "== device memory ==\n\n" + "\n\n".join(texts)
+    groups = {}
+    for label, workers in cards.items():
+        roles = next(iter(workers.values()))
+        groups[label.partition(" ")[2]] = (", ".join(roles), roles)
+    title = (
+        "With an accelerator for each worker: it fits, with so many rows at once, or needs more than there "
+        "is. --device-memory 80GB shows the parts, and what to change"
+    )
+    return f"== device memory ==\n\n{title}\n{summary(groups)}"
+
+
+def _cards_as_data(memory: int, cards: Cards) -> list[dict[str, Any]]:
+    return [card_as_data(memory, workers) for workers in cards.values()]
+
+
+def _memory(config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str], *, on_cpu: bool) -> str:
     limit = "no cluster.memory_limit" if config.cluster.memory_limit is None else config.cluster.memory_limit
     rows = [
         (worker_ranges(one.workers, tuple(workers)), ", ".join(one.roles) or "-", readable_bytes(one.total), one.text())
         for one in groups
     ]
-    title = f"Memory of a worker, at most, without activations and caches ({limit})"
+    where = "of a worker on a CPU" if on_cpu else "of the host for a worker with an accelerator"
+    title = f"Memory {where}, at most, without texts and caches of transformers ({limit})"
     return f"== memory ==\n\n{title}\n{table(('workers', 'roles', 'in all', 'of which'), rows)}"
 
 
@@ -83,6 +128,8 @@ def _memory_as_data(memory: WorkerMemory) -> dict[str, Any]:
         "workers": list(memory.workers),
         "roles": dict(memory.roles),
         "process": memory.process,
+        "computing": memory.computing,
+        "loading": memory.loading,
         "checkpoint": memory.checkpoint,
         "tables": memory.tables,
         "largest": memory.largest,

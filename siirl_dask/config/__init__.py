@@ -16,7 +16,14 @@ from siirl_dask.config.rollout import (
     VllmConfig,
     WeightSync,
 )
-from siirl_dask.config.run import CheckpointConfig, ClusterConfig, ObserveConfig, RunConfig, ValidationConfig
+from siirl_dask.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    DevicePreference,
+    ObserveConfig,
+    RunConfig,
+    ValidationConfig,
+)
 from siirl_dask.config.training import AlgorithmConfig, Backend, FsdpConfig, LoraConfig, Schedule, TrainerConfig
 from siirl_dask.errors import ConfigError
 
@@ -28,6 +35,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataSource",
+    "DevicePreference",
     "Dtype",
     "Durability",
     "Engine",

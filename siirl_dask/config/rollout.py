@@ -62,8 +62,9 @@ class ModelConfig:
 class VllmConfig:
     """``rollout.vllm``: options that only vLLM reads."""
 
-    gpu_memory_utilization: float = 0.9
-    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given."""
+    gpu_memory_utilization: float | None = None
+    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given. None: what the
+    other roles on it leave, as ``plan`` says, at most 0.9."""
     kv_cache_memory: str | None = None
     """Size of a worker's cache of keys and values, such as ``4GiB``. None: 1GiB on a CPU."""
     max_num_seqs: int | None = None
@@ -82,9 +83,11 @@ class VllmConfig:
     """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
             raise ConfigError(
-                f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization}: expected more than 0, at most 1"
+                f"rollout.vllm.gpu_memory_utilization={share}: expected more than 0, at most 1; or null, for what the "
+                "other roles leave"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (count := getattr(self, name)) is not None:

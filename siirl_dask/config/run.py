@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
@@ -44,6 +45,15 @@ class RunConfig:
         self.url = self.url.replace("${run.name}", self.name)  # a Config made in Python has no OmegaConf to do it
 
 
+class DevicePreference(StrEnum):
+    """Devices of a run's workers."""
+
+    auto = "auto"
+    """An accelerator where a worker sees one."""
+    cpu = "cpu"
+    """The CPU, whatever else there is."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """``cluster``: the workers, the placement of roles on them, and timeouts."""
@@ -64,6 +74,12 @@ class ClusterConfig:
     """Torch threads per worker."""
     memory_limit: str | None = None
     """Memory of one worker process, such as ``64GiB``; a run whose estimate is higher is refused. None: no limit."""
+    device: DevicePreference = DevicePreference.auto
+    """Devices of the workers: ``auto``, an accelerator where a worker sees one; ``cpu``, its CPU in any case."""
+    device_memory: str | None = None
+    """Memory of each worker's accelerator, such as ``80GB``; a run whose estimate is higher is refused. None: what the
+    workers find.
+    """
     start_timeout: float = 120.0
     """Most seconds until every worker is up, and then of silence while its roles are built."""
     stall_timeout: float = 600.0
@@ -86,6 +102,9 @@ class ClusterConfig:
             above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.memory_limit is not None:
             parse_bytes("cluster.memory_limit", self.memory_limit)
+        memory = self.device_memory
+        if memory is not None and parse_bytes("cluster.device_memory", memory) < 2**30:
+            raise ConfigError(f"cluster.device_memory={memory!r}: expected at least 1GiB, such as 80GB")
         places = ("address", "scheduler_file", "spec")
         if len(given := [f"cluster.{name}" for name in places if getattr(self, name)]) > 1:
             raise ConfigError(f"{' and '.join(given)} are given: expected one of them")

@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 import dask
 from distributed import Client, LocalCluster, Nanny, Status
 
-from siirl_dask.config import ClusterConfig, Config, Engine
+from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny
@@ -27,6 +27,7 @@ logger = logging.getLogger("siirl_dask.driver")
 _PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
 _HASTE = 0.5  # the same after a failure or Ctrl-C: the whole stop may take five seconds
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
+_NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 _PROFILE = {
     "distributed.worker.profile.interval": ("10ms", "100ms"),
     "distributed.admin.low-level-log-length": (1000, 100),
@@ -131,6 +132,7 @@ def _settings_of_any(config: Config) -> dict[str, object]:
             "OMP_NUM_THREADS": config.cluster.threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": 1,
+            **(_NO_ACCELERATORS if config.cluster.device is DevicePreference.cpu else {}),
         },
         "distributed.scheduler.allowed-failures": 0,
     }

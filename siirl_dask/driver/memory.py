@@ -2,12 +2,16 @@
 
     process     Python with torch, transformers, Arrow and Dask
     roles       what each role's builder declares (``RoleCost.memory``): see training/preflight.py, rollout/preflight.py
+    computing   the largest of what its roles take besides while they compute, one after the other
     checkpoint  the copy that is written while training goes on (``RoleCost.checkpoint_copy``)
     tables      peak of the live tables, over the nodes of the chain: see planner/explain/memory.py
     moving      rows published and received by the steps that run at once; at most data.memory_limit
 
-Not counted: activations, transformers' key-value cache, columns without a bound (texts of the dataset), and the prompts
-that the dataloader holds ahead (an eighth of data.memory_limit at most).
+Where workers have accelerators, roles are there, and only what they keep in the host's memory counts: see
+device_memory.py.
+
+Not counted: transformers' key-value cache, columns without a bound (texts of the dataset), and the prompts that
+the dataloader holds ahead (an eighth of data.memory_limit at most).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.training.preflight import count_adapters
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
+_LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # advice by the largest part
@@ -36,6 +41,7 @@ _LOWER = {  # advice by the largest part
     "moving rows": "lower data.memory_limit or run.lookahead, or what makes the tables large",
     "roles": "take a smaller model, or give the roles workers of their own",
     "checkpoint": "set checkpoint.asynchronous=false, or give the roles workers of their own",
+    "computing": "lower trainer.max_tokens_per_micro_batch, or set trainer.gradient_checkpointing=true",
 }
 
 
@@ -58,6 +64,10 @@ class WorkerMemory:
     """Bytes of the process before any role is built."""
     checkpoint: int = 0
     """Bytes of the copy from which an asynchronous checkpoint is written."""
+    computing: int = 0
+    """Most bytes that one of its roles takes besides while it computes."""
+    loading: int = 0
+    """Bytes that are there while the roles are built, instead of rows and what is computed."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -66,6 +76,7 @@ class WorkerMemory:
         return {
             "process": self.process,
             "roles": roles,
+            "computing": self.computing,
             "checkpoint": self.checkpoint,
             "tables": self.tables,
             "moving rows": self.moving,
@@ -74,19 +85,26 @@ class WorkerMemory:
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return sum(self.parts.values())
+        return max(sum(self.parts.values()), self.process + self.parts["roles"] + self.loading)
 
     def text(self) -> str:
         """Return the parts with their sizes as one line, largest first."""
         parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
         parts |= {"checkpoint": self.checkpoint} if self.checkpoint else {}
+        parts |= {"activations": self.computing} if self.computing else {}
+        parts |= {"loading, at the start": self.loading} if self.loading else {}
         parts |= {f"role {role}": size for role, size in self.roles.items() if size}
         known = (f"{name} {readable_bytes(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
         return ", ".join([*known, *([f"columns {', '.join(self.unknown)} ?"] if self.unknown else [])])
 
 
-def memory_of(config: Config, phases: Phases, costs: Mapping[str, RoleCost]) -> list[WorkerMemory]:
-    """Return the memory of each group of workers with the same roles, in the phase that takes most."""
+def memory_of(
+    config: Config, phases: Phases, costs: Mapping[str, RoleCost], *, accelerators: bool = False
+) -> list[WorkerMemory]:
+    """Return the host's memory of each group of workers with the same roles, in the phase that takes most.
+
+    With ``accelerators`` the roles compute there, and else on the CPU.
+    """
     count = cache(count_parameters)
     used = {
         phase: usage(plan, sizes_of(config, plan, dataset, count))
@@ -96,9 +114,22 @@ def memory_of(config: Config, phases: Phases, costs: Mapping[str, RoleCost]) -> 
     groups = []
     for names, workers in _by_roles(next(iter(phases.values()))[0]).items():
         usages = [(phase, by_worker[worker]) for phase, by_worker in used.items() for worker in workers]
-        peak = _largest(config, workers, {name: costs[name].memory for name in names}, usages)
-        groups.append(replace(peak, checkpoint=sum(costs[name].checkpoint_copy for name in names)))
+        own = {name: costs[name] for name in names}
+        peak = _largest(config, workers, {name: cost.memory for name, cost in own.items()}, usages)
+        peak = replace(peak, checkpoint=sum(cost.checkpoint_copy for cost in own.values()))
+        groups.append(_beside_accelerators(peak, own) if accelerators else _on_cpu(peak, own))
     return groups
+
+
+def _on_cpu(memory: WorkerMemory, costs: Mapping[str, RoleCost]) -> WorkerMemory:
+    return replace(memory, computing=max((cost.computing for cost in costs.values()), default=0))
+
+
+def _beside_accelerators(memory: WorkerMemory, costs: Mapping[str, RoleCost]) -> WorkerMemory:
+    devices = {name: cost.device for name, cost in costs.items()}
+    roles = {name: None if one is None else sum(one.host.values()) for name, one in devices.items()}
+    loading = max((one.loading for one in devices.values() if one is not None), default=0)
+    return replace(memory, roles=roles, loading=loading, process=_PROCESS + _LIBRARIES)
 
 
 def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:

@@ -13,12 +13,13 @@ from siirl_storage import StorageError
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import Source, open_source
+from siirl_dask.driver.device_memory import cards_of, check_devices, device_memory, footprints_of
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
-from siirl_dask.planner import DAG, Plan, Role, RoleCost
+from siirl_dask.planner import DAG, Footprint, Plan, Role, RoleCost
 from siirl_dask.planner.contract import options_of, preflight_of, provides_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
 from siirl_dask.planner.placement import host_notes
@@ -30,16 +31,20 @@ class Checked:
     """Results of the checks that a plan shows."""
 
     memory: list[WorkerMemory]
+    """The host's memory."""
     notes: list[str]
     """Sentences for the reader of a plan."""
     reads: Mapping[str, tuple[str, ...]]
     """Folders that the workers of each role read."""
+    footprints: Mapping[str, Footprint]
+    """Memory of each role on an accelerator, as far as it is known."""
 
 
-def check(config: Config, phases: Phases) -> Checked:
+def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
     """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known before it starts.
 
-    Datasets and models that are absent are not looked into.
+    Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes whose roles do not
+    fit on accelerators of ``cluster.device_memory``, for a reader who is told what to change.
     """
     plan, _ = next(iter(phases.values()))
     if config.cluster.spec:
@@ -54,12 +59,16 @@ def check(config: Config, phases: Phases) -> Checked:
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
-    memory = memory_of(config, phases, costs)
+    footprints, accelerator = footprints_of(costs), device_memory(config)
+    if refuse_devices:
+        check_devices(accelerator, cards_of(plan, footprints))
+    memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
     return Checked(
         memory,
         [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)],
         {name: cost.reads for name, cost in costs.items()},
+        footprints,
     )
 
 

@@ -162,7 +162,9 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
-    spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows)
+    spec = RunSpec.of(
+        config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows, job.checked.footprints
+    )
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)

@@ -62,7 +62,7 @@ def _passes(config: Config, dag: DAG, dataset: Dataset, schema: Schema, steps: S
             named = members(client, config.cluster.workers)
             actual = phases(list(named), hosts_of(named))
             check_reachable(client, named, actual, checked.reads, config.run.url)
-            spec = RunSpec.of(config, named, actual)
+            spec = RunSpec.of(config, named, actual, footprints=checked.footprints)
             progress.note(f"dashboard  {client.dashboard_link}")
             driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
             with driver.at_work(config.cluster, SiirlError.announce):

@@ -1,4 +1,6 @@
-"""Reads a model's size from its folder: parameters from the headers of its weight files, widths from its config."""
+"""Reads a model's size from its folder: parameters from the headers of its weight files, or where it has none from its
+config; widths from its config.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.architecture import shapes_by_config
 
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
@@ -47,16 +50,21 @@ class Widths:
 
 
 def count_parameters(path: str) -> ModelSize | None:
-    """Count the parameters in a folder's ``*.safetensors``, on any fsspec URL; None without such files. ConfigError for
-    damaged ones.
+    """Count the parameters of the model in a folder, on any fsspec URL: in its ``*.safetensors``, or where it has none,
+    as its ``config.json`` says. None without either. ConfigError for damaged ones.
     """
-    sizes = {name: prod(shape) for name, shape in weight_shapes(path).items()}
+    sizes = {name: prod(shape) for name, shape in parameter_shapes(path).items()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
         if match := _LAYER.search(name):
             layers[match[0]] = layers.get(match[0], 0) + size
     layer = max(layers.values(), default=0)
     return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
+
+
+def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a folder's model by name, from its weights or else from its config."""
+    return weight_shapes(path) or shapes_by_config(path)
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:

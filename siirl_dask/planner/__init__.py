@@ -39,6 +39,7 @@ from siirl_dask.planner.explain.as_svg import draw
 from siirl_dask.planner.explain.as_text import describe
 from siirl_dask.planner.explain.memory import Usage, usage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
@@ -49,6 +50,7 @@ __all__ = [
     "DAG",
     "DATA",
     "NO_DATA",
+    "Card",
     "Chain",
     "Changes",
     "Contract",
@@ -57,6 +59,7 @@ __all__ = [
     "Early",
     "Edge",
     "Estimate",
+    "Footprint",
     "Hosts",
     "Input",
     "Iteration",
@@ -69,6 +72,7 @@ __all__ = [
     "PlanInputs",
     "Preflight",
     "Recv",
+    "Remedy",
     "Report",
     "Restore",
     "Role",

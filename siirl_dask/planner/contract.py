@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.footprint import Footprint
 from siirl_dask.schema import Schema, make_schema
 
 NodeFn = Callable[..., Any]
@@ -179,7 +180,11 @@ class RoleCost:
     """A role's memory on each of its workers and its capabilities, as far as known before it is built."""
 
     memory: int | None = None
-    """Bytes; None if unknown, such as for a model whose files are not on this machine."""
+    """Bytes on a CPU; None if unknown, such as for a model whose files are not on this machine."""
+    computing: int = 0
+    """Bytes on a CPU besides, while it computes: activations. Roles of a worker compute one after the other."""
+    device: Footprint | None = None
+    """The same where the worker has an accelerator; None if unknown."""
     checkpoint_copy: int = 0
     """Bytes of the copy that is held while a checkpoint is written."""
     provides: frozenset[str] = frozenset()

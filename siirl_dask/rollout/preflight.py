@@ -10,9 +10,11 @@ from typing import Any
 
 from siirl_dask.config import Config, Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig, parse_bytes
 from siirl_dask.errors import ConfigError, PlanError
-from siirl_dask.models.shapes import count_parameters, read_widths
-from siirl_dask.planner import RoleCost
+from siirl_dask.models.architecture import read_architecture
+from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
+from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE
+from siirl_dask.rollout.memory import EngineOnWorkers, engine_footprint
 
 logger = logging.getLogger("siirl_dask.rollout")
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
@@ -50,11 +52,32 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         _check_workers(rollout.tensor_parallel_size, workers)
         _check_model(rollout.tensor_parallel_size, model.path)
     parameters = count_parameters(model.path)
-    memory = None
+    memory = device = None
     if parameters is not None:
         weights = -(-_BYTES[model.dtype] * parameters.total // rollout.tensor_parallel_size)
         memory = weights + _cache(rollout, uses_vllm)
-    return RoleCost(memory=memory, notes=_notes(rollout.tensor_parallel_size, workers), reads=(model.path,))
+        device = _on_device(parameters, model, rollout, workers, config, uses_vllm)
+    notes = _notes(rollout.tensor_parallel_size, workers)
+    return RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
+
+
+def _on_device(
+    size: ModelSize, model: ModelConfig, rollout: RolloutConfig, workers: Sequence[str], config: Config, vllm: bool
+) -> Footprint | None:
+    """Return the memory on an accelerator; None for an architecture that is not known."""
+    architecture, memory = read_architecture(model.path), config.cluster.device_memory
+    if architecture is None:
+        return None
+    engine = EngineOnWorkers(
+        size=size,
+        architecture=architecture,
+        rollout=rollout,
+        dtype=model.dtype,
+        longest=config.data.max_prompt_length + rollout.max_response_length,
+        vllm=vllm,
+        memory=parse_bytes("cluster.device_memory", memory) if memory else 0,
+    )
+    return engine_footprint(engine, len(workers))
 
 
 def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:

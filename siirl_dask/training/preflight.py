@@ -14,8 +14,11 @@ from typing import Any
 
 from siirl_dask.config import Backend, Config, Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths, weight_shapes
-from siirl_dask.planner import RoleCost
+from siirl_dask.models.architecture import read_architecture
+from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes, read_widths
+from siirl_dask.planner import Footprint, RoleCost
+from siirl_dask.training.memory import ModelOnWorkers, working_bytes
+from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _GRADIENT = 4  # part of _LEARNS that no checkpoint has
@@ -26,12 +29,12 @@ _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
     """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or impossible adapters."""
-    return _check_learner(options, workers, config, options.get("trainer", config.trainer))
+    return _check_learner(options, workers, config, options.get("trainer", config.trainer), "trainer")
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
     """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible adapters."""
-    return _check_learner(options, workers, config, options.get("trainer", config.critic))
+    return _check_learner(options, workers, config, options.get("trainer", config.critic), "critic")
 
 
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
@@ -42,7 +45,9 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     if size is None:
         return RoleCost(reads=(model.path,))
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
-    return RoleCost(memory=held + _gathered(size, trainer), reads=(model.path,))
+    computing, device = _passes(size, model, trainer, len(workers), config, "trainer", learns=False)
+    memory = held + _gathered(size, trainer)
+    return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,))
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
@@ -62,11 +67,14 @@ def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], confi
     """Size a role of ``build_reward_model``."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
-    return RoleCost(memory=None if size is None else _IN_DTYPE[model.dtype] * size.total, reads=(model.path,))
+    if size is None:
+        return RoleCost(reads=(model.path,))
+    weights = _IN_DTYPE[model.dtype] * size.total
+    return RoleCost(memory=weights, device=Footprint(held={"weights": weights}, loading=weights), reads=(model.path,))
 
 
 def _check_learner(
-    options: Mapping[str, Any], workers: Sequence[str], config: Config, trainer: TrainerConfig
+    options: Mapping[str, Any], workers: Sequence[str], config: Config, trainer: TrainerConfig, key: str
 ) -> RoleCost:
     model: ModelConfig = options.get("model", config.model)
     _check_layout(trainer, model, len(workers))
@@ -85,7 +93,60 @@ def _check_learner(
         learned = whole if adapters is None else adapters.total
         copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
     memory = _share(held, trainer, len(workers)) + _gathered(size, trainer)
-    return RoleCost(memory=memory, checkpoint_copy=copied, provides=provides, reads=(model.path,))
+    computing, device = _passes(size, model, trainer, len(workers), config, key)
+    return RoleCost(
+        memory=memory,
+        computing=computing,
+        device=device,
+        checkpoint_copy=copied,
+        provides=provides,
+        reads=(model.path,),
+    )
+
+
+def _passes(
+    size: ModelSize,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    workers: int,
+    config: Config,
+    key: str,
+    *,
+    learns: bool = True,
+) -> tuple[int, Footprint | None]:
+    """Return the bytes of a pass on a CPU, besides gathered layers, and the memory on an accelerator.
+
+    0 and None for an architecture that is not known.
+    """
+    architecture = read_architecture(model.path)
+    if architecture is None:
+        return 0, None
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    rows = config.data.batch_size * config.rollout.rows_per_prompt
+    if learns:
+        rows = -(-rows // config.algorithm.minibatches)
+    most = -(-rows // workers) * longest
+
+    def tokens(trainer: TrainerConfig) -> int:
+        return min(max(trainer.max_tokens_per_micro_batch, longest), max(most, longest))
+
+    def adapters(trainer: TrainerConfig) -> int:
+        found = count_adapters(model.path, trainer)
+        return 0 if found is None else found.total
+
+    on_workers = ModelOnWorkers(
+        size=size,
+        architecture=architecture,
+        trainer=trainer,
+        dtype=model.dtype,
+        ranks=workers,
+        tokens=tokens(trainer),
+        adapters=adapters(trainer) if learns and trainer.lora.rank else 0,
+        learns=learns,
+        scores=key != "critic",
+    )
+    passing = sum(each for part, each in working_bytes(on_workers).items() if not part.startswith("gathered"))
+    return passing, with_remedies(on_workers, key, tokens, adapters)
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
@@ -94,7 +155,7 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
     """
     from siirl_dask.training.model.lora import chosen_targets  # imports torch, which only adapters need here
 
-    shapes = weight_shapes(path)
+    shapes = parameter_shapes(path)
     linear: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if len(shape) == 2 and (layer := _IN_A_LAYER.fullmatch(name)):

@@ -28,6 +28,7 @@ from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.activity import counts_as_progress
 from siirl_dask.worker.data_plane import DataPlane
+from siirl_dask.worker.device_shares import share_devices
 from siirl_dask.worker.devices import bind, find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
@@ -289,7 +290,8 @@ class DAGWorker(WorkerPlugin):
         timeout = groups.longest_wait(data.stall_timeout)
         host = get_address_host(self._worker.address)
         store = self._store.join(self._plane.transport, host, timeout, self.stop) if len(workers) > 1 else None
-        devices = find_devices(name, workers, store, timeout, self.stop)
+        devices = find_devices(name, workers, store, timeout, self.stop, cpu=self.spec.cpu)
+        devices = share_devices(devices, plan.placement, self.spec.footprints, self.spec.device_memory)
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)

@@ -26,6 +26,7 @@ from siirl_dask.worker.stop import StopFlag
 logger = logging.getLogger("siirl_dask.worker")
 _SLICE = 0.1  # seconds between two looks whether all workers have announced their devices
 _MAX_DEVICES, _MAX_NAME, _MAX_BYTES = 256, 200, 2**16  # limits on a peer's announcement
+_MOST_MEMORY = 2**50  # bytes of an accelerator
 
 
 class Store(Protocol):
@@ -44,17 +45,25 @@ class VisibleDevices:
     kind: DeviceKind = DeviceKind.CPU
     cards: tuple[str, ...] = ()
     """Names of the accelerators, unique in the run, in the worker's own order; empty on a CPU."""
+    memory: tuple[int, ...] = ()
+    """Bytes of each accelerator; empty where they are not known."""
 
 
 def find_devices(
-    worker: str, workers: Sequence[str], store: Store | None, timeout: float, stop: StopFlag
+    worker: str,
+    workers: Sequence[str],
+    store: Store | None,
+    timeout: float,
+    stop: StopFlag,
+    *,
+    cpu: bool = False,
 ) -> dict[str, Device]:
     """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
 
-    ``worker`` is the caller. ``store`` may be None for a single worker. PeerError when another worker has not announced
-    its devices within ``timeout`` seconds.
+    ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``store`` may be None for a
+    single worker. PeerError when another worker has not announced its devices within ``timeout`` seconds.
     """
-    visible = visible_devices()
+    visible = VisibleDevices() if cpu else visible_devices()
     visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
     devices = assign(visible_to)
     own = devices[worker]
@@ -76,12 +85,15 @@ def bind(device: Device) -> None:
 def visible_devices() -> VisibleDevices:
     """Return the devices visible to this process."""
     if torch.cuda.is_available():
-        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return VisibleDevices(DeviceKind.CUDA, tuple(str(device.uuid) for device in devices))
+        devices = [*map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
+        memory = tuple(int(device.total_memory) for device in devices)
+        return VisibleDevices(DeviceKind.CUDA, tuple(str(device.uuid) for device in devices), memory)
     npu: Any = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        return VisibleDevices(DeviceKind.NPU, npu_ids(socket.gethostname(), npu.device_count(), visible))
+        names = npu_ids(socket.gethostname(), npu.device_count(), visible)
+        memory = tuple(int(npu.get_device_properties(index).total_memory) for index in range(len(names)))
+        return VisibleDevices(DeviceKind.NPU, names, memory)
     return VisibleDevices()
 
 
@@ -116,7 +128,8 @@ def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], tak
     if worker not in chosen:
         return Device(worker)
     card = visible.cards[chosen[worker]]
-    return Device(worker, visible.kind, chosen[worker], card, takers[card])
+    memory = visible.memory[chosen[worker]] if visible.memory else 0
+    return Device(worker, visible.kind, chosen[worker], card, takers[card], memory)
 
 
 def exchange(
@@ -128,7 +141,7 @@ def exchange(
     set meanwhile.
     """
     keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
-    store.set(keys[worker], json.dumps({"kind": str(visible.kind), "cards": visible.cards}))
+    store.set(keys[worker], json.dumps({"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}))
     announced, deadline = store.add("announced", 1), time.monotonic() + timeout
     while announced < len(workers):
         if time.monotonic() > deadline:
@@ -144,15 +157,18 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
     """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized announcement."""
     try:
         announcement: Any = json.loads(raw) if len(raw) <= _MAX_BYTES else None
-        kind, cards = DeviceKind(announcement["kind"]), announcement["cards"]
+        kind, cards, memory = DeviceKind(announcement["kind"]), announcement["cards"], announcement["memory"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        kind, cards = DeviceKind.CPU, None
+        kind, cards, memory = DeviceKind.CPU, None, None
     if (
         not isinstance(cards, list)
         or len(cards) > _MAX_DEVICES
         or not all(isinstance(card, str) and 0 < len(card) <= _MAX_NAME for card in cards)
         or (kind is DeviceKind.CPU) != (not cards)
         or len(set(cards)) != len(cards)
+        or not isinstance(memory, list)
+        or len(memory) not in (0, len(cards))
+        or not all(type(size) is int and 0 < size < _MOST_MEMORY for size in memory)
     ):
         raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
-    return VisibleDevices(kind, tuple(cards))
+    return VisibleDevices(kind, tuple(cards), tuple(memory))

@@ -8,17 +8,17 @@ import sysconfig
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, Durability
+from siirl_dask.config import Config, DevicePreference, Durability, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
-from siirl_dask.planner import Phase, Plan, PlanInputs
+from siirl_dask.planner import Footprint, Phase, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
 
@@ -43,6 +43,12 @@ class RunSpec:
     data: DataSettings
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
+    device_memory: int | None = None
+    """Bytes of each worker's accelerator; None: as the workers find."""
+    cpu: bool = False
+    """Whether workers compute on their CPUs, whatever else they see."""
+    footprints: Mapping[str, Footprint] = field(default_factory=dict)
+    """Memory of each role on an accelerator, as far as it is known."""
     durability: Durability = Durability.asynchronous
     """``storage.durability``."""
     attempt: int | None = None
@@ -63,8 +69,10 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
         follows: str | None = None,
+        footprints: Mapping[str, Footprint] = MappingProxyType({}),
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
+        memory = config.cluster.device_memory
         return RunSpec(
             run=uuid.uuid4().hex[:12],
             url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
@@ -75,6 +83,9 @@ class RunSpec:
             threads=config.cluster.threads,
             data=DataSettings.of(config, members.values()),
             retry_seconds=config.storage.retry_seconds,
+            device_memory=None if memory is None else parse_bytes("cluster.device_memory", memory),
+            cpu=config.cluster.device is DevicePreference.cpu,
+            footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,
             store=store,

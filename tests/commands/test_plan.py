@@ -24,6 +24,7 @@ from siirl_dask.planner.explain.tables import readable_bytes
 from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
+from tests.models.configs import QWEN2_5_7B, QWEN2_5_HALF_B, write_config
 
 KL = str(shipped("grpo_kl.yaml"))
 
@@ -163,7 +164,7 @@ def test_memory_is_shown_for_each_group_of_roles(capsys, digits, digits_task):
     text = " ".join(planned(capsys, *digits, "data.memory_limit=1MiB").split("== memory ==")[1].split())
     parameters = count_parameters(str(digits_task.model))
     assert f"role policy {16 * parameters.total / 1e6:.1f}"[:-1] in text
-    for group in ("0, 1 rollout, reward 45", "2 policy 45", "3 reference 45"):
+    for group in ("0, 1 rollout, reward 45", "2 policy 46", "3 reference 4"):
         assert group in text
     assert "moving rows" in text
     assert "process 450.0 MB" in text
@@ -253,6 +254,121 @@ def test_what_fits_is_not_refused(capsys, digits):
     assert "cluster.memory_limit='much': expected a number of bytes" in refused(capsys, "cluster.memory_limit=much")
 
 
+SEVEN = {
+    "apart": ["cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"],
+    "colocated": ["cluster.placement={}"],
+}
+
+
+def seven_billion(capsys, tmp_path, *overrides, memory="80GB", workers=8):
+    """Plan GRPO of Qwen2.5-7B, of which a config.json is all there is."""
+    folder = write_config(tmp_path / "Qwen2.5-7B", QWEN2_5_7B)
+    main(
+        [
+            "plan", str(shipped("dags/grpo.yaml")), f"--workers={workers}", "--format=json",
+            f"--device-memory={memory}", f"model.path={folder}", "model.dtype=bfloat16", "data.url=none",
+            "data.batch_size=128", "rollout.engine=vllm", "rollout.max_response_length=2048",
+            "algorithm.minibatches=4", "trainer.backend=fsdp", "trainer.gradient_checkpointing=true", *overrides,
+        ]
+    )  # fmt: skip
+    return json.loads(capsys.readouterr().out)["devices"]
+
+
+def test_seven_billion_parameters_fit_on_eight_cards_of_80_gb_apart(capsys, tmp_path):
+    engines, trainers = seven_billion(capsys, tmp_path, *SEVEN["apart"])
+    (engine,) = (worker["roles"]["rollout"] for worker in engines["workers"].values())
+    (policy,) = (worker["roles"]["policy"] for worker in trainers["workers"].values())
+    parameters = 7_615_616_512
+    assert engine["held"]["weights"] == 2 * parameters
+    assert sum(policy["held"].values()) == 4 * parameters  # 16 bytes over four shards
+    assert engines["fits"]
+    assert trainers["fits"]
+    token = 2 * 28 * 4 * 128 * 2  # keys and values of a token
+    assert 800_000 < engine["held"]["KV cache"] // token < 1_000_000
+
+
+def test_seven_billion_parameters_fit_colocated_and_the_engine_leaves_the_trainer_its_room(capsys, tmp_path):
+    (card,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"])
+    (worker,) = card["workers"].values()
+    assert card["fits"]
+    assert sum(worker["roles"]["policy"]["held"].values()) == 2 * 7_615_616_512
+    assert max(worker["moments"].values()) <= card["usable"] < 80 * 10**9
+    (apart, _) = seven_billion(capsys, tmp_path, *SEVEN["apart"])
+    (engine,) = (other["roles"]["rollout"] for other in apart["workers"].values())
+    assert worker["roles"]["rollout"]["held"]["KV cache"] < engine["held"]["KV cache"]
+
+
+def test_one_card_of_24_gb_trains_adapters_with_the_weights_in_the_hosts_memory(capsys, tmp_path):
+    adapters = ["cluster.placement={}", "trainer.lora.rank=16"]
+    (card,) = seven_billion(capsys, tmp_path, *adapters, "trainer.backend=torch", memory="24GB", workers=1)
+    assert not card["fits"]
+    assert card["remedies"][-1]["setting"] == "trainer.backend=fsdp trainer.fsdp.offload=true"
+    offloaded = [*adapters, "trainer.fsdp.offload=true", "data.batch_size=16"]
+    (card,) = seven_billion(capsys, tmp_path, *offloaded, memory="24GB", workers=1)
+    assert card["fits"]
+
+
+def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
+    full = ["cluster.placement={}", "trainer.gradient_checkpointing=false", "rollout.vllm.sleep_level=0"]
+    (card,) = seven_billion(capsys, tmp_path, *full, memory="48GB")
+    assert not card["fits"]
+    proposed = [word for remedy in card["remedies"] for word in remedy["setting"].split()]
+    (after,) = seven_billion(capsys, tmp_path, *full, *proposed, memory="48GB")
+    assert after["fits"]
+
+
+SHIPPED = sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("memory", ["24GB", "80GB"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, memory):
+    """Their models have half a billion parameters at most; an engine takes what is left."""
+    folder = write_config(tmp_path / "model", QWEN2_5_HALF_B)
+    absent = ["data.url=none", "validation.url=null", "validation.test_url=null", "rollout.engine=vllm"]
+    overrides = [*absent, f"model.path={folder}", f"cluster.device_memory={memory}"]
+    file = load_config_file(shipped(name), overrides)
+    phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
+    assert {"rollout", "policy"} <= set(check(file.config, phases).footprints)
+    assert file.config.rollout.vllm.gpu_memory_utilization is None
+
+
+def test_the_cards_on_which_it_fits_are_named_and_a_cpu_needs_none(capsys, digits):
+    text = planned(capsys, *digits)
+    assert "workers  roles            24 GB" in text
+    assert "Memory of a worker on a CPU" in text
+    forced = planned(capsys, *digits, "cluster.device=cpu", "--device-memory=24GB")
+    assert "device memory" not in forced
+    assert "Memory of a worker on a CPU" in forced
+    shared = planned(capsys, *digits, "--device-memory=24GB", "--devices=1")
+    assert "on 24.0 GB, which 4 workers share" in shared
+    assert "It fits: " in shared
+    assert "for a worker with an accelerator" in shared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device-memory", "24XB"], "cluster.device_memory='24XB': expected a number of bytes"),
+        (["--device-memory", "1kB"], "cluster.device_memory='1kB': expected at least 1GiB, such as 80GB"),
+        (["--devices", "0"], "--devices 0: expected at least 1"),
+        (["cluster.device=gpu"], "cluster.device=gpu"),
+    ],
+)
+def test_accelerators_that_are_none_are_refused(capsys, digits, arguments, said):
+    assert said in refused(capsys, *digits, *arguments)
+
+
+def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_change(digits, tmp_path):
+    folder = write_config(tmp_path / "7B", QWEN2_5_7B)
+    file = load_config_file(KL, [*digits, f"model.path={folder}", "cluster.device_memory=24GB"])
+    with pytest.raises(PlanError, match=r"(?s)Workers 0, 1 need .*model\.dtype=bfloat16"):
+        check(file.config, plan_phases(file.config, *dags(file), worker_names(file.config)))
+    with pytest.raises(PlanError, match=r"accelerator with 24\.0 GB"):
+        run(file.config, *dags(file))
+    assert not (tmp_path / "run").exists()
+
+
 def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))
     assert set(given) == {"version", "notes", "phases", "memory"}
@@ -283,7 +399,7 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     assert edges["rollout", "reward"]["bytes"] == 0
     assert {tuple(one["workers"]) for one in given["memory"]} == {("0", "1"), ("2",), ("3",)}
     for one in given["memory"]:
-        parts = ("process", "checkpoint", "tables", "moving")
+        parts = ("process", "checkpoint", "tables", "moving", "computing")
         assert one["total"] == sum(one[part] for part in parts) + sum(one["roles"].values())
     assert set(given["phases"]) == {"train"}  # the digits task has no validation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,13 @@ def test_an_accelerator_allows_sleep_graphs_and_a_share_of_memory(kind):
     assert "distributed_executor_backend" not in alone
     shared = settings_on(Device("w", kind, 0, "card", 4), gpu_memory_utilization=0.8, sleep_level=0)
     assert (shared["gpu_memory_utilization"], shared["enable_sleep_mode"]) == (0.2, False)
+    planned = Device("w", kind, 0, "card", 1, 80 * 10**9, room=50 * 10**9, fill=30 * 10**9)
+    derived = settings_on(planned)
+    assert (derived["gpu_memory_utilization"], derived["kv_cache_memory_bytes"]) == (0.625, None), "vLLM measures"
+    assert settings_on(planned, gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
+    half = settings_on(replace(planned, shared_by=2))
+    assert (half["gpu_memory_utilization"], half["kv_cache_memory_bytes"]) == (0.625, 30 * 10**9)
+    assert settings_on(replace(planned, shared_by=2), kv_cache_memory="1GiB")["kv_cache_memory_bytes"] == 2**30
 
 
 def test_a_cpu_allows_neither_sleep_nor_graphs():

@@ -48,7 +48,8 @@ def runs(draw):
         first = draw(st.integers(0, max(0, len(cards) - 1)))
         rotated = cards[first:] + cards[:first]
         seen = rotated[:1] if draw(st.booleans()) else rotated
-        visible_to[str(worker)] = VisibleDevices(CUDA if seen else CPU, tuple(seen))
+        memory = tuple(10**9 * (1 + len(card)) for card in seen) if draw(st.booleans()) else ()
+        visible_to[str(worker)] = VisibleDevices(CUDA if seen else CPU, tuple(seen), memory)
     return visible_to
 
 
@@ -88,7 +89,7 @@ def test_workers_on_one_host_take_one_card_each_in_order():
 @given(visible_to=runs())
 def test_announced_devices_are_read_back_unchanged(visible_to):
     for visible in visible_to.values():
-        raw = json.dumps({"kind": str(visible.kind), "cards": visible.cards}).encode()
+        raw = json.dumps({"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}).encode()
         assert read_visible("w", raw) == visible
 
 
@@ -98,10 +99,14 @@ def test_announced_devices_are_read_back_unchanged(visible_to):
         b"\xff", b"[]", b"{", b"[" * 60_000, b" " * 70_000, b'{"kind": "cuda"}', b'{"kind": "tpu", "cards": ["a"]}',
         b'{"kind": "cuda", "cards": "ab"}', b'{"kind": "cuda", "cards": []}', b'{"kind": "cpu", "cards": ["a"]}',
         b'{"kind": "cuda", "cards": ["a", "a"]}', b'{"kind": "cuda", "cards": [1]}', b'{"kind": "cuda", "cards": [""]}',
-        json.dumps({"kind": "cuda", "cards": ["a" * 201]}).encode(),
-        json.dumps({"kind": "cuda", "cards": [str(card) for card in range(257)]}).encode(),
+        json.dumps({"kind": "cuda", "cards": ["a" * 201], "memory": []}).encode(),
+        json.dumps({"kind": "cuda", "cards": [str(card) for card in range(257)], "memory": []}).encode(),
+        *(
+            json.dumps({"kind": "cuda", "cards": ["a"], "memory": memory}).encode()
+            for memory in ("8GB", [1, 2], [0], [-1], [True], [1.5], [2**60], {"a": 1}, None)
+        ),
     ],
-    ids=lambda said: repr(said[:40]),
+    ids=lambda said: repr(said[:70]),
 )  # fmt: skip
 def test_a_worker_that_says_anything_else_is_named(said):
     with pytest.raises(PeerError, match="worker 'w3' announced"):
@@ -141,15 +146,22 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
     uuids, chosen = ["uuid-2", "uuid-3", "uuid-1"], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=uuids[index], total_memory=8 * 10**9 + index),
+    )
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert visible_devices() == VisibleDevices(CUDA, tuple(uuids))
+    assert visible_devices() == VisibleDevices(CUDA, tuple(uuids), tuple(8 * 10**9 + index for index in range(3)))
     store, _ = groups.host_store("127.0.0.1", 20)
     exchange("w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag())  # the other worker's say, of rank 0
     devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
     assert devices["w0"] == Device("w0", CUDA, 1, "uuid-3")
     assert devices["w0"].torch_name == "cuda:1"
+    assert devices["w0"].memory == 8 * 10**9 + 1
     assert chosen == [1]
+    assert find_devices("w0", ["w0"], None, 1, StopFlag(), cpu=True) == {"w0": Device("w0")}
+    assert chosen == [1], "cluster.device=cpu takes no card"
 
 
 def test_npus_are_named_by_host_and_index():

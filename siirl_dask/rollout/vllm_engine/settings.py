@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import floor
 from typing import Any
 
 from vllm import EngineArgs
@@ -16,6 +17,7 @@ from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.token_choice import LOGPROBS_MODE, VllmTokenSampler
 
 _LONGEST_THAT_FITS = -1
+_HABIT = 0.9  # vLLM's default
 _SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that decide how vLLM is called
 
 
@@ -29,8 +31,8 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
         "logits_processors": [VllmTokenSampler],
         "logprobs_mode": LOGPROBS_MODE,
-        "gpu_memory_utilization": rollout.vllm.gpu_memory_utilization / device.shared_by,
-        "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else None,
+        "gpu_memory_utilization": _share(rollout, device),
+        "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else _own_cache(device),
         "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,
         "max_num_batched_tokens": rollout.vllm.max_num_batched_tokens,
         "enforce_eager": on_cpu if rollout.vllm.enforce_eager is None else rollout.vllm.enforce_eager,
@@ -53,6 +55,23 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
                 f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"
             )
     return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.vllm.engine_kwargs}
+
+
+def _share(rollout: RolloutConfig, device: Device) -> float:
+    """Return the share of the accelerator's memory that vLLM takes: what the plan leaves, or vLLM's habit where nothing
+    is known of it.
+    """
+    share = rollout.vllm.gpu_memory_utilization
+    if share is None and device.memory and device.room:
+        return floor(device.room / device.memory * 1e4) / 1e4
+    return (_HABIT if share is None else share) / device.shared_by
+
+
+def _own_cache(device: Device) -> int | None:
+    """Return the cache's bytes where workers share an accelerator, which vLLM must not measure while others take of it;
+    None for what vLLM measures.
+    """
+    return device.fill or None if device.shared_by > 1 else None
 
 
 def given_options(rollout: RolloutConfig, device: Device) -> str:

@@ -1,0 +1,178 @@
+"""Figures of devices from which a plan estimates seconds: data sheets of accelerators, this machine's CPU measured.
+
+Shares of these figures that programs reach are habit, not measured here: 40 % of the arithmetic in training, 50 % while
+prompts are read, 60 % of the memory's rate while tokens are generated one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from siirl_dask.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Figures of a device; rates are per second."""
+
+    name: str
+    source: str
+    """Where the figures are from."""
+    flops: float
+    """Floating-point operations in bfloat16, without sparsity."""
+    flops32: float
+    """The same in float32."""
+    memory: float
+    """Bytes."""
+    memory_rate: float
+    """Bytes read or written."""
+    link: float
+    """Bytes to other devices of the host, in one direction."""
+    training: float = 0.4
+    """Share of ``flops`` in training and log-probs."""
+    prefill: float = 0.5
+    """Share of ``flops`` while prompts are read."""
+    decoding: float = 0.6
+    """Share of ``memory_rate`` while tokens are generated."""
+    step: float = 2e-3
+    """Seconds of a step of generation whatever its rows are: launching it, and choosing tokens."""
+    operation: float = 0.0
+    """Seconds of a small operation, 0 on an accelerator, which overlaps them."""
+    cores: int = 0
+    """Cores that all workers of a host share; 0 on an accelerator."""
+    overhead: float = 0.02
+    """Seconds of a step of the run without any work, and again of each edge that moves rows."""
+
+
+TABLE = {
+    "h100": Speed(
+        name="H100 SXM 80GB",
+        source="NVIDIA H100 data sheet",
+        flops=989e12,
+        flops32=67e12,
+        memory=80e9,
+        memory_rate=3.35e12,
+        link=450e9,
+    ),
+    "h200": Speed(
+        name="H200 SXM 141GB",
+        source="NVIDIA H200 data sheet",
+        flops=989e12,
+        flops32=67e12,
+        memory=141e9,
+        memory_rate=4.8e12,
+        link=450e9,
+    ),
+    "a100": Speed(
+        name="A100 SXM 80GB",
+        source="NVIDIA A100 data sheet",
+        flops=312e12,
+        flops32=19.5e12,
+        memory=80e9,
+        memory_rate=2.039e12,
+        link=300e9,
+    ),
+    "4090": Speed(
+        name="RTX 4090 24GB",
+        source="NVIDIA Ada white paper; PCIe 4.0 x16",
+        flops=165e12,
+        flops32=82.6e12,
+        memory=24e9,
+        memory_rate=1.008e12,
+        link=25e9,
+    ),
+    "910b": Speed(
+        name="Ascend 910B 64GB",
+        source="press reports of the 910B3, of which Huawei publishes no data sheet",
+        flops=313e12,
+        flops32=78e12,
+        memory=64e9,
+        memory_rate=1.6e12,
+        link=196e9,
+    ),
+}
+"""Accelerators by their short names."""
+_ROUNDS = 50
+
+
+def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
+    """Return the figures of a device of the table, or of this machine's CPU for ``cpu``, which takes half a second.
+
+    ``figures`` are values of one's own, as ``flops=4e14``. ConfigError for a name or a figure that is none.
+    """
+    if name != "cpu" and name not in TABLE:
+        known = ["cpu", *TABLE]
+        raise ConfigError(f"--on {name}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
+    speed = measure_cpu(threads) if name == "cpu" else TABLE[name]
+    known = [field.name for field in fields(Speed) if field.name not in ("name", "source")]
+    given: dict[str, float] = {}
+    for figure in figures:
+        key, _, text = figure.partition("=")
+        if key not in known:
+            raise ConfigError(f"--figure {figure}: expected one of {', '.join(known)}{did_you_mean(key, known)}")
+        try:
+            given[key] = float(text)
+        except ValueError:
+            given[key] = float("nan")
+        if not 0 <= given[key] < float("inf") or (given[key] == 0 and key not in ("operation", "step", "overhead")):
+            raise ConfigError(f"--figure {figure}: expected a number above 0, such as {key}=4e14")
+    source = f"{speed.source}; {', '.join(figures)} by --figure" if figures else speed.source
+    return replace(speed, source=source, **{**given, **({"cores": int(given["cores"])} if "cores" in given else {})})  # type: ignore[arg-type]
+
+
+def measure_cpu(threads: int = 1) -> Speed:
+    """Measure this machine's CPU with all cores at work, and return the figures of ``threads`` of them: a product of
+    matrices, a copy, and small operations.
+    """
+    import torch
+
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)  # together they are slower than each is alone
+    try:
+        side = 512
+        left, right, result = (torch.rand(side, side) for _ in range(3))
+        product = _seconds(lambda: torch.mm(left, right, out=result))
+        block, copy = torch.rand(2**22), torch.empty(2**22)
+        moved = _seconds(lambda: copy.copy_(block))
+        small = torch.rand(32, 64)
+
+        def chain() -> object:  # what a norm does: as much Python and as many operations as a layer's, in small
+            value = small
+            for _ in range(20):
+                value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return value
+
+        with torch.inference_mode():
+            each = _seconds(chain) / 100
+    finally:
+        torch.set_num_threads(before)
+    rate = 2 * side**3 / product * threads / cores
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Speed(
+        name=f"this machine's CPU, {threads} thread{'s' if threads > 1 else ''} a worker",
+        source="measured now",
+        flops=rate,
+        flops32=rate,
+        memory=float(memory),
+        memory_rate=2 * block.nbytes / moved * threads / cores,
+        link=1e9,
+        training=0.8,
+        prefill=0.8,
+        decoding=0.8,
+        step=0.0,
+        operation=each,
+        cores=cores,
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the least seconds of ``work``, which other programs on the machine disturb least."""
+    found = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,190 @@
+"""Reads a model's architecture, and the shapes of its parameters, from its ``config.json`` alone, without weights.
+
+Shapes of the families that are trained most follow from arithmetic, which takes no time; those of others from
+transformers, on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl_storage import open_fs
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.broken_imports import hide
+
+Shapes = dict[str, tuple[int, ...]]
+_SIZES = {  # the key of config.json for each field of Architecture that is a size
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_QWEN3_HEAD = 128  # its width of a head where the config does not say; others divide the hidden width by the heads
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes of a decoder's layers, from which its memory and its arithmetic follow."""
+
+    layers: int
+    hidden: int
+    """Width of the hidden states."""
+    heads: int
+    """Attention heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """Width of a head."""
+    intermediate: int
+    """Width of each layer's MLP."""
+    vocabulary: int
+    """Tokens of the vocabulary."""
+    tied: bool = False
+    """Whether embeddings and head are one parameter."""
+    normed_heads: bool = False
+    """Whether queries and keys are normalised head by head, as in Qwen3."""
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token, and of its values."""
+        return self.kv_heads * self.head_dim
+
+
+def read_architecture(path: str) -> Architecture | None:
+    """Read the architecture of the model in a folder, on any fsspec URL.
+
+    None without a ``config.json``, for a kind that transformers does not know, and for a model without such layers.
+    ConfigError if the file is damaged.
+    """
+    return None if (config := _read(path)) is None else _understood(path, config, _architecture)
+
+
+def shapes_by_config(path: str) -> Shapes:
+    """Return name and shape of each parameter of the model that a folder's ``config.json`` describes, tied ones once.
+
+    Empty without that file, and for what is no causal model that transformers knows. ConfigError if it is damaged.
+    """
+    return {} if (config := _read(path)) is None else _understood(path, config, _shapes) or {}
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    fs, folder = open_fs(path)
+    if not fs.exists(file := f"{folder}/config.json"):
+        return None
+    try:
+        config = json.loads(fs.cat_file(file))
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__} where an object was expected")
+    except ValueError as error:
+        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
+    return config
+
+
+def _understood(path: str, config: Mapping[str, Any], take: Any) -> Any:
+    try:
+        return take(config)
+    except Exception as error:  # transformers raises many kinds of errors for a config that it refuses
+        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture | None:
+    text: Mapping[str, Any] = config.get("text_config", config)
+    if not all(map(text.get, _SIZES.values())):
+        if (completed := _completed(config)) is None:
+            return None
+        text = completed
+    sizes = {field: _size(text, key) for field, key in _SIZES.items() if text.get(key) is not None}
+    if len(sizes) < len(_SIZES):
+        return None  # no decoder of layers that are all alike
+    head = text.get("head_dim") or (
+        _QWEN3_HEAD if text.get("model_type") == "qwen3" else sizes["hidden"] // sizes["heads"]
+    )
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    normed = str(text.get("model_type", "")).startswith("qwen3")
+    return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed)
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}: expected a whole number of at least 1")
+    return value
+
+
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Let transformers complete a config that leaves sizes out or has other names for them."""
+    from transformers import CONFIG_MAPPING  # takes two seconds, and most configs do without
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    text = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
+    values = {key: getattr(text, key, None) for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")}
+    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
+    values["intermediate_size"] = values["intermediate_size"] or 4 * (values["hidden_size"] or 0)  # GPT-2's habit
+    return {**values, "model_type": text.model_type}
+
+
+def _shapes(config: Mapping[str, Any]) -> Shapes:
+    if config.get("model_type") in _FAMILIES and all(map(config.get, _SIZES.values())):
+        one = _architecture(config)
+        assert one is not None
+        return _by_arithmetic(config, one)
+    return _by_transformers(config)
+
+
+def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
+    wide, narrow = one.hidden, (one.hidden,)
+    biased = bool(config.get("attention_bias", False))
+    of_layer: Shapes = {}
+    for name, width in {"q_proj": one.queries, "k_proj": one.keys, "v_proj": one.keys}.items():
+        of_layer[f"self_attn.{name}.weight"] = (width, wide)
+        if config["model_type"] == "qwen2" or biased:
+            of_layer[f"self_attn.{name}.bias"] = (width,)
+    of_layer["self_attn.o_proj.weight"] = (wide, one.queries)
+    if biased and config["model_type"] in ("llama", "qwen3"):
+        of_layer["self_attn.o_proj.bias"] = narrow
+    if one.normed_heads:
+        of_layer |= {f"self_attn.{name}.weight": (one.head_dim,) for name in ("q_norm", "k_norm")}
+    for name, shape in {
+        "gate_proj": (one.intermediate, wide),
+        "up_proj": (one.intermediate, wide),
+        "down_proj": (wide, one.intermediate),
+    }.items():
+        of_layer[f"mlp.{name}.weight"] = shape
+        if config["model_type"] == "llama" and config.get("mlp_bias", False):
+            of_layer[f"mlp.{name}.bias"] = shape[:1]
+    of_layer |= {f"{name}.weight": narrow for name in ("input_layernorm", "post_attention_layernorm")}
+    shapes: Shapes = {"model.embed_tokens.weight": (one.vocabulary, wide)}
+    for layer in range(one.layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    shapes["model.norm.weight"] = narrow
+    return shapes if one.tied else {**shapes, "lm_head.weight": (one.vocabulary, wide)}
+
+
+def _by_transformers(config: Mapping[str, Any]) -> Shapes:
+    """Build the model without memory, and read its shapes."""
+    import torch
+
+    hide()
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return {}
+    whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    if type(whole) not in AutoModelForCausalLM._model_mapping:
+        return {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(whole)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,148 @@
+"""The memory of accelerators as text and as plain data: each role's parts at each moment, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from siirl_dask.planner.explain.tables import readable_bytes, table
+from siirl_dask.planner.footprint import Card, Footprint, Roles, fill, moments, peak, remedies
+
+COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
+"""Sizes in which accelerators are sold."""
+_LISTED = 8  # remedies
+_MORE = (
+    "take more workers and trainer.backend=fsdp, whose shards get smaller, give roles workers of their own "
+    "(cluster.placement), or take a smaller model"
+)
+
+
+def describe_card(label: str, memory: int, workers: Mapping[str, Roles]) -> str:
+    """Describe an accelerator of ``memory`` bytes with the roles of ``workers``: parts, moments, and the verdict."""
+    card = fill(memory, workers)
+    shared = f", which {len(workers)} workers share" if len(workers) > 1 else ""
+    title = f"{label}, on {readable_bytes(memory)}{shared}, of which {readable_bytes(card.usable)} are for roles"
+    groups = alike(card.workers).values()
+    tables = [_parts(card.workers[names[0]], names if len(workers) > 1 else ()) for names in groups]
+    return "\n".join([title, *tables, *_verdict(card, workers)])
+
+
+def alike(workers: Mapping[str, Roles]) -> dict[tuple[str, ...], list[str]]:
+    """Return the workers by the names of their roles."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for worker, roles in workers.items():
+        groups.setdefault(tuple(roles), []).append(worker)
+    return groups
+
+
+def _parts(roles: Roles, names: Sequence[str]) -> str:
+    computing = [name for name, one in roles.items() if one.held or one.working]
+    rows = []
+    for role, one in roles.items():
+        for part, size in one.held.items():
+            cells = ("-" if role != now and part in one.leaves else readable_bytes(size) for now in computing)
+            rows.append((role, part, *cells))
+        for part, size in one.working.items():
+            rows.append((role, part, *(readable_bytes(size) if role == now else "-" for now in computing)))
+    own = moments(roles)
+    rows.append(("", "in all", *(readable_bytes(own[name]) for name in computing)))
+    first = f"role on {', '.join(names)}" if names else "role"
+    return table((first, "part", *(f"{name} computes" for name in computing)), rows)
+
+
+def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
+    for worker in list(card.workers)[:1]:
+        one = card.filling(worker)
+        if one is not None and card.fits:
+            yield _filled(card, one)
+    if card.fits:
+        yield f"It fits: {readable_bytes(card.needed)} of {readable_bytes(card.usable)}."
+        return
+    yield f"It does not fit: {readable_bytes(card.needed - card.usable)} too much. {advice(card.memory, workers)}"
+
+
+def _filled(card: Card, one: Footprint) -> str:
+    assert one.fills is not None
+    size, share = one.held[one.fills], sum(one.held.values()) / card.memory
+    rows = size // one.least if one.least else 0
+    many = f"{rows:,} row{'' if rows == 1 else 's'} of the greatest length"
+    return f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of the accelerator"
+
+
+def advice(memory: int, workers: Mapping[str, Roles]) -> str:
+    """Return what to change so that everything fits, in its order, with the bytes that each step comes to."""
+    steps = list(islice(remedies(memory, workers), _LISTED))
+    last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}  # of a number that falls, the last
+    lines = [
+        f"{setting} ({readable_bytes(card.needed)})"
+        for at, (setting, card) in enumerate(steps)
+        if last[setting.partition("=")[0]] == at
+    ]
+    if steps and steps[-1][1].fits:
+        return "Change, in this order, until it fits:\n  " + "\n  ".join(lines)
+    if not steps:
+        return f"No setting lowers it: {_MORE}."
+    return "All of this lowers it and does not suffice:\n  " + "\n  ".join(lines) + f"\n{_MORE[0].upper()}{_MORE[1:]}."
+
+
+def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None:
+    """Return why the workers cannot run on an accelerator of ``memory`` bytes, and what to change; None if they can."""
+    card = fill(memory, workers)
+    if card.fits:
+        return None
+    worker = max(card.workers, key=lambda name: peak(card.workers[name]))
+    own = moments(card.workers[worker])
+    role = max(own, key=lambda name: own[name])
+    sizes = {f"{role}'s {part}": size for part, size in card.workers[worker][role].working.items()}
+    for name, one in card.workers[worker].items():
+        sizes |= {f"{name}'s {p}": size for p, size in one.held.items() if name == role or p not in one.leaves}
+    largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:4]
+    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest)
+    return (
+        f"{label} need {readable_bytes(card.needed)} of an accelerator with {readable_bytes(memory)}, of which "
+        f"{readable_bytes(card.usable)} are for roles, while {role!r} computes (largest: {parts}). "
+        f"{advice(memory, workers)}"
+    )
+
+
+def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
+    """Return a table of what each group of workers needs, and on which accelerators of the common sizes it fits.
+
+    ``groups`` has label, roles' names and roles of a worker that has an accelerator to itself.
+    """
+    rows = []
+    for label, (names, roles) in groups.items():
+        cells = []
+        for memory in COMMON.values():
+            card = fill(memory, {label: roles})
+            one = card.filling(label)
+            rows_at_once = one.held[one.fills or ""] // one.least if one is not None and one.least else 0
+            many = f"fits, {rows_at_once:,} rows" if rows_at_once else "fits"
+            cells.append(many if card.fits else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}")
+        rows.append((label, names, *cells))
+    return table(("workers", "roles", *COMMON), rows)
+
+
+def card_as_data(memory: int, workers: Mapping[str, Roles]) -> dict[str, Any]:
+    """Return the accelerator as plain data: bytes by role and part at each moment, and what to change."""
+    card = fill(memory, workers)
+    return {
+        "memory": memory,
+        "usable": card.usable,
+        "needed": card.needed,
+        "fits": card.fits,
+        "workers": {
+            worker: {
+                "moments": moments(roles),
+                "roles": {
+                    role: {"held": dict(one.held), "working": dict(one.working), "leaves": list(one.leaves)}
+                    for role, one in roles.items()
+                },
+            }
+            for worker, roles in card.workers.items()
+        },
+        "remedies": []
+        if card.fits
+        else [{"setting": setting, "needed": after.needed} for setting, after in remedies(memory, workers)],
+    }

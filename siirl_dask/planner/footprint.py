@@ -1,0 +1,209 @@
+"""The memory of a role's object on an accelerator, part by part, and what roles on one accelerator come to together.
+
+At any time each worker computes with one of its roles, while the others keep what they hold, or what is left of it
+where they can sleep. So a worker needs the most of these moments, and workers that share an accelerator need their sum.
+One role may take what all this leaves: an engine, for its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+PROCESS = 10**9
+"""Bytes of an accelerator that each process takes for itself: its context, kernels, and buffers of collectives."""
+SPARE = 0.03
+"""Share of an accelerator that is kept free: allocators round up, and leave gaps."""
+MOST_SHARE = 0.9
+"""Largest share of an accelerator for a role that takes what is left; vLLM's own default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a role's object on one of its workers, where that computes on an accelerator."""
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part on the device, from when it is built."""
+    working: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part on the device, besides these, at the peak of what it computes."""
+    leaves: tuple[str, ...] = ()
+    """Held parts that are not on the device while the worker computes with its other roles."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part in the host's memory."""
+    loading: int = 0
+    """Bytes in the host's memory while it is built, and not later."""
+    fills: str | None = None
+    """Held part that takes what memory is left; ``held`` begins with the least of it."""
+    least: int = 0
+    """Least bytes of that part, for one row of the greatest length."""
+    share: float | None = None
+    """Share of the accelerator that the held parts of a role that fills take in any case; None: what is left."""
+    remedies: tuple[Remedy, ...] = ()
+    """Settings that need less memory, the mildest first."""
+
+    @property
+    def resting(self) -> int:
+        """Bytes on the device while other roles of the worker compute."""
+        return sum(size for part, size in self.held.items() if part not in self.leaves)
+
+    @property
+    def busy(self) -> int:
+        """Bytes on the device while it computes."""
+        return sum(self.held.values()) + sum(self.working.values())
+
+    def grown(self, size: int) -> Footprint:
+        """Return the same with ``size`` more bytes of the part that fills."""
+        if self.fills is None or size <= 0:
+            return self
+        return replace(self, held={**self.held, self.fills: self.held[self.fills] + size})
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A setting that needs less memory."""
+
+    setting: str
+    """As it is written on a command line, ``trainer.gradient_checkpointing=true``."""
+    footprint: Footprint
+    """The role's memory with it, and with all remedies before it."""
+
+
+Roles = Mapping[str, Footprint]
+"""The roles of one worker, by name."""
+
+
+def moments(roles: Roles) -> dict[str, int]:
+    """Return the bytes that a worker has on its device while it computes with each of its roles."""
+    return {
+        name: own.busy + sum(other.resting for role, other in roles.items() if role != name)
+        for name, own in roles.items()
+    }
+
+
+def peak(roles: Roles) -> int:
+    """Return the most bytes that a worker's roles have on its device at one time."""
+    return max(moments(roles).values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """An accelerator, and the roles of the workers that compute on it, where one that fills has taken what is left."""
+
+    memory: int
+    """Bytes of the accelerator."""
+    workers: Mapping[str, Roles]
+
+    @property
+    def usable(self) -> int:
+        """Bytes for the roles of all workers on it."""
+        return int(self.memory * (1 - SPARE)) - PROCESS * len(self.workers)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the roles of all workers take at most at one time."""
+        return sum(map(peak, self.workers.values()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits."""
+        return self.needed <= self.usable
+
+    def filling(self, worker: str) -> Footprint | None:
+        """Return the worker's role that takes what is left, if it has one."""
+        return next((one for one in self.workers[worker].values() if one.fills is not None), None)
+
+
+def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
+    """Return an accelerator of ``memory`` bytes on which the roles that fill have taken what the others leave.
+
+    They take equal parts, and no more than ``MOST_SHARE`` of it together; where they have a share of their own, that.
+    Nothing is left where the roles do not fit: see ``Card.fits``.
+    """
+    workers = {worker: _with_shares(roles, memory, len(workers)) for worker, roles in workers.items()}
+    card = Card(memory, workers)
+    filling = [worker for worker, roles in workers.items() if any(_grows(one) for one in roles.values())]
+    left = card.usable - card.needed
+    if left < 0 or not filling:
+        return card
+    return Card(
+        memory,
+        {
+            worker: _grow(roles, peak(roles) + left // len(filling), int(MOST_SHARE * memory) // len(filling))
+            if worker in filling
+            else roles
+            for worker, roles in workers.items()
+        },
+    )
+
+
+def _grows(one: Footprint) -> bool:
+    return one.fills is not None and one.share is None
+
+
+def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
+    """Let roles with a share of their own have it, divided by the workers on the accelerator."""
+    shares = {name: 0 if one.share is None else int(one.share * memory / sharers) for name, one in roles.items()}
+    return {name: one.grown(shares[name] - sum(one.held.values())) for name, one in roles.items()}
+
+
+def _grow(roles: Roles, budget: int, most: int) -> Roles:
+    """Let a worker's filling role grow until one of the moments that have it takes ``budget``, or itself ``most``."""
+    grown = dict(roles)
+    for name, one in roles.items():
+        if _grows(one):
+            own = moments(grown)
+            bound = [budget - own[role] for role in own if role == name or one.fills not in one.leaves]
+            grown[name] = one.grown(min(*bound, most - sum(one.held.values())))
+    return grown
+
+
+def remedies(memory: int, workers: Mapping[str, Roles]) -> Iterator[tuple[str, Card]]:
+    """Yield settings, each with the accelerator as it is with it and all before it, until everything fits.
+
+    Those of the role that computes at the peak come first. A setting that lowers nothing is passed over, and so are
+    those of a role without which everything comes to fit.
+    """
+    chosen = _ladder(memory, workers)
+    if fill(memory, _with(workers, chosen)).fits:
+        for settings in tuple(chosen):
+            fewer = [others for others in chosen if others is not settings]
+            chosen = fewer if fill(memory, _with(workers, fewer)).fits else chosen
+    for setting in (setting for settings in chosen for setting in settings):
+        workers = _changed(workers, setting)
+        yield setting, fill(memory, workers)
+
+
+def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
+    """Return the settings that lower the peak, until everything fits, one list for each role."""
+    largest, needed, ladder = max(workers.values(), key=peak, default={}), fill(memory, workers).needed, []
+    own = moments(largest)
+    for role in sorted(own, key=lambda name: -own[name]):
+        ladder.append(list[str]())
+        for remedy in largest[role].remedies:
+            changed = _changed(workers, remedy.setting)
+            card = fill(memory, changed)
+            if card.fits or card.needed < needed:
+                workers, needed = changed, card.needed
+                ladder[-1].append(remedy.setting)
+            if card.fits:
+                return ladder
+    return ladder
+
+
+def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapping[str, Roles]:
+    for setting in (setting for settings in chosen for setting in settings):
+        workers = _changed(workers, setting)
+    return workers
+
+
+def _changed(workers: Mapping[str, Roles], setting: str) -> Mapping[str, Roles]:
+    """Return the workers with a setting, which may be one of several of their roles."""
+    return {
+        worker: {
+            name: next(
+                (replace(its.footprint, remedies=one.remedies) for its in one.remedies if its.setting == setting), one
+            )
+            for name, one in roles.items()
+        }
+        for worker, roles in workers.items()
+    }

@@ -1,0 +1,136 @@
+"""Arithmetic of an engine's memory on an accelerator: weights, cache of keys and values, graphs, and room to compute.
+
+On an accelerator vLLM's cache takes what is left, of which the plan says how much that is. Before it makes the cache it
+runs a batch, and captures graphs, so these are within its share of the memory; the sampler's copies of the logits are
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from siirl_dask.config import Dtype, RolloutConfig, parse_bytes
+from siirl_dask.models.architecture import Architecture
+from siirl_dask.models.shapes import ModelSize
+from siirl_dask.planner import Footprint, Remedy
+
+CACHE = "KV cache"
+_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+_SAMPLER = 4 + 3 * 8  # bytes per logit: float32, and in float64 probabilities, their sum, and a copy
+_GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
+_BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
+_LARGE = 70 * 2**30
+_BLOCK = 16  # tokens of a block of the cache
+_LARGEST_TENSOR_PARALLEL = 8  # devices of one host, within which ranks can exchange every token's sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOnWorkers:
+    """An engine, or one rank of it, on each of a role's workers."""
+
+    size: ModelSize
+    architecture: Architecture
+    rollout: RolloutConfig
+    dtype: Dtype
+    longest: int
+    """Tokens of the longest prompt and response."""
+    vllm: bool
+    """Whether it is vLLM's; else that of transformers."""
+    memory: int = 0
+    """Bytes of the accelerator; 0 where they are not known yet."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in a batch of the engine."""
+        ranks = self.rollout.tensor_parallel_size
+        return (self.vllm and self.rollout.vllm.max_num_seqs) or self.rollout.max_rows * ranks
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values on one rank, which has at least one head."""
+        one = self.architecture
+        heads = -(-one.kv_heads // self.rollout.tensor_parallel_size)
+        return 2 * one.layers * heads * one.head_dim * _BYTES[self.dtype]
+
+
+def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
+    """Return the engine's memory on one worker with its remedies; ``workers`` is the number of its role's workers."""
+    found = tuple(Remedy(setting, _footprint(changed)) for setting, changed in _changes(engine, workers))
+    return replace(_footprint(engine), remedies=found)
+
+
+def _footprint(engine: EngineOnWorkers) -> Footprint:
+    size, rollout = _BYTES[engine.dtype] * engine.size.total, engine.rollout
+    sampler = {"sampler": _SAMPLER * engine.rows * engine.architecture.vocabulary}
+    if not engine.vllm:
+        cache = {"keys and values": engine.rows * engine.longest * engine.token_bytes}
+        return Footprint(held={"weights": size}, working={**cache, **sampler}, loading=size)
+    blocks = -(-engine.longest // _BLOCK) * _BLOCK
+    given = rollout.vllm.kv_cache_memory
+    weights = -(-size // rollout.tensor_parallel_size)
+    held = {
+        "weights": weights,
+        CACHE: parse_bytes("rollout.vllm.kv_cache_memory", given) if given else blocks * engine.token_bytes,
+        "workspace": _workspace(engine),
+    }
+    if not rollout.vllm.enforce_eager:
+        held["graphs"] = _GRAPHS
+    level, share = rollout.vllm.sleep_level, rollout.vllm.gpu_memory_utilization
+    return Footprint(
+        held=held,
+        working=sampler,
+        leaves=("weights", CACHE, "workspace") if level else (),
+        host={"sleeping weights": weights} if level == 1 else {},
+        fills=None if given else CACHE,
+        least=blocks * engine.token_bytes,
+        share=None if given else share,
+    )
+
+
+def _workspace(engine: EngineOnWorkers) -> int:
+    """Return the bytes of a forward pass over a batch: hidden states, queries, keys and values, and the MLP's."""
+    one, tensor = engine.architecture, engine.rollout.tensor_parallel_size
+    default = _BATCHED // 2 if 0 < engine.memory < _LARGE else _BATCHED
+    tokens = engine.rollout.vllm.max_num_batched_tokens or default
+    attention = 2 * one.queries + 2 * one.keys
+    return tokens * _BYTES[engine.dtype] * (4 * one.hidden + (attention + 3 * one.intermediate) // tensor)
+
+
+def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[tuple[str, EngineOnWorkers]]:
+    """Return settings that need less memory, the mildest first."""
+    found = []
+
+    def take(setting: str, **fields: object) -> None:
+        nonlocal engine
+        engine = replace(engine, rollout=replace(engine.rollout, **fields))  # type: ignore[arg-type]
+        found.append((f"rollout.{setting}", engine))
+
+    if engine.vllm:
+        vllm = engine.rollout.vllm
+        if vllm.gpu_memory_utilization is not None:
+            vllm = replace(vllm, gpu_memory_utilization=None)
+            take("vllm.gpu_memory_utilization=null", vllm=vllm)
+        if not vllm.sleep_level:
+            vllm = replace(vllm, sleep_level=1)
+            take("vllm.sleep_level=1", vllm=vllm)
+        if _workspace(engine) > _workspace(_batched(engine, 4096)):
+            vllm = replace(vllm, max_num_batched_tokens=4096)
+            take("vllm.max_num_batched_tokens=4096", vllm=vllm)
+    if engine.rollout.max_rows > 64:
+        take("max_rows=64", max_rows=64)
+    if engine.dtype is Dtype.float32:
+        engine = replace(engine, dtype=Dtype.bfloat16)
+        found.append(("model.dtype=bfloat16", engine))
+    if not engine.vllm:
+        return found
+    ranks = 2 * engine.rollout.tensor_parallel_size
+    while ranks <= _LARGEST_TENSOR_PARALLEL and not workers % ranks and not engine.architecture.heads % ranks:
+        take(f"tensor_parallel_size={ranks}", tensor_parallel_size=ranks)
+        ranks *= 2
+    return found
+
+
+def _batched(engine: EngineOnWorkers, tokens: int) -> EngineOnWorkers:
+    vllm = replace(engine.rollout.vllm, max_num_batched_tokens=tokens)
+    return replace(engine, rollout=replace(engine.rollout, vllm=vllm))

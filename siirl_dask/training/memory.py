@@ -1,0 +1,195 @@
+"""Arithmetic of a trained or scoring model's memory on an accelerator: what it holds, and what a pass takes besides.
+
+held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; with adapters those of the
+            adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
+gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
+activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
+log-probs   three chunks of logits in float32, and the head's gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from siirl_dask.config import Backend, Dtype, TrainerConfig, parse_bytes
+from siirl_dask.models.architecture import Architecture
+from siirl_dask.models.shapes import ModelSize
+from siirl_dask.planner import Footprint
+
+FLOAT32, BFLOAT16 = 4, 2
+LOGITS_CHUNK = 128 * 2**20
+"""Bytes of float32 logits that are computed at once; a test holds it to training/model/logprobs.py."""
+_CHUNKS = 3  # log-probs, the factor of their gradient, and the gradient by logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOnWorkers:
+    """A model on the workers of its role."""
+
+    size: ModelSize
+    architecture: Architecture
+    trainer: TrainerConfig
+    dtype: Dtype
+    ranks: int
+    """Workers of the role."""
+    tokens: int
+    """Tokens of the largest micro-batch."""
+    adapters: int = 0
+    """Parameters of adapters; 0: all weights learn, or none."""
+    learns: bool = True
+    scores: bool = True
+    """Whether it scores tokens through the vocabulary, as a critic does not."""
+
+    @property
+    def shards(self) -> int:
+        """Workers that share a replica's parameters."""
+        return 1 if self.trainer.backend is Backend.torch else self.trainer.fsdp.shard_size or self.ranks
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of a number in matrix products."""
+        return BFLOAT16 if self.dtype is Dtype.bfloat16 else FLOAT32
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the hidden states between layers: autocast leaves them in float32, fsdp does not."""
+        return self.narrow if self.trainer.backend is Backend.fsdp else FLOAT32
+
+    @property
+    def root(self) -> int:
+        """Parameters outside of the layers."""
+        one = self.architecture
+        embeddings = one.vocabulary * one.hidden * (1 if one.tied or not self.scores else 2)
+        return min(embeddings + one.hidden, self.size.total)
+
+    @property
+    def head_learns(self) -> bool:
+        """Whether the head has a gradient."""
+        return self.learns and self.scores and not self.adapters
+
+
+def footprint(model: ModelOnWorkers) -> Footprint:
+    """Return the memory of the model on one worker with an accelerator, without remedies."""
+    offload = model.trainer.backend is Backend.fsdp and model.trainer.fsdp.offload
+    held, working = held_bytes(model), working_bytes(model)
+    loading = FLOAT32 * model.size.total if model.trainer.backend is Backend.torch else 0
+    if offload:
+        return Footprint(working=working, host=held)
+    return Footprint(held=held, working=working, loading=loading)
+
+
+def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
+    """Return the bytes that a worker holds of the model, by part: the sum over the shards is the whole, rounded up."""
+    tensor = model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
+    whole = model.size.total + 2 * (tensor - 1) * model.size.largest  # each has embeddings and head in full
+
+    def share(parameters: int, each: int) -> int:
+        return -(-each * parameters // model.shards)
+
+    if not model.learns:
+        return {"weights in float32": share(whole, FLOAT32)}
+    learned, parts = whole, dict[str, int]()
+    if model.adapters:
+        parts["frozen weights in float32"] = share(whole, FLOAT32)
+        learned = model.adapters
+    named = "adapters" if model.adapters else "weights"
+    parts |= {
+        f"{named} in float32": share(learned, FLOAT32),
+        "gradients": share(learned, FLOAT32),
+        "optimizer state": share(learned, 2 * FLOAT32),
+    }
+    if model.trainer.ema_decay:
+        parts["moving average"] = share(learned, FLOAT32)
+    return parts
+
+
+def working_bytes(model: ModelOnWorkers) -> dict[str, int]:
+    """Return the bytes of the peak of a pass, by part."""
+    return max(_moments(model), key=lambda parts: sum(parts.values()))
+
+
+def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
+    """Return the bytes of the moments that may be the peak: at the head, at the last layer, after the first one."""
+    activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
+    gathered = _gathered(model)
+    unit, root, narrow = _unit(model), model.root, model.narrow
+    at_head = {**gathered, **activations, **_head(model)}
+    if model.trainer.backend is Backend.torch:
+        return [at_head]
+    if not model.learns or model.adapters:
+        return [at_head]
+    last_layer = {"gradients of two groups of layers": 2 * (narrow + FLOAT32) * unit}
+    pending = {"head's gradient": narrow * model.architecture.vocabulary * model.architecture.hidden * model.scores}
+    at_end = {**gathered, "gradients of embeddings and head": (narrow + FLOAT32) * root}
+    return [at_head, {**gathered, **activations, **pending, **last_layer}, at_end]
+
+
+def _gathered(model: ModelOnWorkers) -> dict[str, int]:
+    """Return what a pass holds of the weights besides the shards: gathered ones, or copies in the narrower type."""
+    if model.trainer.backend is Backend.torch:
+        if model.narrow == FLOAT32:
+            return {}
+        layers = model.size.total - model.root
+        copied = model.size.layer if model.trainer.gradient_checkpointing and model.adapters else layers
+        return {"weights in bfloat16": model.narrow * (copied if model.learns else model.size.layer)}
+    return {
+        "gathered embeddings and head": model.narrow * model.root,
+        "gathered layers, two groups": 2 * model.narrow * _unit(model),
+    }
+
+
+def _unit(model: ModelOnWorkers) -> int:
+    """Return the parameters of a group of layers that fsdp gathers at once, of one tensor-parallel rank."""
+    size = parse_bytes("trainer.fsdp.gather_size", model.trainer.fsdp.gather_size)
+    layer = max(1, model.size.layer // model.trainer.fsdp.tensor_parallel)
+    layers = min(max(1, -(-size // (FLOAT32 * layer))), model.architecture.layers)
+    return layers * layer
+
+
+def activation_bytes(model: ModelOnWorkers) -> int:
+    """Return the bytes for each token of a micro-batch at the peak of a pass, without log-probs.
+
+    Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of
+    each layer, and the values of one. A pass without gradient has the values of one layer only.
+    """
+    one, narrow, stream = model.architecture, model.narrow, model.stream
+    inner = one.intermediate // _split(model)
+    if not model.learns:
+        return (2 * stream + narrow + FLOAT32) * one.hidden + 3 * narrow * inner
+    layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (stream + FLOAT32) * one.hidden
+    last = (FLOAT32 + 2 * stream + 2 * narrow) * one.hidden  # the final norm, and the states that predict
+    if model.trainer.gradient_checkpointing:
+        return stream * one.hidden * one.layers + layer + temporary + last
+    return layer * one.layers + temporary + last
+
+
+def layer_bytes(model: ModelOnWorkers) -> int:
+    """Return the bytes that autograd keeps of one layer for each token, by a Llama-like decoder's operations.
+
+    Each of the two norms keeps its input in float32, its normalised value, and its output, which a product reads.
+    Attention keeps queries, keys, values and its result after their rotation; the MLP gate, its SiLU, up and their
+    product.
+    """
+    one, narrow, split = model.architecture, model.narrow, _split(model)
+    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden
+    attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
+    heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
+    return norms + (attention + heads + narrow * 4 * one.intermediate) // split
+
+
+def _split(model: ModelOnWorkers) -> int:
+    return model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
+
+
+def _head(model: ModelOnWorkers) -> dict[str, int]:
+    """Return what log-probs take: chunks of logits, the head in the narrower type, and its gradient in float32."""
+    if not model.scores:
+        return {}
+    one, narrow = model.architecture, model.narrow
+    logits = _CHUNKS * min(LOGITS_CHUNK, FLOAT32 * one.vocabulary * model.tokens)
+    elements = one.vocabulary * one.hidden
+    copied = narrow * elements if model.trainer.backend is Backend.torch and narrow != FLOAT32 else 0
+    parts = {"log-probs of a chunk": logits + copied}
+    if model.head_learns:
+        parts["head's gradient"] = (FLOAT32 + narrow) * elements
+    return parts

@@ -1,0 +1,154 @@
+"""Estimated seconds of a step: plain arithmetic holds, schedules follow the DAG, the device that is named is taken."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from siirl_dask.cli import main
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.performance import Lengths, lengths_of, splits, step_time
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.driver.speeds import TABLE, speed_of
+from siirl_dask.errors import ConfigError
+from siirl_dask.planner import Phase
+from tests.models.configs import QWEN2_5_7B, write_config
+
+APART = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"
+MEAN = Lengths(300, 800, 2048)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = write_config(tmp_path_factory.mktemp("7b") / "model", QWEN2_5_7B)
+
+    def plan(*overrides):
+        given = [
+            f"model.path={folder}", "model.dtype=bfloat16", "cluster.workers=8", "data.url=none", "data.batch_size=128",
+            "rollout.engine=vllm", "rollout.max_response_length=2048", "trainer.backend=fsdp", *overrides,
+        ]  # fmt: skip
+        file = load_config_file(shipped("dags/grpo.yaml"), given)
+        phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
+        return file.config, phases[Phase.TRAIN][0]
+
+    return plan
+
+
+def seconds(planned, *overrides, speed=TABLE["h100"], lengths=MEAN):
+    return step_time(*planned(*overrides), speed, lengths)
+
+
+def test_arithmetic_by_hand_gives_the_same(planned):
+    """6 FLOPs a parameter and token in an update, 2 in a pass, at 40 % of 989 TFLOP/s on each of four H100."""
+    found = seconds(planned, APART)
+    layers, head = 28 * 233_057_792, 152064 * 3584
+    tokens, responses = 128 * 8 * 1100 / 4, 128 * 8 * 800 / 4
+    attention = 2 * 28 * 3584 * 1100  # two products over half of the pairs
+    forward = tokens * (2 * layers + attention) + 2 * head * responses
+    rate = 989e12 * 0.4
+    assert found.nodes["old_logprobs"] == pytest.approx(forward / rate, rel=0.01)
+    assert found.nodes["update"] == pytest.approx((3 * forward + 2 * head * responses) / rate, rel=0.03)
+    # 2,048 steps that read 15.2 GB of weights at 60 % of 3.35 TB/s take 15.5 s, and caches and sampling more
+    assert 15.5 < found.nodes["rollout"] < 30
+    assert found.bottleneck == "update"
+
+
+def test_a_step_is_what_its_critical_path_takes(planned):
+    apart, together = seconds(planned, APART), seconds(planned, "cluster.placement={}")
+    for found in (apart, together):
+        assert found.seconds == pytest.approx(sum(found.nodes.values()), rel=0.05), "each waits for the one before"
+    assert apart.idle["rollout"] + apart.idle["policy"] == pytest.approx(1, abs=0.05)
+    assert together.idle["policy"] < 0.05
+    ahead = seconds(planned, APART, "rollout.max_staleness=1")
+    assert ahead.seconds < apart.seconds, "generation of the next step runs beside training"
+    assert ahead.idle["policy"] < 0.05
+
+
+@given(st.sampled_from(sorted(TABLE)), st.integers(1, 1024), st.integers(1, 2048))
+def test_more_tokens_never_take_less_and_a_faster_device_never_more(planned, name, prompt, response):
+    config, plan = planned(APART)
+    one = step_time(config, plan, TABLE[name], Lengths(prompt, response, 2048))
+    more = step_time(config, plan, TABLE[name], Lengths(prompt + 100, response, 2048))
+    twice = speed_of(name, [f"flops={2 * TABLE[name].flops}", f"memory_rate={2 * TABLE[name].memory_rate}"])
+    assert more.seconds >= one.seconds
+    assert step_time(config, plan, twice, Lengths(prompt, response, 2048)).seconds <= one.seconds
+
+
+def test_the_fastest_split_is_proposed_and_sizes_that_do_not_divide_are_left_out(planned):
+    config, plan = planned(APART)
+    found = splits(config, plan, TABLE["h100"], MEAN)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    here = next(one for one in found if (one.rollout, one.policy) == (4, 4))
+    assert here.seconds == pytest.approx(step_time(config, plan, TABLE["h100"], MEAN).seconds, rel=0.01)
+    assert found[0].together
+    config, plan = planned(APART, "rollout.tensor_parallel_size=2", "trainer.fsdp.shard_size=4")
+    assert {(one.rollout, one.policy) for one in splits(config, plan, TABLE["h100"], MEAN)} == {(4, 4), (8, 8)}
+
+
+def test_a_recomputed_pass_and_several_epochs_take_longer(planned):
+    plain = seconds(planned, APART).nodes["update"]
+    assert seconds(planned, APART, "trainer.gradient_checkpointing=true").nodes["update"] == pytest.approx(
+        4 / 3 * plain, rel=0.05
+    )
+    assert seconds(planned, APART, "algorithm.epochs=2").nodes["update"] == pytest.approx(2 * plain, rel=0.05)
+
+
+def test_this_machines_cpu_is_measured_within_what_any_cpu_does():
+    speed = speed_of("cpu")
+    assert 1e8 < speed.flops < 1e13
+    assert 1e8 < speed.memory_rate < 1e12
+    assert 1e-7 < speed.operation < 1e-3
+    assert speed.cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--on", "h1000"], "--on h1000: expected one of cpu, h100, h200, a100, 4090, 910b; did you mean 'h100'?"),
+        (["--on", "h100", "--figure", "flop=4"], "--figure flop=4: expected one of flops"),
+        (["--on", "h100", "--figure", "flops=many"], "--figure flops=many: expected a number above 0"),
+        (["--on", "h100", "--figure", "link=0"], "--figure link=0: expected a number above 0"),
+        (["--on", "h100", "--tokens", "300"], "--tokens 300: expected mean tokens of a prompt and of a response"),
+        (["--on", "h100", "--tokens", "300,0"], "--tokens 300,0: expected mean tokens"),
+        (["--on", "h100", "--tokens", "10,99999"], "expected at most data.max_prompt_length=32"),
+        (["--tokens", "10,10"], "--tokens and --figure belong to --on"),
+    ],
+)
+def test_options_that_are_none_are_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", str(shipped("quickstart.yaml")), *arguments])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_plan_tells_seconds_as_text_and_as_json(capsys, tmp_path):
+    folder = write_config(tmp_path / "model", QWEN2_5_7B)
+    asked = [
+        "plan",
+        str(shipped("quickstart.yaml")),
+        f"model.path={folder}",
+        "--on",
+        "a100",
+        "--figure",
+        "training=0.5",
+    ]
+    main(asked)
+    text = capsys.readouterr().out.split("== time ==")[1]
+    assert "On A100 SXM 80GB (NVIDIA A100 data sheet; training=0.5 by --figure), rows of 32 + 12 tokens" in text
+    for word in ("Longest: ", "Idle: rollout ", "Splits of the workers", "generate, "):
+        assert word in text
+    main([*asked, "--format", "json"])
+    data = json.loads(capsys.readouterr().out)["time"]
+    assert set(data) == {"device", "seconds", "nodes", "idle", "bottleneck", "splits"}
+    assert data["bottleneck"] in data["nodes"]
+    main(["plan", str(shipped("quickstart.yaml")), "--on", "h100", f"model.path={tmp_path}/nowhere"])
+    assert "not known, since the size of a model is not" in capsys.readouterr().out
+
+
+def test_lengths_are_the_longest_unless_they_are_given(planned):
+    config, _ = planned()
+    assert lengths_of(config, None) == Lengths(1024, 2048, 2048)
+    assert lengths_of(config, "300,800") == MEAN
+    with pytest.raises(ConfigError, match="--tokens 1e3,5"):
+        lengths_of(config, "1e3,5")
