@@ -19,6 +19,8 @@ from siirl_dask.planner.chain import (
     Save,
     Send,
     Stream,
+    phase_of,
+    replay_plan,
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.compile import compile_chains
@@ -42,7 +44,7 @@ from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
-from siirl_dask.planner.restore import NO_DATA, Cut, cut_at_stored, run_again, saved_after
+from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
 __all__ = [
@@ -87,13 +89,16 @@ __all__ = [
     "builds",
     "columns",
     "compile_chains",
-    "cut_at_stored",
+    "cuts_at_stored",
     "dag_from_spec",
     "dag_to_spec",
     "describe",
     "draw",
     "estimate",
+    "frontiers",
+    "phase_of",
     "reads_option",
+    "replay_plan",
     "resolve",
     "run_again",
     "saved_after",

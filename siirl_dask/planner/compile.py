@@ -31,7 +31,7 @@ from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
 from siirl_dask.planner.placement import check_neighbours, place_roles
-from siirl_dask.planner.restore import is_stored, stored_table
+from siirl_dask.planner.restore import frontiers, is_stored, stored_table
 from siirl_dask.planner.weight_streams import find_streams, why_no_broadcast
 from siirl_dask.schema import Schema, make_schema
 
@@ -59,10 +59,16 @@ def compile_chains(
     moves = plan_moves(stages, placed, hosts)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
-    chains = _chains(workers, stages, moves, placed, streams, hosts)
+    chains = _chains(workers, stages, moves, placed, streams, hosts, _stored(dag, stages))
     plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
+
+
+def _stored(dag: DAG, stages: Mapping[str, Stage]) -> dict[str, str]:
+    """Return the table of each node whose rows are stored: those that are saved, and stages that are of use."""
+    useful = {cut.node for cut in frontiers(dag, stages)[0]} if any(node.stage for node in dag.nodes) else set()
+    return {node.name: node.stored_as for node in dag.nodes if node.stored_as and (node.save_as or node.name in useful)}
 
 
 def _chains(
@@ -72,8 +78,12 @@ def _chains(
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
     hosts: Hosts,
+    stored: Mapping[str, str],
 ) -> dict[str, Chain]:
-    """Build the chains node by node; the target of a stream runs at the place of its source."""
+    """Build the chains node by node; the target of a stream runs at the place of its source.
+
+    ``stored`` has the table of each node whose rows are stored.
+    """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
@@ -99,10 +109,10 @@ def _chains(
             here += sends if worker in senders else []
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
-        if node.save_as:
+        if table := stored.get(name):
             for worker, own in links.items():
                 saves = worker in part
-                own.append(Save(name, node.save_as, part[worker], len(part)) if saves else Report(node.save_as))
+                own.append(Save(name, table, part[worker], len(part)) if saves else Report(table))
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
 
 

@@ -45,7 +45,7 @@ def _nodes(stages: Iterable[Stage]) -> str:
         node, contract = stage.node, stage.node.contract
         reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        saved = f", saved as {node.save_as!r}" if node.save_as else ""
+        saved = f", saved as {node.save_as!r}" if node.save_as else ", stored as a stage" if node.stage else ""
         rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + saved))
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
