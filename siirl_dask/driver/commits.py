@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from siirl_dask.driver.log import RunLog
@@ -14,6 +15,8 @@ from siirl_dask.runs.retention import remove_old_stages
 from siirl_dask.runs.stages import describe_stage
 from siirl_dask.runs.tables import commit_table, remove_step
 
+logger = logging.getLogger("siirl_dask.driver")
+
 
 @dataclass(slots=True)
 class Commits:
@@ -24,9 +27,13 @@ class Commits:
     digest: str
     """Digest of the run's identity, which the records carry."""
     cuts: Mapping[str, Cut]
-    """What is left of a step that goes on from a table, by table; others are no use to a step that is cut short."""
+    """The DAG of a step that goes on from a table, by table; no step can go on from the others."""
+    kept: Sequence[str] = ()
+    """Tables of what nodes keep for later steps."""
     _spent: set[tuple[int, str]] = field(default_factory=set)
     """Steps and tables of stages that came to nothing before they were committed."""
+    _there: dict[int, set[str]] = field(default_factory=dict)
+    """Tables of recent steps that are committed, where nodes keep rows for later steps."""
 
     def commit(self, written: Staged | Written) -> None:
         """Commit a table of a step, or a checkpoint. Fenced if another start has taken the run over."""
@@ -38,7 +45,7 @@ class Commits:
     def _commit_table(self, staged: Staged) -> None:
         attempt, step, table = self.log.attempt, staged.iteration.step, staged.table
         if (step, table) in self._spent:
-            remove_step(attempt, table, step)
+            self._remove(step, table)
             return
         spent = self.cuts[table].spent if table in self.cuts else None
         about = describe_stage(
@@ -50,12 +57,32 @@ class Commits:
         )
         commit_table(attempt, table, step, staged.parts, about)
         for earlier in spent or ():
-            remove_step(attempt, earlier, step)
+            self._remove(step, earlier)
             self._spent.add((step, earlier))  # a worker without a part of ``table`` may still be writing
+        self._remove_kept(step, table)
+
+    def _remove_kept(self, step: int, table: str) -> None:
+        """Delete what nodes kept before ``step``, once that step can go on without it and has stored what they keep."""
+        if not self.kept:
+            return
+        there = self._there.setdefault(step, set())
+        there.add(table)
+        if there.issuperset(self.kept) and not there.isdisjoint(self.cuts):
+            for kept in self.kept:
+                self._remove(step - 1, kept)
+            del self._there[step]
+
+    def _remove(self, step: int, table: str) -> None:
+        """Delete a stage. Fenced if another start has taken the run over."""
+        try:
+            remove_step(self.log.attempt, table, step)
+        except OSError as error:  # it costs no run: `siirl-dask clean` finds what stays
+            logger.warning("the rows of step %d stay in %s: %s: %s", step, table, type(error).__name__, error)
 
     def _commit_checkpoint(self, written: Written) -> None:
         log, step = self.log, written.iteration.step
         state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=self.digest)
         self.checkpoints.commit(written.url, state, written.files)
         self._spent = {(later, table) for later, table in self._spent if later > step}
+        self._there = {later: tables for later, tables in self._there.items() if later > step}
         remove_old_stages(log.attempt.url, log.config.run.keep_stages)

@@ -13,7 +13,7 @@ from siirl_dask.runs.stages import Stage
 
 def iterations(
     config: Config,
-    phases: Collection[Phase],
+    phases: Collection[str],
     done: int = 0,
     stages: Iterable[Stage] = (),
     measured: Collection[tuple[Phase, int]] = (),

@@ -42,6 +42,8 @@ class ResumePoint:
     """The DAG of a step that has a stage, by the stage's table."""
     stages: tuple[Stage, ...] = ()
     """Stored rows of the steps after ``done``, which are replayed; none is left out."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Folder of what each node had kept for later steps after the last step with a stage, by node."""
     unusable: tuple[tuple[int, str], ...] = ()
     """Steps with a stage, and tables of them that are not whole, and are made anew, or are not needed any more."""
     measured: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)

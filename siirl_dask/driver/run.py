@@ -158,7 +158,7 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
-    spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows)
+    spec = RunSpec.of(config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows, log.resume.kept)
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
@@ -166,7 +166,8 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
     train = phases[Phase.TRAIN]
     cuts = {cut.table: cut for cut in frontiers(dag, train[0].stages)[0]}
-    commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts)
+    kept = [node.kept_as for node in dag.nodes if node.kept_as]
+    commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
     shown = config.observe.progress and not again
     notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if shown else []
     return _Try(driver, phases, prepare_folder, commits, notes)

@@ -22,6 +22,7 @@ from siirl_dask.observe import Record, read_metrics
 from siirl_dask.planner import DAG, Cut, Phase, cuts_at_stored
 from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.runs.stages import Stage, find_stage, find_stages
+from siirl_dask.runs.tables import stored_steps
 
 logger = logging.getLogger("siirl_dask.driver")
 
@@ -41,12 +42,17 @@ def with_stages(
     except PlanError as error:
         return replace(resume, note=f"{resume.note}; stored steps are not replayed: {error}")
     search = _Search(config, tuple(cuts), RunIdentity.of(config, dag).digest(), client, members)
-    stages = search.whole(resume.done)
+    carrying = {node.name: node.kept_as for node in dag.nodes if node.kept_as}
+    stages, kept = search.with_kept(search.whole(resume.done), carrying)
     if not stages:
         return resume
     used = {stage.table: cuts[stage.table] for stage in stages}
+    there = {table: stored_steps(config.run.url, table) for table in cuts}
     unusable = [
-        (stage.step, table) for stage in stages for table in (*search.before(stage.table), *used[stage.table].spent)
+        (stage.step, table)
+        for stage in stages
+        for table in (*search.before(stage.table), *used[stage.table].spent)
+        if stage.step in there.get(table, ())
     ]
     before = resume.note if resume.found is not None else f"no checkpoint in {config.run.url}"
     return replace(
@@ -54,6 +60,7 @@ def with_stages(
         note=f"{before}; {_named(stages, [*cuts], used.values())}",
         cuts=used,
         stages=tuple(stages),
+        kept=kept,
         unusable=tuple(unusable),
         measured=_measured(config.run.url, stages[-1].step),
     )
@@ -88,6 +95,32 @@ class _Search:
         for text in (text for step in [*chosen][: len(whole) + 1] for text in said.get(step, ())):
             logger.warning("%s", text)
         return [stage for stage in whole if stage is not None]
+
+    def with_kept(self, stages: list[Stage], carrying: Mapping[str, str]) -> tuple[list[Stage], dict[str, str]]:
+        """Return the stages up to the last step of which all is whole that nodes had kept for later steps.
+
+        ``carrying`` has the tables of that by node. The second result has the folders of that step.
+        """
+        known, found = [stage.step for stage in stages], dict[str, str]()
+        while stages:
+            if (whole := self._kept_after(stages[-1].step, carrying)) is not None:
+                found = whole
+                break
+            stages = stages[:-1]
+        if lost := known[len(stages) :]:
+            what = ", ".join(f"node {name!r}" for name in carrying)
+            logger.warning(
+                "the rows of %s are generated again: what %s keeps for later steps is not whole", _span(lost), what
+            )
+        return stages, found
+
+    def _kept_after(self, step: int, carrying: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the folders of what nodes had kept for later steps after ``step``; None if one is not whole."""
+        found = [find_stage(self.config.run.url, [table], step, self.digest) for table in carrying.values()]
+        whole = [stage for stage in found if stage is not None]
+        if len(whole) < len(found) or any(self._damages(whole)):
+            return None
+        return {name: absolute(stage.url) for name, stage in zip(carrying, whole, strict=True)}
 
     def before(self, table: str) -> tuple[str, ...]:
         """Return the tables that leave less to do than ``table``."""

@@ -107,6 +107,16 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Write what a node keeps on this worker for later steps, as part ``index`` of ``count`` of ``table``."""
+
+    node: Node
+    table: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Report what this worker logged on the way to a saved table, of which it has no part, and its dataloader's
     position.
@@ -169,7 +179,7 @@ class Stream:
     """
 
 
-Link = Load | Restore | Run | Send | Recv | Save | Report | Drop | Lagged | Stream
+Link = Load | Restore | Run | Send | Recv | Save | Keep | Report | Drop | Lagged | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +197,7 @@ class Chain:
     @property
     def saved(self) -> list[str]:
         """Tables of which this worker saves or reports a part."""
-        return [link.table for link in self.flat if isinstance(link, Save | Report)]
+        return [link.table for link in self.flat if isinstance(link, Save | Keep | Report)]
 
     @property
     def flat(self) -> Iterator[Link]:

@@ -12,6 +12,7 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
     Chain,
     Edge,
+    Keep,
     Lagged,
     Link,
     Load,
@@ -59,16 +60,21 @@ def compile_chains(
     moves = plan_moves(stages, placed, hosts)
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     streams = find_streams(stages)
-    chains = _chains(workers, stages, moves, placed, streams, hosts, _stored(dag, stages))
+    chains = _chains(workers, stages, moves, placed, streams, hosts, *_stored(dag, stages))
     plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts)
     check_order(plan)
     return plan
 
 
-def _stored(dag: DAG, stages: Mapping[str, Stage]) -> dict[str, str]:
-    """Return the table of each node whose rows are stored: those that are saved, and stages that are of use."""
-    useful = {cut.node for cut in frontiers(dag, stages)[0]} if any(node.stage for node in dag.nodes) else set()
-    return {node.name: node.stored_as for node in dag.nodes if node.stored_as and (node.save_as or node.name in useful)}
+def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the table of each node whose rows are stored, those that are saved, and stages that are of use; and the
+    table of what each node keeps for later steps, where a step can go on from stored rows.
+    """
+    useful = {cut.node for cut in frontiers(dag, stages)[0]}
+    stored = {
+        node.name: node.stored_as for node in dag.nodes if node.stored_as and (node.save_as or node.name in useful)
+    }
+    return stored, {node.name: node.kept_as for node in dag.nodes if node.kept_as and useful}
 
 
 def _chains(
@@ -79,10 +85,11 @@ def _chains(
     streams: Mapping[str, str],
     hosts: Hosts,
     stored: Mapping[str, str],
+    kept: Mapping[str, str],
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source.
 
-    ``stored`` has the table of each node whose rows are stored.
+    ``stored`` and ``kept`` have the tables of what nodes make and keep, by node.
     """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
@@ -109,6 +116,11 @@ def _chains(
             here += sends if worker in senders else []
         for worker, link in streaming.items():  # on workers of the target alone
             links[worker].append(link)
+        if table := kept.get(name):
+            owners = {worker: index for index, worker in enumerate(placed[node.role])}
+            for worker, own in links.items():
+                keeps = worker in owners
+                own.append(Keep(node, table, owners[worker], len(owners)) if keeps else Report(table))
         if table := stored.get(name):
             for worker, own in links.items():
                 saves = worker in part

@@ -148,6 +148,11 @@ class Node:
         return self.save_as or (f"{STAGES}/{self.name}" if self.stage else None)
 
     @property
+    def kept_as(self) -> str | None:
+        """Folder below the run's for the rows that it keeps for later steps; None if it keeps none."""
+        return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
+
+    @property
     def contract(self) -> Contract:
         """Contract of the function with its options, and with the node's own ``reads`` and ``writes``."""
         declared = contract_of(self.fn)

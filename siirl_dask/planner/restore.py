@@ -84,12 +84,6 @@ def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
     """
     assert saved.stored_as is not None
     skipped = nodes_before(dag, saved) | {saved.name}
-    for name in skipped:
-        if stages[name].node.contract.carries:
-            raise PlanError(
-                f"node {name!r} keeps rows for later steps, which table {saved.stored_as!r} does not hold: a step is "
-                "replayed from its checkpoint only (rollout.partial)"
-            )
     left = [node for node in dag.ordered() if node.name not in skipped or node.contract.stateful]
     for node in left:
         _check_stored(stages, node, saved, skipped)
@@ -176,6 +170,10 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
 def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
     stage, held = stages[node.name], stages[saved.name]
+    if node.contract.carries:
+        raise PlanError(
+            f"node {node.name!r} keeps rows for later steps: no step goes on from table {saved.stored_as!r}, before it"
+        )
     if node.name == saved.name and node.contract.stateful:
         raise PlanError(f"node {node.name!r} saves its rows and changes its role: save the output of a node before it")
     if not node.after and node.name in skipped:

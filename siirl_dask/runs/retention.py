@@ -143,7 +143,9 @@ def _of_spent_stages(fs: AbstractFileSystem, root: str, files: Mapping[str, int]
     steps = {step for table, step in map(_table_and_step, folders) if step is not None and _is_stage(table)}
     for folder, names in folders.items():
         _, step = _table_and_step(folder)
-        for table in (spent_by(fs, root, folder, names) if step in steps else None) or ():
+        if step is None or step not in steps:
+            continue
+        for table in filter(_is_stage, spent_by(fs, root, folder, names) or ()):
             stage = f"{table}/{step_name(step)}"
             yield from _leftovers(stage, folders.get(stage, {}), folders.get(stage, {}), Reason.SPENT)
 

@@ -11,19 +11,22 @@ can go on from this table, and which stages it does not need any more.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Part, StorageError, read_record
+from siirl_storage import Part, StorageError, open_fs
 from siirl_storage.committed import newest_record
 from siirl_storage.digests import FileDigest
+from siirl_storage.files import list_files
 
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack, unpack
 
+logger = logging.getLogger("siirl_dask.runs")
 SPENT = "spent"
 """Key in a record, which has it if a step can go on from the table: tables of stages that it does not need then."""
 
@@ -99,15 +102,22 @@ def spent_by(fs: AbstractFileSystem, root: str, folder: str, names: Mapping[str,
 
 
 def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | None:
+    """Return the stage of ``step`` in ``table``; None if there is none of this ``digest``, or it is not whole."""
     url = step_folder(run_url, table, step)
+    fs, root = open_fs(url)
+    names = list_files(fs, root)
     try:
-        record = read_record(url)
+        record = newest_record(fs, root, "", names)
         if record is None or record.about.get("run") != digest or not all(part.sha256 for part in record.parts):
             return None
         position = record.about["position"]
         if position is not None and (type(position) is not int or position < 0):
-            return None
+            raise ValueError(f"position {position!r}")
         metrics = unpack(json.loads(record.about["metrics"]))
-    except (StorageError, KeyError, TypeError, ValueError, RecursionError):
-        return None  # a damaged record: the step is done anew
+    except (StorageError, KeyError, TypeError, ValueError, RecursionError) as error:
+        logger.warning("the record of the rows in %s is damaged: %s: %s", url, type(error).__name__, error)
+        return None
+    if gone := [part.path for part in record.parts if names.get(part.path) != part.nbytes]:
+        logger.warning("the rows in %s are not whole: %s is gone, or has another size", url, gone[0])
+        return None
     return Stage(step=step, table=table, url=url, parts=record.parts, metrics=metrics, position=position)

@@ -25,7 +25,8 @@ REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
     """Return the tables that a run stores, by their folders: those of its nodes, and that of the test phase."""
-    return {_TEST} | {node.stored_as for dag in dags if dag for node in dag.nodes if node.stored_as}
+    tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.kept_as))
+    return {_TEST, *filter(None, tables)}
 
 
 def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]) -> None:
@@ -50,6 +51,12 @@ def remove_step(attempt: Attempt, table: str, step: int) -> None:
         if path.endswith(".json"):
             remove_file(fs, path)
     remove_tree(fs, folder)
+
+
+def stored_steps(url: str, table: str) -> set[int]:
+    """Return the steps of which the run at ``url`` has rows in ``table``, whole or not."""
+    steps = (step_of(path.rpartition("/")[2]) for path in listed(*open_fs(join(url, table))))
+    return {step for step in steps if step is not None}
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:

@@ -31,6 +31,7 @@ from siirl_dask.worker.devices import find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
+from siirl_dask.worker.kept_rows import give_back
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
@@ -172,6 +173,7 @@ class DAGWorker(WorkerPlugin):
             broadcasts=broadcasts,
             pulse=self.pulse,
         )
+        give_back(self._runtime, plan, self.spec.kept)
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.

@@ -9,7 +9,22 @@ from typing import Any, TypeVar
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
-from siirl_dask.planner import Chain, Drop, Edge, Lagged, Link, Load, Recv, Report, Restore, Run, Save, Send, Stream
+from siirl_dask.planner import (
+    Chain,
+    Drop,
+    Edge,
+    Keep,
+    Lagged,
+    Link,
+    Load,
+    Recv,
+    Report,
+    Restore,
+    Run,
+    Save,
+    Send,
+    Stream,
+)
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -76,6 +91,9 @@ class ChainRun:
                 case Save(node, table):
                     with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
                         runtime.stages.save(link, iteration, tables[node], self.calls.so_far())
+                case Keep(node, table):
+                    if runtime.stages.reports:
+                        runtime.stages.save(link, iteration, self.calls.kept(node), self.calls.so_far())
                 case Report(table):
                     runtime.stages.note(table, iteration, self.calls.so_far())
                 case Drop(table):

@@ -8,7 +8,7 @@ import sysconfig
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -51,6 +51,8 @@ class RunSpec:
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the rows that each node kept for later steps, and gets back, by node."""
     follows: str | None = None
     """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
 
@@ -63,6 +65,7 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
         follows: str | None = None,
+        kept: Mapping[str, str] | None = None,
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
         return RunSpec(
@@ -80,6 +83,7 @@ class RunSpec:
             store=store,
             resume_from=resume_from,
             follows=follows,
+            kept=kept or {},
         )
 
     @property

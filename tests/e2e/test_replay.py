@@ -4,36 +4,37 @@ straight run does.
 
 import shutil
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from siirl_storage import complete_parts
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import RunError
 from siirl_dask.nodes import generate, sample_until_mixed
 from siirl_dask.planner import Node, columns
 from siirl_dask.planner.contract import bare
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
-from tests.e2e.test_resume import ONE, STEPS, WHOLE, check_same, with_kl  # noqa: F401
+from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights, with_kl  # noqa: F401
 
 TIMES = ("seconds", "bytes/", "samples_per_second", "tokens_per_second", "rollout/busy", "rollout/longest")
 FOUR = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
-def generate_and_note(ctx, table, *, rollout, notes):
+def generate_and_note(ctx, table, *, rollout: RolloutConfig, notes):
     with Path(notes).open("a") as file:  # outside of the process, which may be killed
         file.write(f"{ctx.step}\n")
     return generate(ctx, table, rollout=rollout)
 
 
-generate_and_note.__contract__ = replace(generate.__contract__, depends_on_options=None)
+generate_and_note.__contract__ = generate.__contract__
 
 
 def sample_and_note(
-    ctx, table, *, notes, rollout, max_prompt_length, batch_size, rounds=10, scorer="reward", columns=()
+    ctx, table, *, notes, rollout: RolloutConfig, max_prompt_length, batch_size, rounds=10, scorer="reward", columns=()
 ):
     with Path(notes).open("a") as file:
         file.write(f"{ctx.step}\n")
@@ -46,7 +47,7 @@ sample_and_note.__contract__ = sample_until_mixed.__contract__
 
 @columns()
 def fail_once_stored(ctx, table, *, run):
-    """Fail in the last step, once, when the rows that it generated are stored."""
+    """Fail in step 4, once, when the rows that it generated are stored."""
     marker, deadline = Path(f"{run}-failed"), time.monotonic() + 60
     if ctx.step == STEPS and not marker.exists():
         while not [*Path(run, "stages", "rollout", f"step={STEPS:06d}").glob("_parts-*.json")]:
@@ -60,10 +61,11 @@ def fail_once_stored(ctx, table, *, run):
 def failing(dag, run):
     """Return the DAG with a node between generation and all that uses its rows."""
     plug = Node("plug", fail_once_stored, role="rollout", after="rollout", options={"run": str(run)})
-    for node in dag.nodes:
-        if "rollout" in node.after:
-            dag = dag.replace(node.name, after=tuple("plug" if name == "rollout" else name for name in node.after))
-    return dag.add(plug)
+    late = [node for node in dag.nodes if "rollout" in node.after]
+    dag = dag.add(plug)
+    for node in late:
+        dag = dag.replace(node.name, after=tuple("plug" if name == "rollout" else name for name in node.after))
+    return dag
 
 
 @pytest.fixture
@@ -276,13 +278,30 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
 
 
 @pytest.mark.slow
-def test_samples_that_are_kept_for_later_steps_are_not_in_stored_rows_and_the_run_says_so(train, capsys):
-    partial_rollouts = ["rollout.partial=true", "rollout.max_tokens_per_step=4", "rollout.max_staleness=1"]
-    partial_rollouts += ["rollout.steps_ahead=0", "observe.progress=true"]
-    cut_short(train("run", *ONE, *WHOLE, *partial_rollouts))
-    train("run", *ONE, *WHOLE, *partial_rollouts)
-    said = capsys.readouterr().out
-    assert "stored steps are not replayed: node 'rollout' keeps rows for later steps" in said
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, noting, tmp_path, workers):
+    """Responses take two steps, and the first step that drains comes after the one that fails."""
+    change, steps, forget = noting
+    given = [*ONE, "run.steps=5", "checkpoint.every=5", "rollout.partial=true", "rollout.max_tokens_per_step=4"]
+    given += ["rollout.max_staleness=1", "rollout.steps_ahead=0"]
+    how = {"change": lambda dag: failing(change(dag), tmp_path / "run")}
+    (tmp_path / "run-failed").touch()
+    straight = train("straight", *given, **how)
+    (tmp_path / "run-failed").unlink()
+    with pytest.raises(RunError, match="the plug was pulled"):
+        train("run", *given, **how)
+    kept = tmp_path / "run" / "stages" / "rollout.kept"
+    assert [path.name for path in kept.iterdir()] == ["step=000004"]
+    assert pq.read_table(kept / "step=000004").num_rows > 0
+    forget()
+    resumed = train("run", *given, f"cluster.workers={workers}", **how)
+    assert steps() == [5]
+    for step in range(1, 6):
+        tables = [run.table("rollouts", step).select([*EXACT, "token_versions"]) for run in (straight, resumed)]
+        assert tables[0].equals(tables[1]), step
+    if workers == 1:
+        assert results(resumed) == results(straight)
+        assert all(tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items())
 
 
 @pytest.mark.slow
