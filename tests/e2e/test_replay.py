@@ -279,7 +279,7 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, noting, tmp_path, workers):
+def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, noting, tmp_path, caplog, workers):
     """Responses take two steps, and the first step that drains comes after the one that fails."""
     change, steps, forget = noting
     given = [*ONE, "run.steps=5", "checkpoint.every=5", "rollout.partial=true", "rollout.max_tokens_per_step=4"]
@@ -293,6 +293,8 @@ def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, n
     kept = tmp_path / "run" / "stages" / "rollout.kept"
     assert [path.name for path in kept.iterdir()] == ["step=000004"]
     assert pq.read_table(kept / "step=000004").num_rows > 0
+    lost = shutil.copytree(tmp_path / "run", tmp_path / "lost")
+    shutil.rmtree(lost / "stages" / "rollout.kept")
     forget()
     resumed = train("run", *given, f"cluster.workers={workers}", **how)
     assert steps() == [5]
@@ -302,6 +304,12 @@ def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, n
     if workers == 1:
         assert results(resumed) == results(straight)
         assert all(tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items())
+    else:
+        forget()
+        again = train("lost", *given, **how)
+        assert steps() == [1, 2, 3, 4, 5]
+        assert "the rows of steps 1 to 4 are generated again: what node 'rollout' keeps for later" in caplog.text
+        assert results(again) == results(straight)
 
 
 @pytest.mark.slow
