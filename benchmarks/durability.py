@@ -1,10 +1,12 @@
 """Storing the rows of each step costs time: seconds a step with ``storage.durability`` none, async and sync.
 
+With async also without the stage, that is with the rows stored once, at the end of the step.
+
     python benchmarks/durability.py [--rounds 3] [--steps 8] [--out docs/benchmarks/durability.md]
 
 Two cases on one machine: the quickstart, and 256 rows of 64k tokens (ids and two log-probs, 201 MB) whose step computes
-for some seconds after it has saved them. The three levels take turns; each step's seconds are compared with those
-of the same step of the same round without durability.
+for some seconds between the stage and the saved table. The levels take turns; each step's seconds are compared with
+those of the same step of the same round without durability.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from siirl_dask.planner import DAG, Node, Role, columns
 from siirl_dask.schema import ANSWER, OLD_LOGPROBS, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKENS, TYPES, fields
 from siirl_dask.testing.rows import build_nothing
 
-LEVELS = ("none", "async", "sync")
+LEVELS = {
+    "none": ("none", False),
+    "async, no stage": ("async", False),
+    "async": ("async", True),
+    "sync": ("sync", True),
+}
+"""``storage.durability``, and whether rows are a stage as soon as they are made."""
 LONG = (RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS)
 _ONE_SHARED = ("cluster.workers=2", "checkpoint.every=0", "validation.url=null", "validation.test_url=null")
 
@@ -60,10 +68,10 @@ def compute(ctx: Context, table: pa.Table, *, seconds: float) -> pa.Table:
     return table
 
 
-def long_dag(tokens: int, seconds: float) -> DAG:
+def long_dag(tokens: int, seconds: float, stage: bool) -> DAG:
     nodes = (
-        Node("make", partial(make_long_rows, tokens=tokens), role="policy", save_as="rollouts"),
-        Node("compute", partial(compute, seconds=seconds), role="policy", after="make"),
+        Node("make", partial(make_long_rows, tokens=tokens), role="policy", stage=stage),
+        Node("compute", partial(compute, seconds=seconds), role="policy", after="make", save_as="rollouts"),
     )
     return DAG((Role("policy", build_nothing),), nodes)
 
@@ -75,8 +83,9 @@ def seconds_of(url: Path) -> list[float]:
 
 
 def run_quickstart(folder: Path, level: str, steps: int) -> list[float]:
-    url = folder / "run"
-    given = [f"run.url={url}", f"run.steps={steps + 1}", f"storage.durability={level}", "observe.progress=false"]
+    url, (durability, stage) = folder / "run", LEVELS[level]
+    given = [f"run.url={url}", f"run.steps={steps + 1}", f"storage.durability={durability}", "observe.progress=false"]
+    given += [f"nodes.rollout.stage={str(stage).lower()}"]
     task = [f"data.url={folder}/task/train.parquet", f"model.path={folder}/task/model", "rollout.engine=transformers"]
     file = load_config_file(shipped("quickstart.yaml"), [*given, *task, *_ONE_SHARED, "cluster.placement={}"])
     prepare(file.config)
@@ -85,19 +94,19 @@ def run_quickstart(folder: Path, level: str, steps: int) -> list[float]:
 
 
 def run_long(folder: Path, level: str, steps: int, rows: int, tokens: int, seconds: float) -> list[float]:
-    data, url = folder / "data.parquet", folder / "run"
+    data, url, (durability, stage) = folder / "data.parquet", folder / "run", LEVELS[level]
     texts = [f"prompt {row}" for row in range(rows * (steps + 1))]
     pq.write_table(pa.table({"prompt": texts, "answer": texts}), data, row_group_size=64)
-    given = [f"run.url={url}", f"run.steps={steps + 1}", f"storage.durability={level}", "observe.progress=false"]
+    given = [f"run.url={url}", f"run.steps={steps + 1}", f"storage.durability={durability}", "observe.progress=false"]
     place = [f"data.url={data}", "data.prepare=null", f"data.batch_size={rows}", "run.lookahead=1"]
     config = load(shipped("quickstart.yaml"), [*given, *place, *_ONE_SHARED, "cluster.placement={policy: [0, 1]}"])
-    run(config, long_dag(tokens, seconds), fresh=True)
+    run(config, long_dag(tokens, seconds, stage), fresh=True)
     return seconds_of(url)
 
 
 def row_of(name: str, found: dict[str, list[float]]) -> str:
     cells = [f"{median(found['none']):.2f}"]
-    for level in LEVELS[1:]:
+    for level in [*LEVELS][1:]:
         ratios = [mine / bare for mine, bare in zip(found[level], found["none"], strict=True)]
         cells.append(f"{median(found[level]):.2f} ({median(ratios):.2f}x, {min(ratios):.2f} to {max(ratios):.2f})")
     return f"| {name} | {' | '.join(cells)} |"
@@ -113,8 +122,8 @@ def report(rows: Sequence[str], given: argparse.Namespace, load_average: float) 
             "step, and in brackets how many times as long as the same step of the same round without durability, with "
             "the range.",
             "",
-            "| case | none | async | sync |",
-            "|---|---|---|---|",
+            f"| case | {' | '.join(LEVELS)} |",
+            f"|---{'|---' * len(LEVELS)}|",
             *rows,
             "",
         ]
@@ -127,7 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--seconds", type=float, default=4.0, help="that a long step computes after it has saved")
+    parser.add_argument("--seconds", type=float, default=4.0, help="that a long step computes before it saves")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     cases = {

@@ -43,7 +43,7 @@ def training(config: Config) -> DAG:
     update = {"minibatches": minibatches, "loss": loss}
     nodes = (
         Node("prompts", encode_prompts, role="rollout", options=encode),
-        Node("rollout", generate, role="rollout", after="prompts", options={"rollout": rollout}),
+        Node("rollout", generate, role="rollout", after="prompts", stage=True, options={"rollout": rollout}),
         Node("reward", score, role="reward", after="rollout"),
         Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
         Node(

@@ -207,7 +207,8 @@ class Context:
     to a later step must finish it in this one."""
     state: dict[str, Any] = field(default_factory=dict)
     """The node's memory on this worker from one step to the next. It survives drains. It is empty when a run begins or
-    resumes, since no checkpoint holds it."""
+    resumes, since no checkpoint holds it; rows in it come back that the node declares (``KeptRows``) and a step has
+    stored."""
     draw_prompts: Callable[[int], Any] = field(default=_draws_nothing)
     """``draw_prompts(count)`` returns this worker's share of the dataset's next prompts, as a table like the node's
     input. All workers of the role must call it alike. Only for nodes that declare ``draws=True``."""

@@ -25,7 +25,7 @@ class TransportMode(StrEnum):
 
 
 class Durability(StrEnum):
-    """When the rows that a step saves are on the store."""
+    """When the rows that a step has generated, and those that it saves, are on the store."""
 
     none = "none"
     """Never: nothing is saved, and a run that stops repeats its steps from the newest checkpoint."""
@@ -40,8 +40,8 @@ class StorageConfig:
     """``storage``: reads and writes of all files, on any store."""
 
     durability: Durability = Durability.asynchronous
-    """When the rows that a step saves are on the store: ``none``, ``async`` or ``sync``. What is there when a run stops
-    is never generated again.
+    """When the rows that a step has generated, and those that it saves, are on the store: ``none``, ``async`` or
+    ``sync``. What is there when a run stops is never generated again.
     """
 
     retry_seconds: float = RETRY_SECONDS

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from siirl_storage import Part, PartsRecord, StorageError, join, open_fs, read_record
+from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.layout.balance import split
 from siirl_dask.errors import DataError
-from siirl_dask.schema import Schema
+from siirl_dask.schema import GROUP_ID, TYPES, Schema
 
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
@@ -49,6 +52,37 @@ def read_stored_rows(folder: str, schema: Schema, index: int, count: int, max_by
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
     return pa.concat_tables([schema.empty_table(), *tables])
+
+
+def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Table | None:
+    """Return the share of worker ``index`` of ``count`` of what nodes kept, committed in ``folder``; None for nothing.
+
+    Groups stay whole. Where as many workers wrote as read, each gets the part of its number; otherwise each reads all
+    parts. ``max_bytes`` bounds a row group, decoded. DataError when the rows are not there or are damaged.
+    """
+    try:
+        record = read_record(folder)
+        if record is None:
+            raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
+        same = count == len(record.parts)
+        parts = [part for at, part in enumerate(record.parts) if part.rows and (at == index or not same)]
+        tables = [_read_part(folder, part, max_bytes) for part in parts]
+    except StorageError as error:
+        raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
+    if not tables:
+        return None
+    rows = pa.concat_tables(tables)
+    if same:
+        return rows
+    groups = np.unique(rows[GROUP_ID].to_numpy())[index::count]
+    return rows.filter(pc.is_in(rows[GROUP_ID], pa.array(groups, TYPES[GROUP_ID])))
+
+
+def _read_part(folder: str, part: Part, max_bytes: int) -> pa.Table:
+    fs, path = open_fs(join(folder, part.path))
+    names = read_footer(fs, path).schema.names
+    groups = range(len(part.groups))
+    return pa.concat_tables([read_rows(fs, path, at, names, part.groups, max_bytes=max_bytes) for at in groups])
 
 
 def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int, range]]:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from typing import Any
 
 from distributed import Client, Future
@@ -187,8 +188,7 @@ class Driver:
     def _hand_out(self, iteration: Iteration) -> None:
         """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
-        named = (iteration.phase, iteration.step, iteration.sequence, iteration.drain, iteration.position)
-        name, arguments = f"{iteration.sequence:06d}", {"iteration": named, "completed": completed}
+        name, arguments = f"{iteration.sequence:06d}", {"iteration": astuple(iteration), "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._folder(iteration.step)
             self._writing[iteration.sequence] = Writing(iteration, url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 
 from siirl_dask.config import Config
@@ -12,7 +13,7 @@ from siirl_dask.runs.stages import Stage
 
 def iterations(
     config: Config,
-    phases: Collection[Phase],
+    phases: Collection[str],
     done: int = 0,
     stages: Iterable[Stage] = (),
     measured: Collection[tuple[Phase, int]] = (),
@@ -37,8 +38,10 @@ def iterations(
         last = step == steps
         validates = Phase.VALIDATION in phases and (step % config.validation.every == 0 or last)
         saves = bool(every) and (step % every == 0 or last)
-        phase, position = (Phase.REPLAY, stored[step].position) if step in stored else (Phase.TRAIN, None)
-        yield Iteration(phase, step, next(sequence), validates or saves or last, position)
+        iteration = Iteration(Phase.TRAIN, step, next(sequence), validates or saves or last)
+        if stage := stored.get(step):
+            iteration = replace(iteration, phase=Phase.REPLAY, position=stage.position, frontier=stage.table)
+        yield iteration
         if validates and (Phase.VALIDATION, step) not in measured:
             yield Iteration(Phase.VALIDATION, step, next(sequence))
         if saves:

@@ -124,8 +124,7 @@ class RunLog:
         """Return the record of an iteration; that of a replay has the metrics that its stage had as well."""
         iteration, metrics = done.iteration, done.metrics
         if iteration.phase is Phase.REPLAY:
-            stage = next(stage for stage in self.resume.stages if stage.step == iteration.step)
-            metrics = stage.metrics | metrics
+            metrics = self.resume.metrics_before(iteration) | metrics
         else:
             check_prompts(done, self.config.data.max_prompt_length)
         named = values(metrics)

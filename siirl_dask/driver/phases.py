@@ -17,8 +17,8 @@ from siirl_dask.planner.spec import bind
 from siirl_dask.recipes import common
 from siirl_dask.schema import REFERENCE_LOGPROBS, SOURCE_NAME, TOKEN_VERSIONS, DataType, Schema
 
-Phases = dict[Phase, tuple[Plan, Dataset]]
-"""The plan and the dataset of each phase; the first phase's plan has every role."""
+Phases = dict[str, tuple[Plan, Dataset]]
+"""The plan and the dataset of each phase, by the name of the plan (``Iteration.plan``); the first has every role."""
 
 
 def plan_phases(
@@ -45,7 +45,7 @@ def plan_phases(
             nodes = tuple(replace(node, save_as=node.save_as and "test") for node in validation.nodes)
             test = Source.of(config.data, url=config.validation.test_url)
             datasets[Phase.TEST] = (replace(validation, nodes=nodes), test)
-    phases = {}
+    phases: Phases = {}
     for phase, (graph, dataset) in datasets.items():
         absent = {source.url for source in dataset.sources if assume_columns and not exists(source.url)}
         dataset, schema = _open(config, dataset, absent)
@@ -157,6 +157,8 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
         raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
+    if staged := [node.label for node in (validation.nodes if validation is not None else ()) if node.stage]:
+        raise ConfigError(f"{staged[0]} of the validation has stage=true: no step goes on from it; leave stage out")
     validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
     if validated - {role.name for role in dag.roles}:
         raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")

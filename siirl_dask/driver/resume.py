@@ -9,9 +9,10 @@ from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
+from siirl_dask.context import Metric
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
 from siirl_dask.observe import Record, Status, read_summary
-from siirl_dask.planner import DAG, Cut, Node, Phase
+from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints
 from siirl_dask.runs.folder import RunIdentity, read_identity
@@ -37,10 +38,14 @@ class ResumePoint:
     """A sentence for the user about where the run begins."""
     passed_over: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that cannot be used."""
-    cut: Cut | None = None
-    """The DAG of a step that has a stage; None if no step has one."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """The DAG of a step that has a stage, by the stage's table."""
     stages: tuple[Stage, ...] = ()
     """Stored rows of the steps after ``done``, which are replayed; none is left out."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Folder of what each node had kept for later steps after the last step with a stage, by node."""
+    unusable: tuple[tuple[int, str], ...] = ()
+    """Steps with a stage, and tables of them that are not whole, and are made anew, or are not needed any more."""
     measured: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
     """Records of the steps up to the last one with a stage, by phase and step, which are not measured again."""
 
@@ -48,6 +53,11 @@ class ResumePoint:
     def last(self) -> int:
         """The last step of which everything generated is kept."""
         return self.stages[-1].step if self.stages else self.done
+
+    def metrics_before(self, iteration: Iteration) -> dict[str, Metric]:
+        """Return what a replayed step had logged when its stage was stored; nothing for any other iteration."""
+        replayed = iteration.phase is Phase.REPLAY
+        return self.stages[iteration.step - self.done - 1].metrics if replayed else {}
 
     @property
     def checkpoint(self) -> ResumeFrom | None:

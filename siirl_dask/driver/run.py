@@ -12,6 +12,7 @@ from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.commits import Commits
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
@@ -25,17 +26,16 @@ from siirl_dask.driver.replacement import find_workers
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.driver.stages import with_stages
-from siirl_dask.driver.under_way import Done, Staged, Written
+from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.errors import ConfigError, Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
-from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
 from siirl_dask.planner.inputs import alike
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import (
     RunIdentity,
@@ -44,9 +44,7 @@ from siirl_dask.runs.folder import (
     remove_summary,
     write_identity,
 )
-from siirl_dask.runs.retention import remove_old_stages
-from siirl_dask.runs.stages import describe_stage
-from siirl_dask.runs.tables import commit_table, remove_steps, tables_of
+from siirl_dask.runs.tables import remove_step, remove_steps, tables_of
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.worker.run_spec import RunSpec
 
@@ -146,8 +144,7 @@ class _Try:
     driver: Driver
     phases: Phases
     prepare_folder: Callable[[], None]
-    commit: Callable[[Staged | Written], None]
-    """Commits a table or a checkpoint."""
+    commits: Commits
     notes: Sequence[str]
     """Sentences for the user."""
 
@@ -163,7 +160,15 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
     spec = RunSpec.of(
-        config, named, phases, log.attempt.number, store, log.resume.checkpoint, follows, job.checked.footprints
+        config,
+        named,
+        phases,
+        log.attempt.number,
+        store,
+        log.resume.checkpoint,
+        follows,
+        log.resume.kept,
+        footprints=job.checked.footprints,
     )
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
@@ -171,11 +176,13 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
     stall_timeout, shown = config.cluster.stall_timeout, log.progress.under_way
     driver = Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, shown)
     prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
-    commit = partial(_commit, checkpoints, log, RunIdentity.of(config, dag).digest())
     train = phases[Phase.TRAIN]
+    cuts = {cut.table: cut for cut in frontiers(dag, train[0].stages)[0]}
+    kept = [node.kept_as for node in dag.nodes if node.kept_as]
+    commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
     noted = config.observe.progress and not again
     notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if noted else []
-    return _Try(driver, phases, prepare_folder, commit, notes)
+    return _Try(driver, phases, prepare_folder, commits, notes)
 
 
 def _note_start(log: RunLog) -> None:
@@ -201,7 +208,7 @@ def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier
                 if isinstance(event, Done):
                     log.record(event)
                 else:
-                    tried.commit(event)
+                    tried.commits.commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
     if preemption.asked and log.steps < config.run.steps:
@@ -229,11 +236,13 @@ def _plan(
     if (resume.done or again) and (loading := weights_dag(dag)) is not None:
         plan = compile_chains(loading, workers, NO_DATA, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
-    if resume.cut is not None:
-        plan = compile_chains(resume.cut.dag, workers, NO_DATA, config.cluster.placement, hosts)
-        train, dataset = phases[Phase.TRAIN]
-        for phase, one in alike({Phase.TRAIN: train, Phase.REPLAY: plan}).items():
-            phases[phase] = (one, dataset)
+    train, dataset = phases[Phase.TRAIN]
+    replays = {
+        replay_plan(table): compile_chains(cut.dag, workers, NO_DATA, config.cluster.placement, hosts)
+        for table, cut in resume.cuts.items()
+    }
+    for phase, one in alike({str(Phase.TRAIN): train, **replays}).items():
+        phases[phase] = (one, dataset)
     return phases
 
 
@@ -245,20 +254,7 @@ def _prepare_folder(config: Config, dag: DAG, validation: DAG | None, log: RunLo
         remove_run(url, tables)
     elif resume.exists:
         remove_steps(url, tables, resume.last)
+        for step, table in resume.unusable:
+            remove_step(log.attempt, table, step)
         remove_summary(url)
     write_identity(config, dag, replace=resume.exists)
-
-
-def _commit(checkpoints: Checkpoints, log: RunLog, digest: str, written: Staged | Written) -> None:
-    """Commit a table of a step, or a checkpoint, that every worker has written. ``digest`` is that of the identity."""
-    step = written.iteration.step
-    if isinstance(written, Staged):
-        about = describe_stage(
-            digest=digest, attempt=log.attempt.number, metrics=written.metrics, position=written.position
-        )
-        commit_table(log.attempt, written.table, step, written.parts, about)
-        return
-    state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=digest)
-    checkpoints.commit(written.url, state, written.files)
-    if (keep := log.config.run.keep_stages) is not None:
-        remove_old_stages(log.attempt.url, keep)

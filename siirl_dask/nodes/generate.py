@@ -10,16 +10,25 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.partial_rollout import generate_partial
+from siirl_dask.nodes.partial_rollout import generate_partial, pack_kept, unpack_kept
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import EARLY, SAMPLED, add_samples, generate_all, make_requests
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import Changes, KeptRows, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
-def _of_partial_rollouts(*, rollout: RolloutConfig) -> Changes:
-    return Changes(writes=fields(TOKEN_VERSIONS), carries=True) if rollout.partial else Changes()
+def _pack(ctx: Context, **options: object) -> pa.Table:
+    return pack_kept(ctx)
+
+
+def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options: object) -> None:
+    unpack_kept(ctx, table, [_sampling(rollout)] * rollout.n)
+
+
+def _of_partial_rollouts(*, rollout: RolloutConfig, **options: object) -> Changes:
+    kept = KeptRows(_pack, _unpack)
+    return Changes(writes=fields(TOKEN_VERSIONS), carries=kept) if rollout.partial else Changes()
 
 
 @columns(

@@ -2,7 +2,8 @@
 
 A sample gets a budget of tokens per step. One that has not ended by then stays on its worker, with all of its group,
 and continues in the next step with the weights of that step. Its next token is drawn as if it was never interrupted. A
-drain step finishes all samples.
+drain step finishes all samples. What is kept is stored with the rows of the step, so that a run which is resumed goes
+on with it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,29 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.sampling import add_samples, generate_all, make_requests
+from siirl_dask.errors import DataError
+from siirl_dask.nodes.sampling import add_samples, generate_all, make_requests, requests_of
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import Sampled
-from siirl_dask.schema import GROUP_ID, ROW_ID, TOKEN_VERSIONS, TOKENS, TYPES
+from siirl_dask.schema import (
+    FINISH_REASON,
+    GROUP_ID,
+    IDENTITY,
+    RESPONSE_IDS,
+    ROW_ID,
+    TOKEN_VERSIONS,
+    TOKENS,
+    TYPES,
+    WORKER,
+)
 
 _A_STEP_OLDER = 2**32  # added to the ids of kept rows: no row of the next step has such an id
 _KEPT = "kept"
+_LOGPROBS = "logprobs"
+_SO_FAR = {name: TYPES[name] for name in (RESPONSE_IDS, TOKEN_VERSIONS, FINISH_REASON, WORKER)} | {
+    _LOGPROBS: pa.large_list(pa.float64())  # to the bit
+}
+"""Columns of a sample that is stored before it has ended, beside those of its row; FINISH_REASON is null then."""
 
 
 @dataclass(slots=True)
@@ -76,7 +93,8 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     samples = [_Sample(request) for request in requests]
     kept: _Kept | None = ctx.state.pop(_KEPT, None)
     if kept is not None:
-        rows, samples = pa.concat_tables([rows, _older(kept.rows)]), [*samples, *kept.samples]
+        older = _older(kept.rows).select(rows.column_names).cast(rows.schema)
+        rows, samples = pa.concat_tables([rows, older]), [*samples, *kept.samples]
     running = [at for at, sample in enumerate(samples) if sample.ended is None]
     requests = [samples[at].rest(None if ctx.drain else budget) for at in running]
     parts = generate_all(ctx, requests, rows[TOKENS].take(pa.array(running, pa.int64())).to_pylist())
@@ -89,6 +107,35 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     ctx.log("rollout/kept_for_next_step", len(left), Reduce.SUM)
     ended = [sample for sample, is_whole in zip(samples, whole, strict=True) if is_whole]
     return _output(ctx, rows.filter(pa.array(whole)), ended)
+
+
+def pack_kept(ctx: Context) -> pa.Table:
+    """Return the rows that continue in the next step, with what is sampled of them; no rows where there are none."""
+    kept: _Kept | None = ctx.state.get(_KEPT)
+    if kept is None:
+        return pa.schema([*((name, TYPES[name]) for name in IDENTITY), *_SO_FAR.items()]).empty_table()
+    columns = {
+        RESPONSE_IDS: [sample.tokens for sample in kept.samples],
+        TOKEN_VERSIONS: [sample.versions for sample in kept.samples],
+        FINISH_REASON: [None if sample.ended is None else str(sample.ended) for sample in kept.samples],
+        WORKER: [sample.worker for sample in kept.samples],
+        _LOGPROBS: [sample.logprobs for sample in kept.samples],
+    }
+    rows = kept.rows
+    for name, values in columns.items():
+        rows = rows.append_column(name, pa.array(values, _SO_FAR[name]))
+    return rows
+
+
+def unpack_kept(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> None:
+    """Continue in the next step with rows that ``pack_kept`` has given. DataError when they are not such rows."""
+    if missing := [name for name in _SO_FAR if name not in table.column_names]:
+        raise DataError(f"the samples that were kept for later steps lack {missing}")
+    rows, so_far = table.drop_columns([*_SO_FAR]), table.select([*_SO_FAR]).cast(pa.schema(_SO_FAR)).to_pydict()
+    ended = [None if reason is None else FinishReason(reason) for reason in so_far[FINISH_REASON]]
+    requests = requests_of(rows, samplings)
+    given = (so_far[RESPONSE_IDS], so_far[_LOGPROBS], so_far[TOKEN_VERSIONS], ended, so_far[WORKER])
+    ctx.state[_KEPT] = _Kept(rows, [_Sample(*one) for one in zip(requests, *given, strict=True)])
 
 
 def _older(rows: pa.Table) -> pa.Table:

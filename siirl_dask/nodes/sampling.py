@@ -56,12 +56,16 @@ def make_requests(
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     for name, values in ((SAMPLE_NUMBER, samples), (SAMPLING_SEED, seeds)):
         rows = rows.append_column(name, pa.array(values, TYPES[name]))
-    limits = limits_of(rows)
-    requests = [
-        GenerationRequest(prompt, seed, _within(samplings[at % n], limits[at]))
-        for at, (seed, prompt) in enumerate(zip(seeds, rows[PROMPT_IDS].to_pylist(), strict=True))
+    return rows, requests_of(rows, samplings)
+
+
+def requests_of(rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
+    """Return the request of each row that ``make_requests`` has made, with its sample's element of ``samplings``."""
+    given = (rows[name].to_pylist() for name in (PROMPT_IDS, SAMPLING_SEED, SAMPLE_NUMBER))
+    return [
+        GenerationRequest(prompt, seed, _within(samplings[sample], limit))
+        for prompt, seed, sample, limit in zip(*given, limits_of(rows), strict=True)
     ]
-    return rows, requests
 
 
 def _repeated(table: pa.Table, n: int) -> pa.Table:

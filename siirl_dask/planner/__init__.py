@@ -7,6 +7,7 @@ from siirl_dask.planner.chain import (
     Edge,
     Input,
     Iteration,
+    Keep,
     Lagged,
     Link,
     Load,
@@ -19,12 +20,15 @@ from siirl_dask.planner.chain import (
     Save,
     Send,
     Stream,
+    phase_of,
+    replay_plan,
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import (
     Changes,
     Contract,
+    KeptRows,
     Preflight,
     RoleCost,
     WeightSink,
@@ -43,7 +47,7 @@ from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
-from siirl_dask.planner.restore import NO_DATA, Cut, cut_at_stored, run_again, saved_after
+from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
 __all__ = [
@@ -63,6 +67,8 @@ __all__ = [
     "Hosts",
     "Input",
     "Iteration",
+    "Keep",
+    "KeptRows",
     "Lagged",
     "Link",
     "Load",
@@ -91,13 +97,16 @@ __all__ = [
     "builds",
     "columns",
     "compile_chains",
-    "cut_at_stored",
+    "cuts_at_stored",
     "dag_from_spec",
     "dag_to_spec",
     "describe",
     "draw",
     "estimate",
+    "frontiers",
+    "phase_of",
     "reads_option",
+    "replay_plan",
     "resolve",
     "run_again",
     "saved_after",

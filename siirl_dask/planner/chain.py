@@ -98,9 +98,19 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a node's output on this worker as part ``index`` of ``count`` of the run's table ``table``."""
+    """Write a node's output on this worker as part ``index`` of ``count`` of ``table``, a folder below the run's."""
 
     node: str
+    table: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Write what a node keeps on this worker for later steps, as part ``index`` of ``count`` of ``table``."""
+
+    node: Node
     table: str
     index: int
     count: int
@@ -117,7 +127,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Read this worker's share of the rows that the run's table ``table`` holds of the step, as a node's output."""
+    """Read this worker's share of the rows that ``table``, a folder below the run's, holds of the step, as a node's
+    output.
+    """
 
     node: Node
     table: str
@@ -168,7 +180,7 @@ class Stream:
     """
 
 
-Link = Load | Restore | Run | Send | Recv | Save | Report | Drop | Lagged | Stream
+Link = Load | Restore | Run | Send | Recv | Save | Keep | Report | Drop | Lagged | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +198,7 @@ class Chain:
     @property
     def saved(self) -> list[str]:
         """Tables of which this worker saves or reports a part."""
-        return [link.table for link in self.flat if isinstance(link, Save | Report)]
+        return [link.table for link in self.flat if isinstance(link, Save | Keep | Report)]
 
     @property
     def flat(self) -> Iterator[Link]:
@@ -215,6 +227,16 @@ class Phase(StrEnum):
         return Phase.TRAIN if self is Phase.REPLAY else self
 
 
+def replay_plan(frontier: str) -> str:
+    """Return the name of the plan of steps that are replayed from the rows of the table ``frontier``."""
+    return f"{Phase.REPLAY}:{frontier}"
+
+
+def phase_of(plan: str) -> Phase:
+    """Return the phase of a plan's name, as ``Iteration.plan`` gives it."""
+    return Phase(plan.partition(":")[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One passage of all workers through the chains of a phase."""
@@ -228,6 +250,13 @@ class Iteration:
     """True if no training step follows at once, so that nodes with a lag catch up in this iteration."""
     position: int | None = None
     """Number of the next prompt after a replayed step that had drawn more prompts than its own."""
+    frontier: str = ""
+    """Table whose rows a replayed step begins with."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan whose chains it runs: its phase, and for a replay also the frontier."""
+        return replay_plan(self.frontier) if self.phase is Phase.REPLAY else self.phase
 
     @property
     def batch(self) -> int:

@@ -42,7 +42,7 @@ class Stage:
     travels along one branch of a diamond only.
     """
     outputs: tuple[str, ...]
-    """Columns of ``produced`` that a later node reads or the run saves; the others are dropped at once."""
+    """Columns of ``produced`` that a later node reads or the run stores; the others are dropped at once."""
     rows: str
     """Origin of the input's rows: DATA, or the name of the node that made them."""
     rows_out: str
@@ -151,7 +151,7 @@ def _demand(
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], dict[str, dict[str, str]]]:
     """Return outputs, needed columns and sources of every node.
 
-    The walk goes backwards: an output column stays if it is saved or if a later node takes it.
+    The walk goes backwards: an output column stays if it is stored or if a later node takes it.
     """
     wanted: dict[str, set[str]] = {node.name: set(IDENTITY) for node in order}
     outputs: dict[str, tuple[str, ...]] = {}
@@ -161,7 +161,7 @@ def _demand(
     suppliers = _suppliers(order, produced)
     for node in reversed(order):
         contract = node.contract
-        if node.save_as:
+        if node.stored_as:
             wanted[node.name] |= set(produced[node.name])
         outputs[node.name] = tuple(name for name in produced[node.name] if name in wanted[node.name])
         need = {*IDENTITY, *contract.taken(available[node.name])}
@@ -211,10 +211,10 @@ def _above(
 
 
 def _is_left_out(node: Node, column: Column) -> bool:
-    """Tell whether a blob skips the node: the node neither reads, writes nor saves it, and makes no new rows."""
+    """Tell whether a blob skips the node: the node neither reads, writes nor stores it, and makes no new rows."""
     contract = node.contract
     reads = column.name in contract.taken((column.name,))
-    uses = reads or column.writer == node.name or node.save_as is not None
+    uses = reads or column.writer == node.name or node.stored_as is not None
     return is_blob(column.type) and bool(node.after) and not uses and not contract.new_rows
 
 

@@ -13,6 +13,7 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
     Chain,
     Edge,
+    Keep,
     Lagged,
     Link,
     Load,
@@ -32,7 +33,7 @@ from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
 from siirl_dask.planner.placement import check_neighbours, place_roles
-from siirl_dask.planner.restore import is_stored, stored_table
+from siirl_dask.planner.restore import frontiers, is_stored, stored_table
 from siirl_dask.planner.weight_streams import find_streams, stays, why_no_broadcast
 from siirl_dask.schema import Schema, make_schema
 
@@ -65,10 +66,21 @@ def compile_chains(
         if stays(stages[source_node], stages[target], placed):
             moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    chains = _chains(workers, stages, moves, placed, streams, hosts)
+    chains = _chains(workers, stages, moves, placed, streams, hosts, *_stored(dag, stages))
     plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts, frozenset(whole))
     check_order(plan)
     return plan
+
+
+def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the table of each node whose rows are stored, those that are saved, and stages that are of use; and the
+    table of what each node keeps for later steps, where a step can go on from stored rows.
+    """
+    useful = {cut.node for cut in frontiers(dag, stages)[0]}
+    stored = {
+        node.name: node.stored_as for node in dag.nodes if node.stored_as and (node.save_as or node.name in useful)
+    }
+    return stored, {node.name: node.kept_as for node in dag.nodes if node.kept_as and useful}
 
 
 def _chains(
@@ -78,8 +90,13 @@ def _chains(
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
     hosts: Hosts,
+    stored: Mapping[str, str],
+    kept: Mapping[str, str],
 ) -> dict[str, Chain]:
-    """Build the chains node by node; the target of a stream runs at the place of its source."""
+    """Build the chains node by node; the target of a stream runs at the place of its source.
+
+    ``stored`` and ``kept`` have the tables of what nodes make and keep, by node.
+    """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
@@ -106,10 +123,15 @@ def _chains(
         for worker, link in streaming.items():  # on workers of the target alone
             lag = stages[streams[name]].node.lag
             links[worker].append(Lagged(lag, (link,)) if lag else link)
-        if node.save_as:
+        if table := kept.get(name):
+            owners = {worker: index for index, worker in enumerate(placed[node.role])}
+            for worker, own in links.items():
+                keeps = worker in owners
+                own.append(Keep(node, table, owners[worker], len(owners)) if keeps else Report(table))
+        if table := stored.get(name):
             for worker, own in links.items():
                 saves = worker in part
-                own.append(Save(name, node.save_as, part[worker], len(part)) if saves else Report(node.save_as))
+                own.append(Save(name, table, part[worker], len(part)) if saves else Report(table))
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
 
 

@@ -41,6 +41,18 @@ class WeightSink:
     tensors: Callable[..., Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Functions that store the rows which a node keeps from step to step (``Context.state``), and give them back."""
+
+    pack: Callable[..., Any]
+    """``(Context, **options) -> pa.Table``: what this worker keeps after the step, with the ids and groups of its rows;
+    a table without rows where that is nothing."""
+    unpack: Callable[..., Any]
+    """``(Context, pa.Table, **options)``: take rows that workers had packed, groups whole; called before the first
+    step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     """Additions to a node's contract that depend on its options."""
@@ -53,7 +65,7 @@ class Changes:
     """See ``Contract.neighbour``."""
     draws: bool = False
     """See ``Contract.draws``."""
-    carries: bool = False
+    carries: KeptRows | None = None
     """See ``Contract.carries``."""
 
 
@@ -78,8 +90,8 @@ class Contract:
     stateful: bool = False
     """True if it changes its role's object, as an update does. A step that is replayed from stored rows runs such a
     node again, and skips others whose output is stored."""
-    carries: bool = False
-    """True if it keeps rows from step to step (``Context.state``), which stored rows do not bring back."""
+    carries: KeptRows | None = None
+    """How the rows are stored that it keeps from step to step; None if it keeps none."""
     expand: str | None = None
     """Dotted name of the option that holds the rows made per row, for estimates. None: no more than come in."""
     requires: tuple[str, ...] = ()

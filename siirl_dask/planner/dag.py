@@ -27,6 +27,8 @@ from siirl_dask.schema import IDENTITY, Schema, make_schema
 BuildFn = Callable[..., Any]
 """``(Device, Rank, **options) -> resource``."""
 
+STAGES = "stages"
+"""Folder of a run with the rows of nodes that are stored until a later table has them (``Node.stage``)."""
 _NAME = re.compile(r"\w[\w-]*")
 
 
@@ -89,6 +91,9 @@ class Node:
     """Layout of its rows among the workers of its role, or the layout's name; a ``Rows`` once the node is made."""
     save_as: str | None = None
     """Name of the run's table to which every worker writes its part of the output."""
+    stage: bool = False
+    """True if its rows are stored as soon as they are made, until a table that is saved further on has them: a step
+    that is cut short in between goes on from them. It changes nothing where ``save_as`` stores them anyway."""
     lag: int = 0
     """Steps by which its input is older than the step, so that its workers do not wait for the step's own rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,6 +114,10 @@ class Node:
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
+        if self.save_as == STAGES:
+            raise PlanError(f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name")
+        if not isinstance(self.stage, bool):
+            raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if self.writes is not None:
             object.__setattr__(self, "writes", make_schema({field.name: field.type for field in self.writes}))
         object.__setattr__(self, "rows", self._checked_rows())
@@ -132,6 +141,16 @@ class Node:
     def label(self) -> str:
         """Name of the node for errors, after its file and line if known."""
         return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
+
+    @property
+    def stored_as(self) -> str | None:
+        """Folder below the run's in which its rows are stored at each step, for good or as a stage; None if nowhere."""
+        return self.save_as or (f"{STAGES}/{self.name}" if self.stage else None)
+
+    @property
+    def kept_as(self) -> str | None:
+        """Folder below the run's for the rows that it keeps for later steps; None if it keeps none."""
+        return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
 
     @property
     def contract(self) -> Contract:
@@ -172,8 +191,8 @@ class Node:
         """Text that is equal for equal nodes, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        parts = (self.name, self.fn, self.role, self.after, self.rows, self.save_as, contract.reads, writes, self.lag)
-        return canonical_text(parts)
+        where = (self.role, self.after, self.rows, self.save_as, self.stage)
+        return canonical_text((self.name, self.fn, *where, contract.reads, writes, self.lag))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and self.key == other.key

@@ -103,9 +103,10 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
             f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its workers: expected its "
             "parents on other workers than its own (cluster.placement), or lag=0 (rollout.max_staleness)"
         )
-    if node.save_as:
+    if node.stored_as:
         raise PlanError(
-            f"{node.label} is {steps_behind(node.lag)} and saves {node.save_as!r}: save the output of a node before it"
+            f"{node.label} is {steps_behind(node.lag)} and saves {node.stored_as!r}: save the output of a node before "
+            "it (save_as, stage)"
         )
 
 

@@ -1,8 +1,10 @@
 """Cuts a DAG at a table that is stored: what a step still has to do when its rows are there.
 
-The node that saves the table, and the nodes before it, are not run again: a node without parents takes their place,
+The node that stores the table, and the nodes before it, are not run again: a node without parents takes their place,
 whose rows are read. What follows runs as before. So does a node before it that changes its role's object
 (``@columns(stateful=True)``), on the stored rows; and it takes nothing from its parents but stored columns.
+
+Each table from which a step can go on so is a frontier: those that nodes save for good (``save_as``), and stages.
 """
 
 from __future__ import annotations
@@ -37,49 +39,61 @@ class Cut:
 
     dag: DAG
     node: str
-    """Node that saved the table, whose name the stored rows have."""
+    """Node that stored the table, whose name the stored rows have."""
     table: str
+    """Folder of the table below the run's."""
+    spent: tuple[str, ...] = ()
+    """Tables of stages that a step does not need any more once it has stored this one."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether a node is left that makes several rows of each, as generation does."""
+        return any(node.contract.expand is not None for node in self.dag.nodes)
 
 
-def cut_at_stored(dag: DAG, source: Schema) -> Cut:
-    """Return ``dag`` cut at the last node whose saved table is enough for what follows.
+def frontiers(dag: DAG, stages: Mapping[str, Stage]) -> tuple[list[Cut], list[str]]:
+    """Return ``dag`` cut at each stored table that is enough for what follows, the furthest first.
 
-    PlanError when nothing is saved, or none of the saved tables is enough, with the reason.
+    The furthest is the one that leaves fewest nodes. The second list has the reason for each table that is not enough.
     """
-    stages = trace_columns(dag, source)
-    saving = [stage.node for stage in stages.values() if stage.node.save_as]
-    if not saving:
-        raise PlanError("no node saves its rows (save_as), so a step that was cut short cannot be replayed from them")
-    reasons = []
-    for node in reversed(saving):
+    cuts, reasons = [], []
+    for node in reversed([stage.node for stage in stages.values() if stage.node.stored_as]):
         try:
-            return cut_at(dag, stages, node)
+            cuts.append(cut_at(dag, stages, node))
         except PlanError as error:
             reasons.append(str(error))
-    raise PlanError("; ".join(reasons))
+    return sorted(cuts, key=lambda cut: len(cut.dag.nodes)), reasons
+
+
+def cuts_at_stored(dag: DAG, source: Schema) -> list[Cut]:
+    """Return ``dag`` cut at each of its frontiers, the furthest first.
+
+    PlanError when nothing is stored, or none of the stored tables is enough, with the reasons.
+    """
+    cuts, reasons = frontiers(dag, trace_columns(dag, source))
+    if not cuts:
+        nothing = "no node stores its rows (save_as, stage), so a step that was cut short cannot be replayed from them"
+        raise PlanError("; ".join(reasons) or nothing)
+    return cuts
 
 
 def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
-    """Return ``dag`` without ``saved`` and the nodes before it, whose rows the saved table holds.
+    """Return ``dag`` without ``saved`` and the nodes before it, whose rows the stored table holds.
 
     PlanError, with the reason, where a node that is left needs more than the table holds.
     """
-    assert saved.save_as is not None
+    assert saved.stored_as is not None
     skipped = nodes_before(dag, saved) | {saved.name}
-    for name in skipped:
-        if stages[name].node.contract.carries:
-            raise PlanError(
-                f"node {name!r} keeps rows for later steps, which table {saved.save_as!r} does not hold: a step is "
-                "replayed from its checkpoint only (rollout.partial)"
-            )
     left = [node for node in dag.ordered() if node.name not in skipped or node.contract.stateful]
     for node in left:
         _check_stored(stages, node, saved, skipped)
     table = stages[saved.name].produced
     held = make_schema({column.name: column.type for column in table.values() if column.name not in IDENTITY})
-    entry = Node(saved.name, stored_rows, role=saved.role, writes=held, options={"table": saved.save_as})
+    entry = Node(saved.name, stored_rows, role=saved.role, writes=held, options={"table": saved.stored_as})
     nodes = (entry, *(_attached(node, saved.name, skipped) for node in left if node.name != saved.name))
-    return Cut(DAG(dag.roles, nodes), saved.name, saved.save_as)
+    before = [node for node in dag.ordered() if node.name in skipped and node.name != saved.name]
+    spent = tuple(str(node.stored_as) for node in before if node.stage and not node.save_as)
+    return Cut(DAG(dag.roles, nodes), saved.name, saved.stored_as, spent)
 
 
 def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
@@ -104,7 +118,9 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     held = make_schema({column.name: column.type for column in kept if column.name not in IDENTITY})
     entry = Node(STORED, stored_rows, role=dag.node(first).role, writes=held, options={"table": saved.save_as})
     nodes = [
-        replace(_attached(node, STORED, before - again), save_as=save_as if node.name == saved.name else None)
+        replace(
+            _attached(node, STORED, before - again), stage=False, save_as=save_as if node.name == saved.name else None
+        )
         for node in dag.ordered()
         if node.name in again
     ]
@@ -154,23 +170,31 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
 def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
     stage, held = stages[node.name], stages[saved.name]
+    if node.contract.carries:
+        raise PlanError(
+            f"node {node.name!r} keeps rows for later steps: no step goes on from table {saved.stored_as!r}, before it"
+        )
     if node.name == saved.name and node.contract.stateful:
         raise PlanError(f"node {node.name!r} saves its rows and changes its role: save the output of a node before it")
     if not node.after and node.name in skipped:
         raise PlanError(f"node {node.name!r} reads the dataset and changes its role: its input is not stored")
+    if not node.after:
+        raise PlanError(f"node {node.name!r} reads the dataset, and table {saved.stored_as!r} has other rows")
     wanted = (name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY)
     for name in wanted:
         column = stage.available[name]
         if name not in held.produced or held.produced[name].writer != column.writer:
             raise PlanError(
-                f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table {saved.save_as!r} of "
+                f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table {saved.stored_as!r} of "
                 f"node {saved.name!r} does not hold"
             )
     if any(parent in skipped for parent in node.after) and stage.rows != held.rows_out:
-        raise PlanError(f"node {node.name!r} takes other rows than table {saved.save_as!r} holds")
+        raise PlanError(f"node {node.name!r} takes other rows than table {saved.stored_as!r} holds")
 
 
 def _attached(node: Node, entry: str, skipped: set[str]) -> Node:
-    """Return a node whose skipped parents are replaced by the stored rows; nothing of it is saved again."""
+    """Return a node whose skipped parents are replaced by the stored rows; a skipped one stores nothing again."""
     after = tuple(dict.fromkeys(entry if parent in skipped else parent for parent in node.after))
-    return replace(node, after=after, save_as=node.save_as if node.name not in skipped else None)
+    if node.name in skipped:
+        return replace(node, after=after, save_as=None, stage=False)
+    return replace(node, after=after)

@@ -26,7 +26,7 @@ from siirl_dask.planner.dag import DAG, Node, Role, Rows
 from siirl_dask.planner.names import canonical, resolve
 from siirl_dask.schema import TYPES, Schema, make_schema
 
-_NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "save_as", "reads", "writes", "lag")
+_NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "save_as", "stage", "reads", "writes", "lag")
 _ROLE_KEYS = ("build", "with")
 _RENAMED = {"keep": "save_as", "behind": "lag"}
 
@@ -111,6 +111,7 @@ def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
         after=_names(spec.get("after"), f"{label}: after") or (),
         rows=spec.get("rows") or Rows.ANYWHERE,
         save_as=spec.get("save_as"),
+        stage=False if spec.get("stage") is None else spec["stage"],
         reads=_names(spec.get("reads"), f"{label}: reads"),
         writes=_schema(spec.get("writes"), f"{label}: writes"),
         lag=spec.get("lag") or 0,
@@ -155,7 +156,7 @@ def dag_to_spec(dag: DAG) -> dict[str, Any]:
         reads = {} if node.reads is None else {"reads": list(node.reads)}
         writes = {} if node.writes is None else {"writes": {field.name: str(field.type) for field in node.writes}}
         lag = {"lag": node.lag} if node.lag else {}
-        saved = {"save_as": node.save_as} if node.save_as else {}
+        saved = ({"save_as": node.save_as} if node.save_as else {}) | ({"stage": True} if node.stage else {})
         nodes.append(spec | {"rows": str(node.rows)} | saved | reads | writes | lag)
     return {"roles": roles, "nodes": nodes}
 

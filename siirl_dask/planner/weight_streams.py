@@ -83,7 +83,7 @@ def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapp
 
 def _fit(source: Node, target: Node) -> bool:
     declared = source.weight_source is not None and target.weight_sink is not None
-    whole = source.save_as or target.save_as
+    whole = source.stored_as or target.stored_as
     return declared and not whole and target.after == (source.name,) and target.rows is Rows.REPLICATED
 
 

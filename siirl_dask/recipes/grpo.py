@@ -30,10 +30,10 @@ def grpo(
     further columns for the loss. ConfigError for an ``algorithm.*`` key that an argument would override.
     """
     estimate = {"advantage": advantage_of(config, advantage)}
-    placement = Rows(str(config.rollout.prompt_placement))
+    placement, sample = Rows(str(config.rollout.prompt_placement)), {"rollout": config.rollout}
     nodes = (
         Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
-        Node("rollout", generate, role="rollout", after="prompts", rows=placement, options={"rollout": config.rollout}),
+        Node("rollout", generate, role="rollout", after="prompts", rows=placement, stage=True, options=sample),
         Node("reward", score, role="reward", after="rollout"),
         Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
         Node(

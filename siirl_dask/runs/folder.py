@@ -15,13 +15,23 @@ from uuid import uuid4
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import Conflict, StorageError, join, open_fs, remove_file, write_atomic, write_exclusive
+from siirl_storage import (
+    Conflict,
+    StorageError,
+    join,
+    open_fs,
+    remove_file,
+    remove_tree,
+    write_atomic,
+    write_exclusive,
+)
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import dump, load_text
 from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
+from siirl_dask.planner.dag import STAGES
 from siirl_dask.planner.names import canonical
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
@@ -66,7 +76,7 @@ class RunIdentity:
     @staticmethod
     def of(config: Config, dag: DAG) -> RunIdentity:
         """Return the identity of a run of ``dag`` under ``config``."""
-        return RunIdentity(_deciding(config), dag_to_spec(dag))
+        return RunIdentity(_deciding(config), _deciding_nodes(dag_to_spec(dag)))
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal for equal identities."""
@@ -95,7 +105,7 @@ def read_identity(url: str) -> RunIdentity | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    return RunIdentity(_deciding(recorded_config(text, url)), dag)
+    return RunIdentity(_deciding(recorded_config(text, url)), _deciding_nodes(dag))
 
 
 def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
@@ -194,6 +204,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
     remove_steps(url, {*tables, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
+    remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
@@ -243,6 +254,12 @@ def _deciding(config: Config) -> dict[str, Any]:
                 value = getattr(value, name)
             values[key] = canonical(value)
     return values
+
+
+def _deciding_nodes(dag: _Spec) -> _Spec:
+    """Return a DAG as plain data without what results do not depend on: which nodes' rows are stages."""
+    nodes = [{key: value for key, value in node.items() if key != "stage"} for node in dag.get("nodes", ())]
+    return {**dag, "nodes": nodes} if dag else dag
 
 
 def _by_name(dag: _Spec) -> dict[str, Any]:

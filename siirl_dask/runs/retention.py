@@ -1,7 +1,8 @@
 """Finds the files of a run that neither a resume nor a replay needs, and deletes them.
 
 What stays: every complete checkpoint, the rows of each step after the oldest of them (a resume may have to go back to
-it), and all that records of tables list, unless their owner wants fewer steps kept.
+it), and all that records of tables list, unless their owner wants fewer steps kept. A stage stays until a table further
+on has its rows, or the oldest checkpoint is of its step or a later one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
+from siirl_dask.planner.dag import STAGES
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
+from siirl_dask.runs.stages import spent_by
 from siirl_dask.runs.tables import REPLAY
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)
@@ -30,6 +33,7 @@ class Reason(StrEnum):
 
     UNFINISHED = "written by a start that ended before it had committed them"
     SUPERSEDED = "superseded by a later start"
+    SPENT = "stages whose rows a later table or a checkpoint makes unnecessary"
     OLD = "rows of older steps (run.keep_stages, --keep-stages)"
     REPLAYED = "tables of replays (--replays)"
 
@@ -58,6 +62,7 @@ def find_leftovers(url: str, *, keep_stages: int | None = None, replays: bool = 
             *_temporary(files),
             *_of_checkpoints(url, files),
             *_of_tables(fs, root, files, replays),
+            *_of_spent_stages(fs, root, files, oldest),
             *_of_old_steps(files, oldest, keep_stages),
         ]
     except StorageError as error:
@@ -72,11 +77,17 @@ def remove_leftovers(url: str, leftovers: Iterable[Leftover]) -> None:
         remove_file(fs, at(root, leftover.path))
 
 
-def remove_old_stages(url: str, keep: int) -> None:
-    """Delete the rows of all but the ``keep`` newest steps, as far as no resume may need them."""
+def remove_old_stages(url: str, keep: int | None) -> None:
+    """Delete the rows of all but the ``keep`` newest steps, and all stages, as far as no resume may need them.
+
+    ``keep=None`` deletes stages alone.
+    """
     fs, root = open_fs(url)
-    files = list_files(fs, root)
-    remove_leftovers(url, _of_old_steps(files, min(committed(url), default=0), keep))
+    oldest = min(committed(url), default=0)
+    stages = {f"{STAGES}/{path}": nbytes for path, nbytes in list_files(fs, at(root, STAGES)).items()}
+    remove_leftovers(url, _of_old_stages(stages, oldest))
+    if keep is not None:
+        remove_leftovers(url, _of_old_steps(list_files(fs, root), oldest, keep))
 
 
 def _temporary(files: Mapping[str, int]) -> Iterator[Leftover]:
@@ -114,7 +125,7 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
     folders = by_folder(files)
     for folder in folders:
         table, step = _table_and_step(folder)
-        if step is not None and not REPLAY.fullmatch(table):
+        if step is not None and not REPLAY.fullmatch(table) and not _is_stage(table):
             steps.setdefault(table, []).append(step)
     if keep is None:
         return
@@ -125,10 +136,36 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
                 yield from _leftovers(folder, folders[folder], folders[folder], Reason.OLD)
 
 
+def _of_spent_stages(fs: AbstractFileSystem, root: str, files: Mapping[str, int], oldest: int) -> Iterator[Leftover]:
+    """Yield the files of stages of steps up to ``oldest``, and of those that the record of a later table names."""
+    yield from _of_old_stages(files, oldest)
+    folders = by_folder(files)
+    steps = {step for table, step in map(_table_and_step, folders) if step is not None and _is_stage(table)}
+    for folder, names in folders.items():
+        _, step = _table_and_step(folder)
+        if step is None or step not in steps:
+            continue
+        for table in filter(_is_stage, spent_by(fs, root, folder, names) or ()):
+            stage = f"{table}/{step_name(step)}"
+            yield from _leftovers(stage, folders.get(stage, {}), folders.get(stage, {}), Reason.SPENT)
+
+
+def _of_old_stages(files: Mapping[str, int], oldest: int) -> Iterator[Leftover]:
+    """Yield the files of stages of steps up to ``oldest``."""
+    for folder, names in by_folder(files).items():
+        table, step = _table_and_step(folder)
+        if step is not None and step <= oldest and _is_stage(table):
+            yield from _leftovers(folder, names, names, Reason.SPENT)
+
+
 def _table_and_step(folder: str) -> tuple[str, int | None]:
     """Return table and step of a folder below the run's; the step is None unless rows of a step are in it."""
     table, _, name = folder.rpartition("/")
-    return table, step_of(name) if table and "/" not in table else None
+    return table, step_of(name) if table and ("/" not in table or _is_stage(table)) else None
+
+
+def _is_stage(table: str) -> bool:
+    return table.startswith(f"{STAGES}/")
 
 
 def _leftovers(

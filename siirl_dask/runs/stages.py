@@ -1,24 +1,34 @@
 """Stages: the rows of a step that are stored before the step is done, from which a later start replays it.
 
-    <run.url>/rollouts/step=000007/part-0003-00000.parquet    written by a worker of attempt 3
-                                   _parts-0003.json           created exclusively when all parts are written
+    <run.url>/stages/rollout/step=000007/part-0003-00000.parquet    written by a worker of attempt 3
+                                         _parts-0003.json           created exclusively when all parts are written
+              rollouts/step=000007/...                              the same, and the stage before it goes
 
-The record says which run's rows these are (``RunIdentity.digest``), and what the step had logged by then.
+The record says which run's rows these are (``RunIdentity.digest``), what the step had logged by then, whether a step
+can go on from this table, and which stages it does not need any more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl_storage import Part, StorageError, read_record
+from fsspec import AbstractFileSystem
+from siirl_storage import Part, StorageError, open_fs
+from siirl_storage.committed import newest_record
 from siirl_storage.digests import FileDigest
+from siirl_storage.files import list_files
 
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack, unpack
+
+logger = logging.getLogger("siirl_dask.runs")
+SPENT = "spent"
+"""Key in a record, which has it if a step can go on from the table: tables of stages that it does not need then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +36,8 @@ class Stage:
     """The stored rows of one table at one step."""
 
     step: int
+    table: str
+    """Folder of the table below the run's."""
     url: str
     parts: tuple[Part, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -39,37 +51,73 @@ class Stage:
         return {part.path: FileDigest(part.nbytes, part.sha256 or "") for part in self.parts}
 
 
-def describe_stage(*, digest: str, attempt: int, metrics: Mapping[str, Metric], position: int | None) -> dict[str, Any]:
+def describe_stage(
+    *,
+    digest: str,
+    attempt: int,
+    metrics: Mapping[str, Metric],
+    position: int | None,
+    spent: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """Return what the record of a stage says beside its parts, for ``commit_parts``.
 
-    ``digest`` is that of the run's identity. Metrics are a JSON text: some are not finite.
+    ``digest`` is that of the run's identity. Metrics are a JSON text: some are not finite. ``spent`` are the tables of
+    stages that the step does not need once it has this one; None for a table from which no step can go on.
     """
-    return {"run": digest, "attempt": attempt, "position": position, "metrics": json.dumps(pack(metrics))}
+    about = {"run": digest, "attempt": attempt, "position": position, "metrics": json.dumps(pack(metrics))}
+    return about if spent is None else about | {SPENT: list(spent)}
 
 
-def find_stages(run_url: str, table: str, after: int, digest: str) -> list[Stage]:
-    """Return the stages of ``table`` from step ``after + 1`` on, up to the first step without one.
+def find_stages(run_url: str, tables: Sequence[str], after: int, digest: str) -> list[Stage]:
+    """Return a stage of each step from ``after + 1`` on, up to the first step without one.
 
-    A step counts when its record is that of a run with this ``digest`` of its identity, and all its parts are there.
+    Of the ``tables`` the first one counts that has the step. It has it when the record is that of a run with this
+    ``digest`` of its identity, and all parts are there.
     """
     stages: list[Stage] = []
     step = after + 1
-    while (stage := _read_stage(run_url, table, step, digest)) is not None:
+    while (stage := find_stage(run_url, tables, step, digest)) is not None:
         stages.append(stage)
         step += 1
     return stages
 
 
+def find_stage(run_url: str, tables: Iterable[str], step: int, digest: str) -> Stage | None:
+    """Return the stage of ``step`` in the first of the ``tables`` that has it; None if none has."""
+    found = (_read_stage(run_url, table, step, digest) for table in tables)
+    return next((stage for stage in found if stage is not None), None)
+
+
+def spent_by(fs: AbstractFileSystem, root: str, folder: str, names: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the tables of stages that a step does not need, since it can go on from the table in ``folder``.
+
+    ``names`` has the sizes of the files there. None where no step can go on from it, or a part of it is missing.
+    StorageError for a damaged record.
+    """
+    record = newest_record(fs, root, folder, names)
+    if record is None or any(names.get(part.path) != part.nbytes for part in record.parts):
+        return None
+    spent = record.about.get(SPENT)
+    return tuple(map(str, spent)) if isinstance(spent, list) else None
+
+
 def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | None:
+    """Return the stage of ``step`` in ``table``; None if there is none of this ``digest``, or it is not whole."""
     url = step_folder(run_url, table, step)
+    fs, root = open_fs(url)
+    names = list_files(fs, root)
     try:
-        record = read_record(url)
+        record = newest_record(fs, root, "", names)
         if record is None or record.about.get("run") != digest or not all(part.sha256 for part in record.parts):
             return None
         position = record.about["position"]
         if position is not None and (type(position) is not int or position < 0):
-            return None
+            raise ValueError(f"position {position!r}")
         metrics = unpack(json.loads(record.about["metrics"]))
-    except (StorageError, KeyError, TypeError, ValueError, RecursionError):
-        return None  # a damaged record: the step is done anew
-    return Stage(step=step, url=url, parts=record.parts, metrics=metrics, position=position)
+    except (StorageError, KeyError, TypeError, ValueError, RecursionError) as error:
+        logger.warning("the record of the rows in %s is damaged: %s: %s", url, type(error).__name__, error)
+        return None
+    if gone := [part.path for part in record.parts if names.get(part.path) != part.nbytes]:
+        logger.warning("the rows in %s are not whole: %s is gone, or has another size", url, gone[0])
+        return None
+    return Stage(step=step, table=table, url=url, parts=record.parts, metrics=metrics, position=position)

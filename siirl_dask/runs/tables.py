@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Part, commit_parts, join, open_fs, remove_tree
+from siirl_storage import Part, commit_parts, join, open_fs, remove_file, remove_tree
 
 from siirl_dask.coordinator.stored_rows import step_folder, step_of
 from siirl_dask.planner import DAG
@@ -24,8 +24,9 @@ REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
-    """Return the names of the tables that a run saves: those of its nodes, and that of the test phase."""
-    return {_TEST} | {node.save_as for dag in dags if dag for node in dag.nodes if node.save_as}
+    """Return the tables that a run stores, by their folders: those of its nodes, and that of the test phase."""
+    tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.kept_as))
+    return {_TEST, *filter(None, tables)}
 
 
 def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]) -> None:
@@ -36,6 +37,26 @@ def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part],
     attempt.check()
     ordered = sorted(parts, key=lambda part: part.path)
     commit_parts(step_folder(attempt.url, table, step), attempt.number, ordered, about)
+
+
+def remove_step(attempt: Attempt, table: str, step: int) -> None:
+    """Delete the rows of a table at ``step``, if there are any, once a table that takes their place is committed.
+
+    Records go first: what is left after a crash does not look whole. Fenced if another start has taken the run over;
+    one that does so after this has looked finds the other table.
+    """
+    attempt.check()
+    fs, folder = open_fs(step_folder(attempt.url, table, step))
+    for path in listed(fs, folder):
+        if path.endswith(".json"):
+            remove_file(fs, path)
+    remove_tree(fs, folder)
+
+
+def stored_steps(url: str, table: str) -> set[int]:
+    """Return the steps of which the run at ``url`` has rows in ``table``, whole or not."""
+    steps = (step_of(path.rpartition("/")[2]) for path in listed(*open_fs(join(url, table))))
+    return {step for step in steps if step is not None}
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:

@@ -33,6 +33,7 @@ from siirl_dask.worker.devices import bind, find_devices
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
+from siirl_dask.worker.kept_rows import give_back
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
@@ -104,12 +105,12 @@ class DAGWorker(WorkerPlugin):
             return  # a worker that joined or came back after the start is not part of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
         self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
-        self._lag_window = LagWindow({phase: plan.chains.values() for phase, (plan, _) in self._phases.items()})
-        edges = {f"{phase}/{edge.name}": edge for phase, (plan, _) in self._phases.items() for edge in plan.edges}
+        self._lag_window = LagWindow({name: plan.chains.values() for name, (plan, _) in self._phases.items()})
+        edges = {f"{name}/{edge.name}": edge for name, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
         hosts = self._phases[self.spec.builds_from][0].hosts
         self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
-        nodes = {f"{phase}/{node.name}" for phase, (plan, _) in self._phases.items() for node in plan.dag.nodes}
+        nodes = {f"{name}/{node.name}" for name, (plan, _) in self._phases.items() for node in plan.dag.nodes}
         self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
         await self._plane.start(self._handle)
         self.port = self._plane.port
@@ -183,6 +184,7 @@ class DAGWorker(WorkerPlugin):
             broadcasts=broadcasts,
             pulse=self.pulse,
         )
+        give_back(self._runtime, plan, self.spec.kept)
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.
@@ -190,7 +192,7 @@ class DAGWorker(WorkerPlugin):
         All workers have completed the iterations before sequence number ``completed``.
         """
         runtime = self._enter(iteration, completed)
-        plan, dataset = self._phases[iteration.phase]
+        plan, dataset = self._phases[iteration.plan]
         chain = plan.chains[self.worker_name]
         loader = self._loaders.get(iteration, dataset) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)

@@ -14,6 +14,7 @@ from siirl_dask.planner import (
     Drop,
     Edge,
     Iteration,
+    Keep,
     Lagged,
     Link,
     Load,
@@ -91,6 +92,9 @@ class ChainRun:
                 case Save(node, table):
                     with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
                         runtime.stages.save(link, iteration, tables[node], self.calls.so_far())
+                case Keep(node, table):
+                    if runtime.stages.reports:
+                        runtime.stages.save(link, iteration, self.calls.kept(node), self.calls.so_far())
                 case Report(table):
                     runtime.stages.note(table, iteration, self.calls.so_far())
                 case Drop(table):

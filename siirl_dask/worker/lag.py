@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner import Chain, Iteration, Lagged, Phase
+from siirl_dask.planner import Chain, Iteration, Lagged, Phase, phase_of
 
 
 class LagWindow:
     """Holds the iterations of phases with lagged links, back to the oldest whose rows a link may still need.
 
-    ``chains`` are those of all workers, by phase: another worker holds the rows that one worker needs.
+    ``chains`` are those of all workers, by plan: another worker holds the rows that one worker needs.
     """
 
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
         self._lags: dict[Phase, int] = {}
-        for phase, workers in chains.items():
-            counted = Phase(phase).counts_as
+        for plan, workers in chains.items():
+            counted = phase_of(plan).counts_as
             if steps := max(_largest_lag(workers), self._lags.get(counted, 0)):
                 self._lags[counted] = steps
         self._iterations: list[Iteration] = []

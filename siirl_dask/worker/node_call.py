@@ -43,6 +43,16 @@ class NodeCalls:
             table = self.joined(inputs)
             return checked(node, columns, table, node.fn(self.context_of(node), table))
 
+    def kept(self, node: Node) -> pa.Table:
+        """Return what a node keeps for later steps on this worker. NodeError when it does not give a table of rows."""
+        carries = node.contract.carries
+        assert carries is not None
+        with self.named(node):
+            rows = carries.pack(self.context_of(node), **node.options)
+            if not isinstance(rows, pa.Table) or not {ROW_ID, GROUP_ID} <= {*rows.column_names}:
+                raise NodeError(f"node {node.name!r} packed no table with {ROW_ID} and {GROUP_ID} of what it keeps")
+            return rows
+
     def so_far(self) -> SoFar:
         """Return what a table that is saved now stands for, beside its rows."""
         return SoFar(self.metrics, self.loader.position if self.loader else None)

@@ -18,7 +18,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, DevicePreference, Durability, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
-from siirl_dask.planner import Footprint, Phase, Plan, PlanInputs
+from siirl_dask.planner import Footprint, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
 
@@ -35,9 +35,9 @@ class RunSpec:
     members: Mapping[str, str]
     """{worker name: address}, in rank order, fixed for the run."""
     phases: bytes
-    """The inputs of the plan, and the dataset, of each phase, from ``serialize_phases``."""
-    builds_from: Phase
-    """Phase whose plan has every role that workers build."""
+    """The inputs of the plan, and the dataset, of each plan, from ``serialize_phases``."""
+    builds_from: str
+    """Name of the plan that has every role that workers build."""
     threads: int
     """Threads of torch in each worker."""
     data: DataSettings
@@ -57,6 +57,8 @@ class RunSpec:
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the rows that each node kept for later steps, and gets back, by node."""
     follows: str | None = None
     """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
 
@@ -69,6 +71,8 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
         follows: str | None = None,
+        kept: Mapping[str, str] = MappingProxyType({}),
+        *,
         footprints: Mapping[str, Footprint] = MappingProxyType({}),
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
@@ -91,6 +95,7 @@ class RunSpec:
             store=store,
             resume_from=resume_from,
             follows=follows,
+            kept=dict(kept),
         )
 
     @property
@@ -104,7 +109,7 @@ class RunSpec:
         return f"siirl-{self.run}"
 
 
-Phases = Mapping[Phase, tuple[Plan, Dataset]]
+Phases = Mapping[str, tuple[Plan, Dataset]]
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _NEVER_BY_VALUE = ("siirl_dask", "siirl_storage")  # installed on every worker
 _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
@@ -133,7 +138,7 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
     RunError when this process lacks a package that nodes or roles use.
     """
     try:
-        inputs: Mapping[Phase, tuple[PlanInputs, Dataset]] = cloudpickle.loads(data)
+        inputs: Mapping[str, tuple[PlanInputs, Dataset]] = cloudpickle.loads(data)
     except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "

@@ -20,7 +20,7 @@ from siirl_dask.config import Durability
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Save
+from siirl_dask.planner import Iteration, Keep, Save
 from siirl_dask.worker.stop import StopFlag, finished
 
 
@@ -53,7 +53,7 @@ class StageWriter:
         """Whether the driver hears of each table that is saved."""
         return self.durability is not Durability.none
 
-    def save(self, link: Save, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
+    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
         """Write ``rows`` as this worker's part of a table, and report it with what is ``done`` of the step.
 
         With ``storage.durability=sync`` it is written when this returns; with ``async`` the one before it is. A write
@@ -101,7 +101,7 @@ class PlainWriter:
     reports: bool = False
     """Never: no driver waits for a part."""
 
-    def save(self, link: Save, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
+    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
         write_part(step_folder(self.run_url, link.table, iteration.step), link.index, link.count, rows)
 

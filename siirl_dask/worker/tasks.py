@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from siirl_dask.worker.dag_worker import DAGWorker
 
 
-_Fields = tuple[str, int, int, bool, int | None]
+_Fields = tuple[str, int, int, bool, int | None, str]
 """An iteration in plain values."""
 
 
@@ -71,5 +71,5 @@ def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -
         work(running)
 
 
-def _iteration(phase: str, step: int, sequence: int, drain: bool, position: int | None) -> Iteration:
-    return Iteration(Phase(phase), step, sequence, drain, position)
+def _iteration(phase: str, step: int, sequence: int, drain: bool, position: int | None, frontier: str) -> Iteration:
+    return Iteration(Phase(phase), step, sequence, drain, position, frontier)

@@ -286,7 +286,7 @@ class StealableQueues:
         self._latest = (iteration.sequence, node.name)
         workers = list(self.placement[node.role])
         at = workers.index(self.worker)
-        key = TransitionKey(self.service.run, iteration.sequence, f"{iteration.phase}/{node.name}/{self._calls}")
+        key = TransitionKey(self.service.run, iteration.sequence, f"{iteration.plan}/{node.name}/{self._calls}")
         bridge = LoopBridge(
             partial(asyncio.run_coroutine_threadsafe, loop=self.loop),
             partial(finished, stop=self.stop),

@@ -120,8 +120,17 @@ def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterab
 
     None without a record. StorageError for a record that is damaged.
     """
+    record = newest_record(fs, root, folder, names)
+    return None if record is None else list(record.parts)
+
+
+def newest_record(fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]) -> PartsRecord | None:
+    """Return the newest record among the ``names`` in a folder; None without one.
+
+    StorageError for a record that is damaged.
+    """
     records = _records(names)
-    return list(_read_record(fs, root, folder, max(records)).parts) if records else None
+    return _read_record(fs, root, folder, max(records)) if records else None
 
 
 def record_name(names: Iterable[str]) -> str | None:

@@ -3,30 +3,69 @@ straight run does.
 """
 
 import shutil
-from dataclasses import replace
+import time
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from siirl_storage import complete_parts
 
+from siirl_dask.config import RolloutConfig
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import RunError
-from siirl_dask.nodes import generate
+from siirl_dask.nodes import generate, sample_until_mixed
+from siirl_dask.planner import Node, columns
+from siirl_dask.planner.contract import bare
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
-from tests.e2e.test_resume import ONE, STEPS, WHOLE, check_same, with_kl  # noqa: F401
+from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights, with_kl  # noqa: F401
 
 TIMES = ("seconds", "bytes/", "samples_per_second", "tokens_per_second", "rollout/busy", "rollout/longest")
 FOUR = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
-def generate_and_note(ctx, table, *, rollout, notes):
+def generate_and_note(ctx, table, *, rollout: RolloutConfig, notes):
     with Path(notes).open("a") as file:  # outside of the process, which may be killed
         file.write(f"{ctx.step}\n")
     return generate(ctx, table, rollout=rollout)
 
 
-generate_and_note.__contract__ = replace(generate.__contract__, depends_on_options=None)
+generate_and_note.__contract__ = generate.__contract__
+
+
+def sample_and_note(
+    ctx, table, *, notes, rollout: RolloutConfig, max_prompt_length, batch_size, rounds=10, scorer="reward", columns=()
+):
+    with Path(notes).open("a") as file:
+        file.write(f"{ctx.step}\n")
+    given = {"max_prompt_length": max_prompt_length, "batch_size": batch_size, "rounds": rounds}
+    return sample_until_mixed(ctx, table, rollout=rollout, scorer=scorer, columns=columns, **given)
+
+
+sample_and_note.__contract__ = sample_until_mixed.__contract__
+
+
+@columns()
+def fail_once_stored(ctx, table, *, run):
+    """Fail in step 4, once, when the rows that it generated are stored."""
+    marker, deadline = Path(f"{run}-failed"), time.monotonic() + 60
+    if ctx.step == STEPS and not marker.exists():
+        while not [*Path(run, "stages", "rollout", f"step={STEPS:06d}").glob("_parts-*.json")]:
+            assert time.monotonic() < deadline, "the rows were never stored"
+            time.sleep(0.01)
+        marker.touch()
+        raise RuntimeError("the plug was pulled")
+    return table
+
+
+def failing(dag, run):
+    """Return the DAG with a node between generation and all that uses its rows."""
+    plug = Node("plug", fail_once_stored, role="rollout", after="rollout", options={"run": str(run)})
+    late = [node for node in dag.nodes if "rollout" in node.after]
+    dag = dag.add(plug)
+    for node in late:
+        dag = dag.replace(node.name, after=tuple("plug" if name == "rollout" else name for name in node.after))
+    return dag
 
 
 @pytest.fixture
@@ -35,7 +74,9 @@ def noting(tmp_path):
     notes = tmp_path / "generated"
 
     def change(dag):
-        return dag.replace("rollout", fn=partial(generate_and_note, notes=str(notes), **dag.node("rollout").options))
+        node = dag.node("rollout")
+        fn = generate_and_note if bare(node.fn) is generate else sample_and_note
+        return dag.replace("rollout", fn=partial(fn, notes=str(notes), **node.options))
 
     def steps():
         return sorted({int(line) for line in notes.read_text().split()}) if notes.exists() else []
@@ -149,15 +190,77 @@ def test_rows_ahead_of_training_are_replayed_with_the_weights_that_a_straight_ru
     assert results(resumed)[-1] == results(straight)[-1]
 
 
+def damage(run, table, step):
+    """Flip a bit in the middle of the one part of a table's step, and return the part's path."""
+    (part,) = (run.url / table / f"step={step:06d}").glob("part-*")
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    return part
+
+
+def check_goes_on_from_generated_rows(train, noting, tmp_path, roles, config_file):
+    """A step fails when its rows are generated, and neither rewarded nor anything else."""
+    change, steps, forget = noting
+    config = {"config_file": config_file, "change": lambda dag: failing(change(dag), tmp_path / "run")}
+    (tmp_path / "run-failed").touch()
+    straight = train("straight", *ONE, *WHOLE, **config)
+    (tmp_path / "run-failed").unlink()
+    forget()
+    with pytest.raises(RunError, match="the plug was pulled"):
+        train("run", *ONE, *WHOLE, **config)
+    assert steps() == [1, 2, 3, 4]
+    assert not [*(tmp_path / "run" / "rollouts").glob("step=000004/*.json")]
+    forget()
+    resumed = train("run", *ONE, *WHOLE, **config)
+    assert steps() == []
+    check_same(straight, resumed, roles)
+    assert results(resumed) == results(straight)
+    states = [read_state(str(run.url), STEPS) for run in (straight, resumed)]
+    assert (states[0].positions, states[0].states) == (states[1].positions, states[1].states)
+    assert not [*(resumed.url / "stages").rglob("*.parquet")], "rows are stored twice"
+
+
+def test_a_step_that_failed_before_the_advantage_generates_nothing_again(train, noting, tmp_path):
+    check_goes_on_from_generated_rows(train, noting, tmp_path, ["policy"], shipped("quickstart"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "roles"), [("quickstart_ppo", ["policy", "critic"]), ("quickstart_dapo", ["policy"])]
+)
+def test_so_it_is_with_a_critic_and_with_prompts_that_were_drawn_anew(train, noting, tmp_path, config, roles):
+    check_goes_on_from_generated_rows(train, noting, tmp_path, roles, shipped(config))
+
+
+def test_of_several_tables_the_furthest_is_taken_and_a_flipped_bit_falls_back_to_the_nearer_one(
+    train, noting, caplog, capsys
+):
+    change, steps, forget = noting
+    several = [*ONE, *WHOLE, "nodes.reward.save_as=rewarded", "observe.progress=true"]
+    killed = train("run", *several, change=change)
+    straight = {step: killed.table("rollouts", step) for step in range(1, STEPS + 1)}
+    cut_short(killed)
+    shutil.copytree(killed.url, killed.url.parent / "whole")
+    part = damage(killed, "rollouts", 4)
+    forget()
+    capsys.readouterr()
+    resumed = train("run", *several, change=change)
+    assert f"the rows of step 4 are taken from rewarded: {part} has the SHA-256" in caplog.text
+    assert "steps 3 to 4 are replayed from stored rows (step 4 from rewarded): no row" in capsys.readouterr().out
+    train("whole", *several, change=change)
+    assert "steps 3 to 4 are replayed from stored rows: no row" in capsys.readouterr().out
+    assert steps() == []
+    assert all(resumed.table("rollouts", step).equals(rows) for step, rows in straight.items())
+    assert complete_parts(f"{resumed.url}/rollouts/step=000004") == ["part-0002-00000.parquet"]
+
+
 def test_a_stored_step_that_is_damaged_is_generated_again_and_named(train, noting, caplog):
     change, steps, forget = noting
     straight = train("straight", *ONE, *WHOLE, change=change)
     killed = train("run", *ONE, *WHOLE, change=change)
     cut_short(killed)
-    (part,) = (killed.url / "rollouts" / "step=000004").glob("part-*")
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
+    part = damage(killed, "rollouts", 4)
     forget()
     resumed = train("run", *ONE, *WHOLE, change=change)
     assert steps() == [4]
@@ -175,13 +278,38 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
 
 
 @pytest.mark.slow
-def test_samples_that_are_kept_for_later_steps_are_not_in_stored_rows_and_the_run_says_so(train, capsys):
-    partial_rollouts = ["rollout.partial=true", "rollout.max_tokens_per_step=4", "rollout.max_staleness=1"]
-    partial_rollouts += ["rollout.steps_ahead=0", "observe.progress=true"]
-    cut_short(train("run", *ONE, *WHOLE, *partial_rollouts))
-    train("run", *ONE, *WHOLE, *partial_rollouts)
-    said = capsys.readouterr().out
-    assert "stored steps are not replayed: node 'rollout' keeps rows for later steps" in said
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, noting, tmp_path, caplog, workers):
+    """Responses take two steps, and the first step that drains comes after the one that fails."""
+    change, steps, forget = noting
+    given = [*ONE, "run.steps=5", "checkpoint.every=5", "rollout.partial=true", "rollout.max_tokens_per_step=4"]
+    given += ["rollout.max_staleness=1", "rollout.steps_ahead=0"]
+    how = {"change": lambda dag: failing(change(dag), tmp_path / "run")}
+    (tmp_path / "run-failed").touch()
+    straight = train("straight", *given, **how)
+    (tmp_path / "run-failed").unlink()
+    with pytest.raises(RunError, match="the plug was pulled"):
+        train("run", *given, **how)
+    kept = tmp_path / "run" / "stages" / "rollout.kept"
+    assert [path.name for path in kept.iterdir()] == ["step=000004"]
+    assert pq.read_table(kept / "step=000004").num_rows > 0
+    lost = shutil.copytree(tmp_path / "run", tmp_path / "lost")
+    shutil.rmtree(lost / "stages" / "rollout.kept")
+    forget()
+    resumed = train("run", *given, f"cluster.workers={workers}", **how)
+    assert steps() == [5]
+    for step in range(1, 6):
+        tables = [run.table("rollouts", step).select([*EXACT, "token_versions"]) for run in (straight, resumed)]
+        assert tables[0].equals(tables[1]), step
+    if workers == 1:
+        assert results(resumed) == results(straight)
+        assert all(tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items())
+    else:
+        forget()
+        again = train("lost", *given, **how)
+        assert steps() == [1, 2, 3, 4, 5]
+        assert "the rows of steps 1 to 4 are generated again: what node 'rollout' keeps for later" in caplog.text
+        assert results(again) == results(straight)
 
 
 @pytest.mark.slow

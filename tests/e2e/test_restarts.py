@@ -5,6 +5,7 @@ With ``-s`` each case prints its seconds to notice, those until all are at work 
 
 import os
 import signal
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ PLACES = {
     "all-reduce": ("siirl_dask.training.learner", "Learner", "_norm", 7),
     "weights": ("siirl_dask.training.policy", "Policy", "weights", 4),
     "update": ("siirl_dask.training.learner", "Learner", "update", 4),
+    "logprobs": ("siirl_dask.training.policy", "Policy", "logprobs", 4),
     "save": ("siirl_dask.training.files.checkpoint", "DistributedCheckpoint", "save", 2),
 }
 """Functions in which a worker dies, and the call of them in which it does, in step 3 or 4 of 4."""
@@ -45,11 +47,20 @@ def killing(place, sign, marker):
     def patched(*args, **kwargs):
         calls.append(1)
         if len(calls) == fatal:
+            wait_until_stored(marker, place)
             marker.write_text(str(os.getpid()))
             os.kill(os.getpid(), sign)
         return original(*args, **kwargs)
 
     setattr(owner, name, patched)
+
+
+def wait_until_stored(marker, place):
+    """Before log-probs: until the rows of the step are stored, so that nobody has to generate them again."""
+    run, deadline = Path(str(marker.parent).removesuffix("-seen")), time.monotonic() + 60
+    while place == "logprobs" and not [*run.glob("stages/rollout/step=000004/_parts-*.json")]:
+        assert time.monotonic() < deadline, "the rows were never stored"
+        time.sleep(0.01)
 
 
 def build(device, rank, *, role, inner, seen, place, sign, again, options):
@@ -126,7 +137,8 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
     resumed_at = restart.steps - restart.steps_again
     check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
     generated = (folder / "generated").read_text().split()
-    assert [generated.count(str(step)) for step in range(1, restart.steps + 1)] == [2] * restart.steps, "again"
+    stored = restart.steps + (place == "logprobs")
+    assert [generated.count(str(step)) for step in range(1, stored + 1)] == [2] * stored, "again"
     for role in ("rollout", "reward"):
         assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
         assert len(set(builds(folder, role, 1)) - {dead}) == 1

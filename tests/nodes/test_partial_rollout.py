@@ -9,12 +9,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from siirl_storage import commit_parts, stage_part
 
 from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context, Device, Rank
+from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes import generate
 from siirl_dask.planner import Node
+from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.schema import TYPES
 
@@ -81,6 +84,37 @@ def test_every_response_equals_one_that_was_generated_at_once(budget, steps):
         for row in (row for step in rows for row in step):
             into[tuple(row["prompt_ids"])].append((row["row_id"] % 2**32, row["response_ids"], row["finish_reason"]))
     assert found == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_were_stored_between_steps_go_on_as_if_they_had_stayed(tmp_path, workers):
+    """Whichever worker gets them: each has whole groups, and all of them have each group once."""
+    given_ = rollout(partial=True, max_tokens_per_step=2)
+    ctxs = [context(Counting(), {}, 1) for _ in range(workers)]
+    straight = [generate(ctx, prompts(1, 5), rollout=given_).num_rows for ctx in ctxs[:1]]
+    carries = contract_of(partial(generate, rollout=given_)).carries
+    packed = carries.pack(ctxs[0], rollout=given_)
+    assert straight[0] + packed.num_rows == 10
+    folder = str(tmp_path / "kept")
+    commit_parts(folder, 1, [stage_part(folder, 1, 0, packed)])
+    later = [context(Counting(1), {}, 2, drain=True) for _ in range(workers)]
+    for index, ctx in enumerate(later):
+        rows = read_kept_rows(folder, index, workers, 2**20)
+        carries.unpack(ctx, rows, rollout=given_)
+    ended = [row for ctx in later for row in generate(ctx, prompts(2, 0), rollout=given_).to_pylist()]
+    stayed = generate(replace(ctxs[0], resource=Counting(1), step=2, drain=True), prompts(2, 0), rollout=given_)
+    assert sorted(ended, key=lambda row: row["row_id"]) == stayed.sort_by("row_id").to_pylist()
+    assert len(ended) == packed.num_rows
+
+
+def test_nothing_kept_is_stored_as_no_rows(tmp_path):
+    given_ = rollout(partial=True, max_tokens_per_step=9)
+    ctx = context(Counting(), {}, 1)
+    generate(ctx, prompts(1), rollout=given_)
+    packed = contract_of(partial(generate, rollout=given_)).carries.pack(ctx, rollout=given_)
+    folder = str(tmp_path / "kept")
+    commit_parts(folder, 1, [stage_part(folder, 1, 0, packed)])
+    assert [read_kept_rows(folder, index, 2, 2**20) for index in range(2)] == [None, None]
 
 
 @settings(max_examples=30, deadline=None)

@@ -14,7 +14,23 @@ from typing import Any
 import numpy as np
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
-from siirl_dask.planner import DAG, Chain, Drop, Edge, Input, Load, Node, Plan, Recv, Rows, Run, Save, Send, Stream
+from siirl_dask.planner import (
+    DAG,
+    Chain,
+    Drop,
+    Edge,
+    Input,
+    Load,
+    Node,
+    Plan,
+    Recv,
+    Restore,
+    Rows,
+    Run,
+    Save,
+    Send,
+    Stream,
+)
 from siirl_dask.schema import IDENTITY
 from tests.planner.random_dags import SOURCE
 
@@ -112,6 +128,8 @@ class Cluster:
 
     plan: Plan
     seed: int
+    stored: Table = field(default_factory=dict)
+    """The rows from which a plan of a cut DAG goes on."""
     come: dict[str, set[str]] = field(default_factory=dict)
     published: dict[tuple[str, str], Table] = field(default_factory=dict)
     inputs: dict[str, dict[str, Table]] = field(default_factory=dict)
@@ -251,6 +269,9 @@ class Worker:
                     r: values for r, values in loaded(cluster.seed).items() if lies(r, cluster.seed, count) == index
                 }
                 self.add(name, {row: {column: values[column] for column in names} for row, values in rows.items()})
+            case Restore(node, _, schema, index, count):
+                rows = sorted(cluster.stored)[index::count]
+                self.add(node.name, {r: {column: cluster.stored[r][column] for column in schema.names} for r in rows})
             case Run(node, inputs, names):
                 table = self.joined(inputs)
                 cluster.inputs.setdefault(node.name, {})[worker] = table

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.planner import Drop, Edge, Node, Plan, Recv, Rows, Run, Stream
+from siirl_dask.planner import (
+    DAG,
+    NO_DATA,
+    Drop,
+    Edge,
+    Node,
+    Plan,
+    Recv,
+    Rows,
+    Run,
+    Stream,
+    compile_chains,
+    frontiers,
+    trace_columns,
+)
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.schema import IDENTITY, MINIBATCH, TYPES, make_schema
-from tests.planner.random_dags import QUICKLY, fewer_rows, gives, more_rows, narrow, other_rows, plans, takes
+from tests.planner.random_dags import QUICKLY, SOURCE, fewer_rows, gives, more_rows, narrow, other_rows, plans, takes
 from tests.planner.simulation import AHEAD, Cluster, owners, without_a_planner
 
 seeds = st.integers(0, 7)
@@ -80,6 +96,27 @@ def test_what_is_kept_is_the_whole_output_once(plan, seed):
             rows = [(row, values) for _, part in parts.values() for row, values in part.items()]
             assert sorted(row for row, _ in rows) == sorted(expected[node.name][1])
             assert dict(rows) == expected[node.name][1]
+
+
+@QUICKLY
+@given(plans(), seeds, st.integers(0, 7), st.integers(1, 3))
+def test_from_a_frontier_every_node_that_is_left_sees_what_it_would_have_seen(plan, seed, place, workers):
+    """On any workers, whichever node's rows are stored as a stage."""
+    staged = DAG(plan.dag.roles, [replace(node, save_as=None, stage=True) for node in plan.dag.nodes])
+    cuts, _ = frontiers(staged, trace_columns(staged, SOURCE))
+    cut = cuts[place % len(cuts)] if cuts else None
+    if cut is None:
+        return
+    expected = without_a_planner(staged, seed)
+    again = compile_chains(cut.dag, [f"other{number}" for number in range(workers)], NO_DATA)
+    cluster = Cluster(again, seed, expected[cut.node][1])
+    cluster.run()
+    for node in cut.dag.nodes[1:]:
+        whole, parts = expected[node.name][0], cluster.inputs[node.name].values()
+        assert {row for part in parts for row in part} == set(whole)
+        for row, values in ((row, values) for part in parts for row, values in part.items()):
+            assert reads(node, set(whole[row])) <= set(values)
+            assert values == {name: whole[row][name] for name in values}
 
 
 @QUICKLY

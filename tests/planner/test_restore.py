@@ -1,5 +1,7 @@
 """A DAG that is cut at a stored table does what is left of a step, and takes nothing but what the table holds."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
@@ -16,7 +18,9 @@ from siirl_dask.planner import (
     Save,
     columns,
     compile_chains,
-    cut_at_stored,
+    cuts_at_stored,
+    dag_from_spec,
+    dag_to_spec,
     run_again,
 )
 
@@ -29,6 +33,10 @@ def build(device, rank): ...
 
 @columns(reads=["prompt"], writes={"text": pa.string()}, new_rows=True)
 def sample(ctx, table): ...
+
+
+@columns(reads=["prompt"], writes={"text": pa.string()}, new_rows=True)
+def draft(ctx, table): ...
 
 
 @columns(reads=["text"], writes={"reward": FLOAT})
@@ -72,7 +80,7 @@ def links(cut, kind, workers=("a", "b")):
 
 
 def test_what_comes_after_the_saved_table_is_left_and_the_dataset_is_not_read():
-    cut = cut_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE), SOURCE)
+    (cut,) = cuts_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE), SOURCE)
     assert (names(cut), cut.table) == (["shape", "update"], "rollouts")
     assert links(cut, Load) == []
     assert [(link.index, link.count) for link in links(cut, Restore)] == [(0, 2), (1, 2)]
@@ -83,7 +91,7 @@ def test_a_node_before_the_table_that_changes_its_role_runs_again_on_the_stored_
     adapting = Node("adapt", adapt, role="policy", after="shape")
     saving = Node("last", look, role="policy", after="adapt", save_as="rollouts")
     shaping = Node("shape", shape, role="policy", after="judge")
-    cut = cut_at_stored(
+    (cut,) = cuts_at_stored(
         dag(SAMPLE, JUDGE, shaping, adapting, saving, Node("update", update, role="policy", after="last")), SOURCE
     )
     assert names(cut) == ["last", "adapt", "update"]
@@ -94,13 +102,13 @@ def test_a_node_before_the_table_that_changes_its_role_runs_again_on_the_stored_
 def test_a_node_that_reads_what_the_table_has_no_more_is_named():
     raw = Node("raw", update, role="policy", after="judge")
     with pytest.raises(PlanError, match="node 'raw' takes 'reward' as 'judge' makes it, which table 'rollouts'"):
-        cut_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE, raw), SOURCE)
+        cuts_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE, raw), SOURCE)
 
 
 def test_of_two_saved_tables_the_one_that_is_enough_is_taken():
     early = Node("judge", judge, role="engine", after="sample", save_as="judged")
     raw = Node("raw", update, role="policy", after="judge")
-    cut = cut_at_stored(dag(SAMPLE, early, SHAPE, UPDATE, raw), SOURCE)
+    (cut,) = cuts_at_stored(dag(SAMPLE, early, SHAPE, UPDATE, raw), SOURCE)
     assert (cut.table, names(cut)) == ("judged", ["judge", "shape", "update", "raw"])
     assert [link.table for link in links(cut, Save, ["only"])] == ["rollouts"]
 
@@ -109,9 +117,48 @@ def test_of_two_saved_tables_the_one_that_is_enough_is_taken():
 def test_every_shipped_dag_can_be_cut_behind_its_generation(config):
     file = load_config_file(shipped(config), [])
     own, _ = dags(file)
-    kept = names(cut_at_stored(own, SOURCE))
-    assert kept[0] == "advantage"
-    assert not {"rollout", "prompts", "reward"} & set(kept)
+    cuts = cuts_at_stored(own, SOURCE)
+    assert [(cut.table, cut.spent) for cut in cuts] == [("rollouts", ("stages/rollout",)), ("stages/rollout", ())]
+    furthest, nearest = map(names, cuts)
+    assert furthest[0] == "advantage"
+    assert not {"rollout", "prompts", "reward"} & set(furthest)
+    assert nearest[0] == "rollout"
+    assert {"reward", "old_logprobs", *furthest} <= set(nearest)
+    assert "prompts" not in nearest
+    assert not any(cut.generates for cut in cuts)
+    assert [link.table for link in links(cuts[1], Save, ["only"])] == ["rollouts"]
+
+
+def test_every_stored_table_that_is_enough_is_a_frontier_and_the_one_that_leaves_least_comes_first():
+    aside = Node("aside", look, role="policy", after="sample", save_as="aside")  # the last node, and little behind it
+    early = Node("judge", judge, role="engine", after="sample", save_as="judged")
+    staged = replace(SAMPLE, stage=True)
+    cuts = cuts_at_stored(dag(staged, early, SHAPE, UPDATE, aside), SOURCE)
+    assert [cut.table for cut in cuts] == ["rollouts", "aside", "judged", "stages/sample"]
+    assert [cut.spent for cut in cuts] == [("stages/sample",)] * 3 + [()]
+    assert [link.table for link in links(cuts[-1], Save, ["only"])] == ["judged", "rollouts", "aside"]
+
+
+def test_a_stage_from_which_no_step_can_go_on_is_not_written():
+    """Half of what the update reads comes from rows that the stage does not hold."""
+    other = Node("other", look, role="engine", after="prompts")
+    prompts = Node("prompts", draft, role="engine")
+    staged = replace(SAMPLE, after=("prompts",), stage=True)
+    plan = compile_chains(dag(prompts, staged, JUDGE, SHAPE, UPDATE, other), ["a"], SOURCE)
+    saved = [link.table for link in plan.chains["a"].flat if isinstance(link, Save)]
+    assert saved == ["rollouts"]
+
+
+def test_a_stage_travels_with_the_dag_and_decides_no_result():
+    staged = dag(replace(SAMPLE, stage=True), JUDGE, SHAPE, UPDATE)
+    again = dag_from_spec(**dag_to_spec(staged))
+    assert again == staged
+    assert again.node("sample").stage
+    assert again != dag(SAMPLE, JUDGE, SHAPE, UPDATE)
+    with pytest.raises(PlanError, match=r"node 'sample' has stage='yes': expected true or false"):
+        replace(SAMPLE, stage="yes")
+    with pytest.raises(PlanError, match="'stages' is the folder of stages: choose another name"):
+        replace(SAMPLE, save_as="stages")
 
 
 def test_run_again_makes_anew_what_its_nodes_write_and_takes_the_rest_from_the_table():

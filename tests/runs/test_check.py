@@ -24,6 +24,7 @@ from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.checkpoint_state import State as RunState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.stages import describe_stage
 from tests.conftest import digits_overrides
 
 WEIGHTS = bytes(range(256)) * 16
@@ -65,10 +66,11 @@ def url(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def save(url, step, attempt):
+def save(url, step, attempt, table="rollouts"):
     rows = pa.table({"row_id": range(64), "reward": [0.5] * 64, "text": [f"{step} {row}" * 9 for row in range(64)]})
-    folder = f"{url}/rollouts/step={step:06d}"
-    commit_parts(folder, attempt, [stage_part(folder, attempt, part, rows) for part in range(2)])
+    folder = f"{url}/{table}/step={step:06d}"
+    about = describe_stage(digest="d", attempt=attempt, metrics={}, position=None, spent=[])
+    commit_parts(folder, attempt, [stage_part(folder, attempt, part, rows) for part in range(2)], about)
 
 
 def check(url):
@@ -159,6 +161,16 @@ def test_damage_is_named_with_what_a_resume_makes_of_it(url, name, content, said
     assert len(damaged) == 1
     assert re.search(said, damaged[0], re.DOTALL), damaged
     assert "1 damaged" in shown
+
+
+@pytest.mark.parametrize("tables", [("rollouts", "stages/rollout"), ("stages/rollout", "rollouts")])
+def test_of_damaged_rows_it_names_the_table_from_which_the_step_goes_on(url, tables):
+    save(url, 5, 1, table="stages/rollout")
+    assert "stages/rollout" in check(url)[0][State.WHOLE]
+    damaged, whole = tables
+    (url / damaged / "step=000005" / "part-0001-00000.parquet").write_bytes(b"PAR1")
+    (text,) = check(url)[1]
+    assert text.endswith(f"a resume goes on after step 4, and takes this step from {whole}")
 
 
 def test_a_resume_begins_where_the_check_says(url, digits_task):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
+from siirl_storage.files import list_files
 
 from siirl_dask.commands.clean import clean
 from siirl_dask.errors import ConfigError, RunInProgress
@@ -15,14 +16,17 @@ from siirl_dask.runs.retention import Reason, find_leftovers, remove_leftovers, 
 from siirl_dask.runs.stages import describe_stage, find_stages
 
 ROWS = pa.table({"row_id": pa.array([0, 1], pa.int64())})
-ABOUT = describe_stage(digest="d", attempt=1, metrics={}, position=None)
+STAGE = "stages/rollout"
+TABLES = ("rollouts", STAGE)
 
 
 def store(url, step, attempt=1, committed=True, table="rollouts"):
     folder = join(url, table, f"step={step:06d}")
     part = stage_part(folder, attempt, 0, ROWS)
     if committed:
-        commit_parts(folder, attempt, [part], ABOUT)
+        spent = [STAGE] if table == "rollouts" else []
+        about = describe_stage(digest="d", attempt=1, metrics={}, position=None, spent=spent)
+        commit_parts(folder, attempt, [part], about)
 
 
 def checkpoint(url, step, attempt):
@@ -31,17 +35,20 @@ def checkpoint(url, step, attempt):
 
 
 def steps_after(url, step):
-    return [stage.step for stage in find_stages(url, "rollouts", step, "d")]
+    return [(stage.step, stage.table) for stage in find_stages(url, TABLES, step, "d")]
 
 
 @given(
     stored=st.integers(0, 8),
     saved=st.sets(st.integers(1, 8), max_size=3),
     again=st.sets(st.integers(1, 8), max_size=3),
+    staged=st.sets(st.integers(1, 9)),
     keep=st.none() | st.integers(1, 9),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(tmp_path_factory, stored, saved, again, keep):
+def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(
+    tmp_path_factory, stored, saved, again, staged, keep
+):
     url = str(tmp_path_factory.mktemp("run"))
     first = take(url, 30.0, print)
     for step in range(1, stored + 1):
@@ -50,11 +57,15 @@ def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(tmp_path_fac
         checkpoint(url, step, first)
     for step in again:
         store(url, step, attempt=2)
+    for step in staged:
+        store(url, step, table=STAGE)
     store(url, stored + 2, committed=False)
     before = {step: steps_after(url, step) for step in committed(url) or [0]}
     remove_leftovers(url, find_leftovers(url, keep_stages=keep))
     assert {step: steps_after(url, step) for step in committed(url) or [0]} == before
     assert find_leftovers(url, keep_stages=keep) == []
+    twice = [path for path, _ in list_files(*open_fs(url)).items() if path.startswith(f"{STAGE}/")]
+    assert not [path for path in twice if int(path[len(STAGE) + 6 :][:6]) <= max(stored, 0)], "rows are stored twice"
 
 
 def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
@@ -65,6 +76,9 @@ def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
     store(url, 2, attempt=2)
     store(url, 4, committed=False)
     store(url, 1, table="replay-1")
+    store(url, 2, table=STAGE)
+    store(url, 3, table=STAGE)
+    store(url, 5, table=STAGE)
     checkpoint(url, 2, attempt)
     write_atomic(*open_fs(join(url, "checkpoints/step=000003-0001/policy/0.distcp")), b"x")
     found = {one.path: one.reason for one in find_leftovers(url, keep_stages=1, replays=True)}
@@ -77,10 +91,17 @@ def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
         "rollouts/step=000002/_parts-0002.json": Reason.OLD,
         "rollouts/step=000004/part-0001-00000.parquet": Reason.UNFINISHED,
         "checkpoints/step=000003-0001/policy/0.distcp": Reason.UNFINISHED,
+        "stages/rollout/step=000002/part-0001-00000.parquet": Reason.SPENT,
+        "stages/rollout/step=000002/_parts-0001.json": Reason.SPENT,
+        "stages/rollout/step=000003/part-0001-00000.parquet": Reason.SPENT,
+        "stages/rollout/step=000003/_parts-0001.json": Reason.SPENT,
         "replay-1/step=000001/part-0001-00000.parquet": Reason.REPLAYED,
         "replay-1/step=000001/_parts-0001.json": Reason.REPLAYED,
     }
     remove_old_stages(url, 1)
+    assert sorted(list_files(*open_fs(join(url, STAGE)))) == [
+        *(f"step=00000{step}/{name}" for step in (3, 5) for name in ("_parts-0001.json", "part-0001-00000.parquet")),
+    ]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir() if any(path.iterdir())) == [
         "step=000003",
         "step=000004",

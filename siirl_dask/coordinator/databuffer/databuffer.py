@@ -122,7 +122,7 @@ class Databuffer:
         return self._puller.traffic
 
     def key(self, edge: Edge, iteration: Iteration, part: int | None = None) -> TransitionKey:
-        name = f"{iteration.phase}/{edge.name}"
+        name = f"{iteration.plan}/{edge.name}"
         key = TransitionKey(self._run, iteration.sequence, name if part is None else f"{name}/{part}")
         self._expected.own(key, part)
         return key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_dask.planner.chain import Chain, Edge, Link, Load, Plan, Recv, Restore, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Keep, Link, Load, Plan, Recv, Restore, Run, Save, Send, Stream
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
@@ -54,7 +54,7 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
             return (("send", edge.name),)
         case Recv(edge):
             return (("receive", edge.name),)
-        case Save(table=table):
+        case Save(table=table) | Keep(table=table):
             return (("keep", table),)
         case Stream(source, target, gives, takes):
             return (("give in parts", source.name),) * gives + (("take in parts", target.name),) * takes

@@ -178,7 +178,7 @@ def _lines(lines: Iterable[str], middle: float, first: float) -> str:
 def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     node = plan.stages[name].node
     left, colour = middle - _BOX / 2, _colour(plan, node.role)
-    saved = f", saves {node.save_as}" if node.save_as else ""
+    saved = f", saves {node.save_as}" if node.save_as else ", stage" if node.stage else ""
     letters = int(_BOX / _LETTER)
     function = short_name(node.fn)
     shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]

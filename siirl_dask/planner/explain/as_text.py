@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from siirl_dask.planner.chain import Chain, Edge, Load, Plan, Recv, Restore, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Restore, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.explain.tables import (
@@ -45,7 +45,7 @@ def _nodes(stages: Iterable[Stage]) -> str:
         node, contract = stage.node, stage.node.contract
         reads = contract.taken(stage.available)
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        saved = f", saved as {node.save_as!r}" if node.save_as else ""
+        saved = f", saved as {node.save_as!r}" if node.save_as else ", stored as a stage" if node.stage else ""
         rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + saved))
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
@@ -96,7 +96,7 @@ def _chain(chain: Chain) -> str:
                     notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
-            case Save(table=table):
+            case Save(table=table) | Keep(table=table):
                 notes["saves"].append(table)
     finish()
     return " > ".join(steps) or "nothing"

@@ -19,7 +19,7 @@ from siirl_dask.runs.folder import CONFIG_FILE
 
 __all__ = ["Finding", "State", "check_run"]
 
-_OF_A_RUN = ("checkpoints/", "rollouts/", "attempts/", "metrics.jsonl")
+_OF_A_RUN = ("checkpoints/", "rollouts/", "stages/", "attempts/", "metrics.jsonl")
 
 
 def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None]) -> list[Finding]:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from fsspec import AbstractFileSystem
 from siirl_storage import CorruptPart, Part, StorageError, TooLarge, parse_part_name
-from siirl_storage.committed import by_folder, is_numbered, recorded_parts
+from siirl_storage.committed import by_folder, is_numbered, newest_record, record_name
 from siirl_storage.digests import digest_file
-from siirl_storage.files import at
+from siirl_storage.files import at, list_files
 from siirl_storage.formats import read_footer
 from siirl_storage.parts import complete_names
 from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_of
+from siirl_dask.planner.dag import STAGES
 from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.stages import SPENT
 
 _READERS = 4
 _ALWAYS_AGAIN = "test"  # a resume ends with a test of its own
@@ -31,6 +33,8 @@ class _Folder:
     """The parts that count."""
     others: int
     """Number of parts that no record lists."""
+    frontier: bool = False
+    """True if its record says that a step can go on from it."""
 
 
 def check_tables(
@@ -42,6 +46,7 @@ def check_tables(
     each file that was read.
     """
     findings: list[Finding] = []
+    damaged: list[tuple[str, str]] = []
     tables: dict[str, list[_Folder]] = {}
     for path, names in sorted(by_folder(files).items()):
         if not any(is_numbered(name) or parse_part_name(name) for name in names):
@@ -51,28 +56,38 @@ def check_tables(
         try:
             folder = _folder(fs, root, path, names)
         except (StorageError, OSError) as error:
-            findings.append(Finding(path, State.DAMAGED, str(error), _remedy(path, resumed)))
+            damaged += [] if _is_spent(fs, root, path) else [(path, str(error))]
             continue
         if folder.parts:
             whole.append(folder)
         if folder.others:
             findings.append(Finding(path, State.UNFINISHED, *_left_over(folder)))
+    frontiers: dict[str, str] = {}  # a whole table from which a step can go on, by the step's folder name
     for table, folders in tables.items():
-        damaged = list(_damages(fs, root, files, folders, read))
-        findings += [Finding(path, State.DAMAGED, text, _remedy(path, resumed)) for path, text in damaged]
-        counted = [folder for folder in folders if folder.path not in {path for path, _ in damaged}]
+        of_table = list(_damages(fs, root, files, folders, read))
+        damaged += [(path, text) for path, text in of_table if not _is_spent(fs, root, path)]
+        counted = [folder for folder in folders if folder.path not in {path for path, _ in of_table}]
+        frontiers |= {folder.path.rpartition("/")[2]: table for folder in counted if folder.frontier}
         if counted:
             findings.append(Finding(table, State.WHOLE, _told(counted)))
+    for path, text in damaged:
+        frontier = frontiers.get(path.rpartition("/")[2])
+        findings.append(Finding(path, State.DAMAGED, text, _remedy(path, resumed, frontier)))
     return sorted(findings, key=lambda finding: (finding.part.split("/")[0], finding.state is not State.WHOLE))
+
+
+def _is_spent(fs: AbstractFileSystem, root: str, path: str) -> bool:
+    """Tell whether a stage has lost its record since it was listed: a run that is under way deletes it first."""
+    return path.startswith(f"{STAGES}/") and record_name(list_files(fs, at(root, path))) is None
 
 
 def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, int]) -> _Folder:
     """Return the parts that count in a folder. StorageError for a damaged record or footer."""
-    recorded = recorded_parts(fs, root, path, names)
+    record = newest_record(fs, root, path, names)
     there = [name for name in names if parse_part_name(name) or (is_numbered(name) and not name.endswith(".json"))]
-    if recorded is not None:
-        listed = {part.path for part in recorded}
-        return _Folder(path, tuple(recorded), len(set(there) - listed))
+    if record is not None:
+        listed = {part.path for part in record.parts}
+        return _Folder(path, record.parts, len(set(there) - listed), SPENT in record.about)
     complete = complete_names(there) or []
     parts = [Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups) for name in complete]
     return _Folder(path, tuple(parts), len(there) - len(parts))
@@ -141,10 +156,11 @@ def _left_over(folder: _Folder) -> tuple[str, str]:
     return f"{folder.others} parts of a step that is under way or was never finished", "a resume does it again"
 
 
-def _remedy(path: str, resumed: int) -> str:
-    table, _, name = path.partition("/")
+def _remedy(path: str, resumed: int, frontier: str | None) -> str:
+    """Return what a resume makes of damaged rows; ``frontier`` is a whole table from which the step can go on."""
+    table, _, name = path.rpartition("/")
     step = step_of(name)
     if step is not None and (table == _ALWAYS_AGAIN or step > resumed):
-        anew = "generates this step and the later ones again"
+        anew = f"takes this step from {frontier}" if frontier else "generates this step and the later ones again"
         return f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
     return "its rows are lost, unless there is a copy; a resume goes on without them"
