@@ -19,7 +19,7 @@ from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.run_on_cluster import RunOnCluster
 from siirl_dask.driver.staged_tables import StagedTables
 from siirl_dask.driver.under_way import Done, Pending, Staged, Writing, Written
-from siirl_dask.errors import RunError, SiirlError
+from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.run_spec import RunSpec
@@ -34,14 +34,24 @@ class Driver:
     """Runs iterations on the workers of a run."""
 
     def __init__(
-        self, client: Client, spec: RunSpec, lookahead: int, stall_timeout: float, folder: Callable[[int], str]
+        self,
+        client: Client,
+        spec: RunSpec,
+        lookahead: int,
+        stall_timeout: float,
+        folder: Callable[[int], str],
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
-        """``folder(step)`` returns the URL of a new folder for the checkpoint of a step."""
+        """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
+
+        ``on_idle`` is called when there are new workers that no run uses; None if the run could not take them.
+        """
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
         self._folder = folder
+        self._on_idle = on_idle
         self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[Pending] = deque()
@@ -81,6 +91,8 @@ class Driver:
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
+            if isinstance(error, SchedulerLost):
+                error.may_return = cluster.exists and cluster.scheduler_timeout > 0
             kept = isinstance(error, SiirlError) and bool(on_failure(error))
             self.abort(f"the run was stopped: {type(error).__name__}")
             raise
@@ -97,7 +109,8 @@ class Driver:
         ``stays``: the cluster stays when this process ends, however that happens.
         """
         tell_every = min(timeout, self._stall_timeout) / _TELLS
-        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting)
+        elastic = self._on_idle is not None
+        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting, elastic=elastic)
         self._last = self._submit("start", start_worker, ports=ports)
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
@@ -258,9 +271,11 @@ class Driver:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":
                 self._on_cluster.cut_off()
-                raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
+                raise SchedulerLost(f"{self._place()}: {event['what']}; what was written is whole")
             case "built":
                 self.kept[event["member"]] = list(event["kept"])
+            case "idle" if self._on_idle is not None:
+                self._on_idle()
             case "finished" | "progress":
                 pass
 

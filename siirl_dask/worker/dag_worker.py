@@ -144,7 +144,7 @@ class DAGWorker(WorkerPlugin):
             device, ranks, broadcasts = self._join_groups(plan)
         kept, self._built = self._built.on(device) if self._built else {}, None
         resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse, kept)
-        self._built = BuiltRoles(device, ranks, resources)
+        self._built = BuiltRoles(device, resources)
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
