@@ -80,7 +80,7 @@ def test_a_run_goes_on_when_its_scheduler_is_started_again(begin, seen, clusters
 def test_where_no_scheduler_comes_the_run_ends_with_what_happened(begin, seen, clusters, capfd):  # noqa: F811
     first, gates = clusters(), Gates(seen)
     gates.at(2, first.lose)
-    with pytest.raises(SchedulerLost, match="train step 2: the scheduler at") as raised:
+    with pytest.raises(SchedulerLost, match=r"train step [12]: the scheduler at") as raised:
         begin("run", first.address, *STEPS, "cluster.scheduler_timeout=1")
     (note,) = raised.value.__notes__
     assert "none came to its place" in note
