@@ -110,6 +110,8 @@ class Elastic:
                     seen = there
                     if (chosen := self._choose(client, crew, there)) is not None:
                         return chosen
+                    if crew is None and self._why is not None:
+                        raise self._why
                 if waited >= timeout:
                     raise RunError(self._too_few(there, timeout))
                 time.sleep(_GLANCE)
@@ -171,14 +173,16 @@ class Elastic:
         return rank_order({name: (address, self._reports.get(address)) for name, address in workers.items()})
 
     def _ask(self, client: Client, addresses: Iterable[str]) -> None:
-        """Have workers that have not been asked before say what they run on."""
-        new = [address for address in addresses if address not in self._reports]
+        """Have workers that have not answered before say what they run on."""
+        new = [address for address in addresses if isinstance(self._reports.get(address, OSError()), OSError)]
         self._reports |= dict(zip(new, complete(client, lambda: _reports(client, new)), strict=True))
 
     def _unlike(self, client: Client, crew: Crew, new: Mapping[str, str]) -> set[str]:
-        """Return the names of newcomers that do not fit to the scheduler and this process, and refuse them."""
-        unlike = set()
+        """Return the names of newcomers that do not answer, or do not fit to this process: those are refused."""
+        unlike = {name for name, address in new.items() if isinstance(self._reports[address], OSError)}
         for name, address in new.items():
+            if name in unlike:
+                continue
             try:
                 check_alike(client, {name: address}, self._reports)
             except ConfigError as error:

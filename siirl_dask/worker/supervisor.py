@@ -57,6 +57,7 @@ class Supervisor(SchedulerPlugin):
         """
         self.name = plugin
         self.members = dict(members)
+        self._names = {address: name for name, address in members.items()}
         self._client = client
         self._topic = topic
         self._follows, self._elastic = follows, elastic
@@ -91,20 +92,20 @@ class Supervisor(SchedulerPlugin):
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Note that a worker leaves before it has: it ends its tasks by itself, and peers would be told of that."""
-        if topic not in self.members.values() or not isinstance(msg, dict):
+        if topic not in self._names or topic in self._leaving or not isinstance(msg, dict):
             return
-        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES and topic not in self._leaving:
+        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES:
             self._leaving.add(topic)
             self._lose(topic, in_order=True)
 
     def _lose(self, worker: str, *, in_order: bool) -> None:
-        lost = [name for name, address in self.members.items() if address == worker]
-        if lost:
+        name = self._names.get(worker)
+        if name is not None:
             seen = None if in_order else self._seen.get(worker)
             silence = None if seen is None else max(0.0, time.time() - seen)
-            event = {"kind": "lost", "member": lost[0], "address": worker, "silence": silence, "in_order": in_order}
+            event = {"kind": "lost", "member": name, "address": worker, "silence": silence, "in_order": in_order}
             self._scheduler.log_event(self._topic, event)
-            self.abort(f"worker {lost[0]!r} at {worker} left the cluster")
+            self.abort(f"worker {name!r} at {worker} left the cluster")
 
     def _claim(self) -> None:
         """Raise PeerError if another run uses a worker of this one: both had found it idle."""
@@ -114,8 +115,7 @@ class Supervisor(SchedulerPlugin):
 
     def _tell_idle(self) -> None:
         """Tell the driver, once, of each set of idle workers that was there at two looks."""
-        own = {*self.members.values()}
-        idle = {*free_workers(self.name, dask_scheduler=self._scheduler).values()} - own
+        idle = {*free_workers(self.name, dask_scheduler=self._scheduler).values()} - self._names.keys()
         if idle == self._idle and idle - self._told:
             self._told = idle
             self._scheduler.log_event(self._topic, {"kind": "idle"})
