@@ -65,7 +65,7 @@ class Elastic:
         else:
             start_lost_workers(client, cluster)
         found = self._await(client, crew, own, len(crew.members), patience)
-        self._tell(crew, found)
+        self._tell(len(crew.members), len(found.members), patience)
         return found
 
     def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
@@ -88,8 +88,8 @@ class Elastic:
     def check(self, steps: int, since: float) -> None:
         if not self._joined or steps >= self._config.run.steps:
             return
-        names = ", ".join(map(repr, self._joined))
-        joined = WorkersJoined(f"taking in {len(self._joined)} more workers after step {steps}: {names}")
+        names, workers = ", ".join(map(repr, self._joined)), "workers" if len(self._joined) > 1 else "worker"
+        joined = WorkersJoined(f"taking in {len(self._joined)} more {workers} after step {steps}: {names}")
         joined.since = since
         raise joined
 
@@ -208,11 +208,11 @@ class Elastic:
         self._refused.add(address)
         logger.warning("worker %r at %s is left out: %s", name, address, error)
 
-    def _tell(self, before: Crew, now: Crew) -> None:
-        """Tell the user of another number of workers."""
-        if len(now.members) != len(before.members):
-            change = "fewer" if len(now.members) < len(before.members) else "more"
-            self._progress.note(f"going on with {change} workers: {len(now.members)} instead of {len(before.members)}")
+    def _tell(self, before: int, now: int, patience: float) -> None:
+        """Tell the user of another number of workers, which was waited for ``patience`` seconds if it is lower."""
+        if now != before:
+            waited = f": no other came within {patience:g} s" if patience and now < before else ""
+            self._progress.note(f"going on with {now} worker{'s' if now > 1 else ''} instead of {before}{waited}")
 
 
 def _kinds(crew: Crew) -> dict[str, Kind]:

@@ -185,5 +185,46 @@ def test_workers_join_die_and_are_retired_and_nothing_else_changes(begin, seen, 
     for role in ("rollout", "reward", "policy"):
         assert len((seen / f"{role}-{stayed}").read_text().splitlines()) == 1, f"{role} was built again"
     out = capsys.readouterr().out
-    assert "taking in 1 more workers after step 4: '2'" in out
-    assert "going on with fewer workers: 2 instead of 3" in out
+    assert "taking in 1 more worker after step 4: '2'" in out
+    assert "going on with 2 workers instead of 3: no other came within 0.5 s" in out
+
+
+def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, seen, joined):
+    """One generates and one learns; a third comes to generate, and learns when the second one is gone."""
+    steps, processes = ["run.steps=7", "cluster.workers=2"], []
+    placed = ["cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
+    with local_cluster(0) as bare, Client(bare) as client:
+        address = bare.scheduler_address
+        processes += start_workers(address, 2)
+        client.wait_for_workers(2, timeout=60)
+        straight = begin("straight", address, *steps, *placed)
+        for file in seen.iterdir():
+            file.unlink()
+        gates = Gates(seen)
+
+        def join():
+            processes.extend(start_workers(address, 1, first=2))
+            joined()
+
+        gates.at(2, join)
+        gates.at(6, lambda: processes[1].kill())
+        try:
+            changed = begin("changed", address, *steps, *placed, *ELASTIC)
+            gates.check()
+        finally:
+            for process in processes:
+                process.kill()
+    check_equal(straight, changed, 7)
+    assert [restart.workers for restart in changed.summary.restarts] == [3, 2]
+    by = [{*changed.table("rollouts", step)["worker"].to_pylist()} for step in range(1, 8)]
+    assert by == [{"0"}] * 4 + [{"0", "2"}] + [{"0"}] * 2
+    of = {path.name: path.read_text().splitlines() for path in seen.glob("*-*") if path.name[0] in "rp"}
+    pids = [process.pid for process in processes]
+    assert of == {
+        f"rollout-{pids[0]}": ["0 of 1"],
+        f"reward-{pids[0]}": ["0 of 1"],
+        f"policy-{pids[1]}": ["0 of 1"],
+        f"rollout-{pids[2]}": ["1 of 2"],
+        f"reward-{pids[2]}": ["1 of 2"],
+        f"policy-{pids[2]}": ["0 of 1"],
+    }

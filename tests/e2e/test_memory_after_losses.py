@@ -43,7 +43,7 @@ def noting(dag, seen):  # noqa: F811
     return dag.replace("reward", fn=partial(score_and_note, seen=seen, **dag.node("reward").options))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_memory_after_lost_workers_is_what_it_was_before(begin, seen, monkeypatch):  # noqa: F811
     monkeypatch.setattr(test_elastic, "watched", noting)
     gates, steps = Gates(seen), FIRST + LOSSES * BETWEEN

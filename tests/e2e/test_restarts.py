@@ -155,10 +155,13 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "sign"),
-    [("generate", signal.SIGKILL), ("generate", signal.SIGSTOP), ("all-reduce", signal.SIGSTOP)],
+    [
+        pytest.param("generate", signal.SIGKILL, marks=SLOW),
+        pytest.param("generate", signal.SIGSTOP, marks=SWEEP),
+        pytest.param("all-reduce", signal.SIGSTOP, marks=SLOW),
+    ],
 )
 def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, place, sign):
     """The frozen one has no nanny that kills it: in an all-reduce the other waits for it in gloo, and for an hour."""
