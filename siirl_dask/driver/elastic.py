@@ -20,7 +20,7 @@ from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.processes import check_alike, rank_order
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.replacement import give_up_silent, start_lost_workers
-from siirl_dask.errors import ConfigError, RunError, SchedulerLost, SiirlError, UserError, WorkerLeft, WorkersJoined
+from siirl_dask.errors import ConfigError, RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.planner.resizing import Kind, Kinds, kinds_of, placement_of
@@ -54,16 +54,10 @@ class Elastic:
         if crew is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
         give_up_silent(client, crew.members.values(), crew.config)
-        patience = cluster.replacement_timeout
-        if isinstance(failure, WorkersJoined):
-            patience = 0.0
-        elif isinstance(failure, WorkerLeft):
-            patience = 0.0
+        if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster)
-        elif isinstance(failure, SchedulerLost):
-            patience = cluster.scheduler_timeout
-        else:
-            start_lost_workers(client, cluster)
+        in_order = isinstance(failure, (WorkersJoined, WorkerLeft))
+        patience = 0.0 if in_order else cluster.replacement_timeout
         found = self._await(client, crew, own, len(crew.members), patience)
         self._tell(len(crew.members), len(found.members), patience)
         return found
@@ -98,7 +92,8 @@ class Elastic:
 
         RunError if they are still too few for any plan after ``cluster.start_timeout``.
         """
-        began, seen = time.monotonic(), None
+        began = time.monotonic()
+        seen: dict[str, str] | None = None
         timeout = max(self._config.cluster.start_timeout, patience)
         with self._progress.arrivals(enough) as show:
             while True:
@@ -135,7 +130,7 @@ class Elastic:
             crew = self._first(client, there)
         known = {*crew.members.values()}
         new = {name: address for name, address in there.items() if address not in known}
-        left_out = self._unlike(client, crew, new)
+        left_out = self._unlike(client, new)
         usable = {name: address for name, address in there.items() if name not in left_out}
         while True:
             chosen = self._largest(crew, usable)
@@ -177,7 +172,7 @@ class Elastic:
         new = [address for address in addresses if isinstance(self._reports.get(address, OSError()), OSError)]
         self._reports |= dict(zip(new, complete(client, lambda: _reports(client, new)), strict=True))
 
-    def _unlike(self, client: Client, crew: Crew, new: Mapping[str, str]) -> set[str]:
+    def _unlike(self, client: Client, new: Mapping[str, str]) -> set[str]:
         """Return the names of newcomers that do not answer, or do not fit to this process: those are refused."""
         unlike = {name for name, address in new.items() if isinstance(self._reports[address], OSError)}
         for name, address in new.items():

@@ -63,7 +63,7 @@ class Supervisor(SchedulerPlugin):
         self._follows, self._elastic = follows, elastic
         self._idle: set[str] = set()
         self._told: set[str] = set()
-        self._leaving: set[str] = set()
+        self._left_in_order: set[str] = set()
         self._patience, self._tell_every = patience, tell_every
         self._heard, self._silent = False, 0
         self._looks, self._beats = 0, 0
@@ -87,15 +87,15 @@ class Supervisor(SchedulerPlugin):
             self._scheduler.handlers.pop(name, None)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        if worker not in self._leaving:
+        if worker not in self._left_in_order:
             self._lose(worker, in_order=False)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Note that a worker leaves before it has: it ends its tasks by itself, and peers would be told of that."""
-        if topic not in self._names or topic in self._leaving or not isinstance(msg, dict):
+        if topic not in self._names or topic in self._left_in_order or not isinstance(msg, dict):
             return
         if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES:
-            self._leaving.add(topic)
+            self._left_in_order.add(topic)
             self._lose(topic, in_order=True)
 
     def _lose(self, worker: str, *, in_order: bool) -> None:
