@@ -187,7 +187,8 @@ class Elastic:
 
     def _cut_off(self, client: Client, new: Mapping[str, str], phases: Phases) -> set[str]:
         """Return the names of newcomers that do not reach the files of the run, and refuse them."""
-        url, cut_off = self._config.run.url, set()
+        url = self._config.run.url
+        cut_off: set[str] = set()
         with suppress(ConfigError):
             check_reachable(client, new, phases, self._reads, url)
             return cut_off

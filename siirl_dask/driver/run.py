@@ -131,7 +131,7 @@ def _try_until_done(job: _Job, log: RunLog) -> None:
                         last = None  # what it had built has gone with its workers
                         connection.close()
                         client = connection.enter_context(reconnect(config, progress))
-                    crew = crews.find(client, crew, failure, last and last.plugin)
+                    crew = crews.find(client, crew, failure, None if last is None else last.plugin)
                     tried = _prepare(job, log, client, crew, crews, last)
                     earlier, last = last, tried.driver
                     _drive(tried, log, client.dashboard_link, restarts, earlier)
