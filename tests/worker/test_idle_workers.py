@@ -1,4 +1,4 @@
-"""What the scheduler tells an elastic run of workers that nobody uses, that leave, or that another run has taken."""
+"""The scheduler tells an elastic run of idle workers, of those that leave, and of those that another run has taken."""
 
 import time
 from contextlib import contextmanager
