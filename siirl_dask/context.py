@@ -89,7 +89,9 @@ class HoldsNoGroups:
         return True
 
     def join_groups(self, rank: Rank) -> None:
-        """Go on with ``rank``, which has the same number among as many ranks, and other process groups."""
+        """Go on with ``rank``, which has other process groups; in an elastic run also another number, or more ranks or
+        fewer beside it.
+        """
 
 
 class Reduce(StrEnum):

@@ -69,6 +69,24 @@ class WorkerLost(RunError):
     """A worker left the cluster while its chain was running."""
 
 
+class WorkerLeft(WorkerLost):
+    """A worker was retired or told to end, and left the cluster in order."""
+
+
+class WorkersJoined(RunError):
+    """An elastic run is interrupted between two steps, to go on with more workers: no failure."""
+
+    since: float | None = None
+    """Time, by ``time.monotonic``, at which the last step was done; a checkpoint of it was written since."""
+
+
+class SchedulerLost(RunError):
+    """The scheduler has ended, or this machine is cut off from it."""
+
+    may_return = False
+    """True where the cluster does not end with the run, and the run waits for another scheduler."""
+
+
 class PeerError(RunError):
     """A peer is dead, stands still, or sent a message that is refused."""
 

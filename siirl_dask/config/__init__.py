@@ -85,6 +85,11 @@ class Config:
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
                 f"{self.data.batch_size}, one prompt each"
             )
+        if self.cluster.elastic and not self.checkpoint.every:
+            raise ConfigError(
+                "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a checkpoint; expected "
+                "checkpoint.every of at least 1"
+            )
         self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
         self._fill_total_steps(self.critic, self.run.steps)
 

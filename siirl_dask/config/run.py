@@ -70,6 +70,12 @@ class ClusterConfig:
     """YAML file with a Dask cluster's class and arguments: the run starts that cluster, waits for it and ends it."""
     placement: dict[str, list[int]] = field(default_factory=dict)
     """Workers of each role, by index; a role that is absent is on every worker."""
+    elastic: bool = False
+    """Go on with fewer workers when some are lost and no others come, and take in more that join, between two steps."""
+    max_workers: int | None = None
+    """Most workers of an elastic run. None: all that join."""
+    replacement_timeout: float = 10.0
+    """Seconds for which an elastic run that has lost a worker waits for another one before it goes on with fewer."""
     threads: int = 1
     """Torch threads per worker."""
     memory_limit: str | None = None
@@ -89,6 +95,10 @@ class ClusterConfig:
     scheduler after 15 at least. A link that is down for less costs nothing but the time. None: 5 where all workers are
     on one host, 15 where they are not.
     """
+    scheduler_timeout: float = 60.0
+    """Seconds for which a run that has lost the scheduler of an existing cluster waits until it is back, with workers.
+    0: it ends at once.
+    """
 
     @property
     def exists(self) -> bool:
@@ -98,6 +108,9 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)
         above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
+        at_least("cluster", 0, replacement_timeout=self.replacement_timeout, scheduler_timeout=self.scheduler_timeout)
+        if self.max_workers is not None:
+            self._check_max_workers(self.max_workers)
         if self.peer_timeout is not None:
             above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.memory_limit is not None:
@@ -118,6 +131,14 @@ class ClusterConfig:
                     f"cluster.placement.{role}={workers}: no worker {outside[0]}; "
                     f"cluster.workers={self.workers} gives 0 to {self.workers - 1}"
                 )
+
+    def _check_max_workers(self, most: int) -> None:
+        if not self.elastic:
+            raise ConfigError(f"cluster.max_workers={most} is for an elastic run: set cluster.elastic=true as well")
+        if most < self.workers:
+            raise ConfigError(
+                f"cluster.max_workers={most} is less than cluster.workers={self.workers}, with which the run begins"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

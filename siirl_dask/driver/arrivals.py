@@ -21,26 +21,26 @@ def wait_for_workers(
     progress: Progress,
     check: Callable[[], None] = lambda: None,
     hint: str = "",
+    limit: tuple[str, float] | None = None,
+    workers: int | None = None,
 ) -> None:
-    """Return once ``cluster.workers`` workers are there, and show how many are.
+    """Return once ``workers`` workers are there, ``cluster.workers`` by default, and show how many are.
 
-    RunError, which ends with ``hint``, after ``cluster.start_timeout``; ``check`` is called between looks and may raise
-    sooner.
+    RunError, which ends with ``hint``, after ``cluster.start_timeout``, or the seconds of another ``limit``, a key and
+    its value; ``check`` is called between looks and may raise sooner.
     """
-    deadline = time.monotonic() + cluster.start_timeout
-    with progress.arrivals(cluster.workers) as show:
+    key, timeout = limit or ("cluster.start_timeout", cluster.start_timeout)
+    deadline, needed = time.monotonic() + timeout, workers or cluster.workers
+    with progress.arrivals(needed) as show:
         while True:
             came = _running(client)
             show(came)
-            if came >= cluster.workers:
+            if came >= needed:
                 return
             check()
             left = deadline - time.monotonic()
             if left <= 0:
-                raise RunError(
-                    f"{came} of {cluster.workers} workers came up within cluster.start_timeout="
-                    f"{cluster.start_timeout:g} s{hint}"
-                )
+                raise RunError(f"{came} of {needed} workers came up within {key}={timeout:g} s{hint}")
             time.sleep(min(left, _GLANCE))
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -17,8 +18,8 @@ from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny
-from siirl_dask.driver.scheduler_file import read_address
-from siirl_dask.errors import ConfigError
+from siirl_dask.driver.scheduler_file import address_in, read_address
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.observe import Progress
 from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
@@ -26,6 +27,8 @@ from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 logger = logging.getLogger("siirl_dask.driver")
 _PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
 _HASTE = 0.5  # the same after a failure or Ctrl-C: the whole stop may take five seconds
+_CONNECT_TIMEOUT = 5.0  # seconds for a scheduler that has just started to answer
+_GLANCE = 0.5  # seconds between two tries
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
 _NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 _PROFILE = {
@@ -147,6 +150,41 @@ def _local_settings(config: Config) -> dict[str, object]:
         # else Dask's cluster closes the nanny of a worker that died 15 s ago and is just starting once more
         "distributed.deploy.lost-worker-timeout": "1 day",
     }
+
+
+@contextmanager
+def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
+    """Yield a client of an existing cluster whose scheduler was lost, once another one has its place, with workers.
+
+    RunError after ``cluster.scheduler_timeout`` seconds. An elastic run waits for one worker only.
+    """
+    cluster, deadline = config.cluster, time.monotonic() + config.cluster.scheduler_timeout
+    progress.note(f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s (cluster.scheduler_timeout)")
+    client = _client_of_another(cluster, deadline)
+    try:
+        limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
+        wait_for_workers(client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None)
+        yield client
+    finally:
+        with _without_its_log(client), suppress(TimeoutError):
+            client.close(timeout=_HASTE)
+
+
+def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
+    """Return a client of the scheduler that is at the address, or in the scheduler file, now."""
+    while True:
+        address: str | None = None
+        try:
+            address = cluster.address or address_in(cluster.scheduler_file or "")
+            return Client(address=address, timeout=_CONNECT_TIMEOUT)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # no file, half a file, no scheduler
+            if time.monotonic() >= deadline:
+                where = cluster.address or f"which {cluster.scheduler_file!r} names: {address}"
+                raise RunError(
+                    f"the scheduler was lost, and none came to its place ({where}) within cluster.scheduler_timeout="
+                    f"{cluster.scheduler_timeout:g} s: {error}"
+                ) from error
+            time.sleep(_GLANCE)
 
 
 @contextmanager

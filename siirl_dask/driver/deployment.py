@@ -18,6 +18,8 @@ from importlib import import_module
 from inspect import isclass, signature
 from typing import Any, get_type_hints
 
+import dask
+from dask.utils import parse_timedelta
 from distributed import Client, SpecCluster, Status
 from distributed.deploy.cluster import Cluster
 
@@ -32,6 +34,7 @@ _CLOSE_TIMEOUT = 15.0  # seconds until the workers are ended one by one, without
 _CLIENT_TIMEOUT = 0.5  # seconds for the client's farewell: the cluster is closed next
 _TOLD_OF_A_CLOSE = ("distributed.batched", "distributed.deploy.cluster")
 """Dask's logs of workers that come or go while a cluster closes, with tracebacks, also after it has closed."""
+_AFTER_LOST = 1.0  # seconds after Dask has forgotten a lost worker
 _LOG_LINES = 5  # of Dask's own log, in the error of a cluster that does not start
 
 
@@ -66,6 +69,27 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
                 client.close(timeout=_CLIENT_TIMEOUT)
     finally:
         _close(cluster)
+
+
+def start_lost(cluster: Cluster, workers: int) -> None:
+    """Have a cluster start workers anew that are lost for good, such as those of a host without power.
+
+    Returns at once. Dask waits for a lost worker before it forgets it (``distributed.deploy.lost-worker-timeout``), and
+    a class without scaling starts none.
+    """
+    patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+
+    def start() -> None:
+        if cluster.status is Status.running:
+            _scale(cluster, workers).add_done_callback(warn)
+
+    def warn(started: Future[None]) -> None:
+        if (error := started.exception()) is not None:
+            logger.warning("%s cannot start a worker in place of a lost one: %s", cluster.name, error)
+
+    timer = threading.Timer(patience + _AFTER_LOST, start)
+    timer.daemon = True
+    timer.start()
 
 
 def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:

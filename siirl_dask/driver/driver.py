@@ -20,7 +20,7 @@ from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.run_on_cluster import RunOnCluster
 from siirl_dask.driver.staged_tables import StagedTables
 from siirl_dask.driver.under_way import Done, Pending, Staged, Writing, Written
-from siirl_dask.errors import RunError, SiirlError
+from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.run_spec import RunSpec
@@ -43,17 +43,19 @@ class Driver:
         stall_timeout: float,
         folder: Callable[[int], str],
         on_progress: Callable[[int, str], None] = lambda beats, place: None,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
         ``on_progress`` is called every few seconds in which something got done, with the number of all that workers
-        have got done so far, samples, micro-batches, rows and so on, and where most of them are.
+        have got done so far, samples, micro-batches, rows and so on, and where most of them are. ``on_idle`` is called
+        when there are new workers that no run uses; None if the run could not take them.
         """
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
         self._stall_timeout = stall_timeout
-        self._folder, self._on_progress = folder, on_progress
+        self._folder, self._on_progress, self._on_idle = folder, on_progress, on_idle
         self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[Pending] = deque()
@@ -93,6 +95,8 @@ class Driver:
             yield
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
+            if isinstance(error, SchedulerLost):
+                error.may_return = cluster.exists and cluster.scheduler_timeout > 0
             kept = isinstance(error, SiirlError) and bool(on_failure(error))
             self.abort(f"the run was stopped: {type(error).__name__}")
             raise
@@ -109,7 +113,8 @@ class Driver:
         ``stays``: the cluster stays when this process ends, however that happens.
         """
         tell_every = min(timeout / _TELLS, self._stall_timeout / _TELLS, _TELL_EVERY)
-        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting)
+        elastic = self._on_idle is not None
+        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting, elastic=elastic)
         self._last = self._submit("start", start_worker, ports=ports)
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
@@ -269,11 +274,13 @@ class Driver:
                 raise failure_of(event, self._events, self._place())
             case "no scheduler":
                 self._on_cluster.cut_off()
-                raise RunError(f"{self._place()}: {event['what']}; what was written is whole")
+                raise SchedulerLost(f"{self._place()}: {event['what']}; what was written is whole")
             case "built":
                 self.kept[event["member"]] = list(event["kept"])
             case "progress":
                 self._on_progress(event["beats"], event["place"])
+            case "idle" if self._on_idle is not None:
+                self._on_idle()
             case "finished":
                 pass
 

@@ -8,7 +8,18 @@ from collections.abc import Iterator, Sequence
 from traceback import format_exception
 from typing import Any
 
-from siirl_dask.errors import Aborted, CheckpointError, PeerError, RunError, SiirlError, SilentPeer, WorkerLost
+from siirl_dask.errors import (
+    Aborted,
+    CheckpointError,
+    PeerError,
+    RunError,
+    SchedulerLost,
+    SiirlError,
+    SilentPeer,
+    WorkerLeft,
+    WorkerLost,
+    WorkersJoined,
+)
 
 FAILURES = ("error", "lost", "silent", "unsaved", "unstored")
 """Kinds of events that end a run."""
@@ -23,9 +34,11 @@ def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]],
     failures = [first, *_following(first, events)]
     for event in failures:
         if event["kind"] == "lost":
+            left = f"worker {event['member']!r} at {event['address']} left the cluster during {place}: it was "
+            if event["in_order"]:
+                return WorkerLeft(f"{left}retired or told to end; parts that were written are complete")
             lost = WorkerLost(
-                f"worker {event['member']!r} at {event['address']} left the cluster during {place}: it was killed, "
-                "ran out of memory or lost its connection; parts that were written are complete"
+                f"{left}killed, ran out of memory or lost its connection; parts that were written are complete"
             )
             lost.silence = event["silence"]
             return lost
@@ -33,11 +46,14 @@ def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]],
 
 
 def may_pass(failure: BaseException) -> bool:
-    """Return whether the same run may well succeed when it is tried again: a worker, or the way to one, was lost.
+    """Return whether the same run may well succeed when it is tried again: a worker, or the way to one, was lost, or
+    the scheduler of a cluster that another one may take over.
 
     What a node, a reward or the loss raises would be raised again, and an error in the input is the user's to mend.
     """
-    return isinstance(failure, (WorkerLost, PeerError))
+    return isinstance(failure, (WorkerLost, WorkersJoined, PeerError)) or (
+        isinstance(failure, SchedulerLost) and failure.may_return
+    )
 
 
 def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -48,3 +48,24 @@ def iterations(
             yield Iteration(Phase.CHECKPOINT, step, next(sequence))
     if Phase.TEST in phases:
         yield Iteration(Phase.TEST, steps, next(sequence))
+
+
+def until_asked(iterations: Iterable[Iteration], asked: Callable[[], bool], steps: int) -> Iterator[Iteration]:
+    """Yield the iterations; once ``asked()`` is true, end after a training step, its validation and its checkpoint.
+
+    That step drains the pipeline. The last one of all ``steps`` ends nothing: what follows it is done as well.
+    """
+    ending, step = False, 0
+    for iteration in iterations:
+        kind = iteration.phase.counts_as
+        if kind is Phase.TRAIN:
+            if ending:
+                yield Iteration(Phase.CHECKPOINT, step, iteration.sequence)
+                return
+            step, ending = iteration.step, asked() and iteration.step < steps
+            iteration = replace(iteration, drain=iteration.drain or ending)
+        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT):
+            ending = ending or (0 < step < steps and asked())
+        yield iteration
+        if ending and kind is Phase.CHECKPOINT:
+            return

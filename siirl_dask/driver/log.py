@@ -52,7 +52,9 @@ class RunLog:
     """Bytes through scheduler and client since the resumption; None where they cannot be counted."""
     accuracy: Accuracy = field(default_factory=Accuracy)
     restarts: Sequence[Restart] = ()
-    """Failures after which the run went on by itself."""
+    """Failures after which the run went on by itself, and changes of the number of workers."""
+    workers: int = field(init=False)
+    """Workers that train, or did so last."""
     _started: float | None = None
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class RunLog:
     _tensorboard: TensorBoardLog | None = None
 
     def __post_init__(self) -> None:
-        self.steps = self.resume.done
+        self.steps, self.workers = self.resume.done, self.config.cluster.workers
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and say so."""
@@ -154,7 +156,7 @@ class RunLog:
             status=status,
             error=error,
             steps=self.steps,
-            workers=self.config.cluster.workers,
+            workers=self.workers,
             seconds=seconds,
             samples_per_second=self.samples / seconds if self.steps and seconds else None,
             validation=self.accuracy,

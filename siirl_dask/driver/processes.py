@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed import Client
+from distributed import Client, Status
 from distributed.comm.addressing import get_address_host
 
 from siirl_dask.errors import ConfigError
@@ -37,12 +37,24 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
     ConfigError for a process that cannot import this package, and for one with another version of it, of Python or of
     a package whose messages all must understand. Other differences are logged.
     """
-    workers = {str(info["name"]): address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    workers = {
+        str(info["name"]): address
+        for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
+        if info["status"] == Status.running.name
+    }
     reports = client.run(report, on_error="return")
     ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})
     chosen = {name: workers[name] for name in keep_ranks(ordered, before)[:count]}
-    _check([_scheduler(client), *(_worker(name, address, reports.get(address)) for name, address in chosen.items())])
+    check_alike(client, chosen, reports)
     return chosen
+
+
+def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str, Report | Exception]) -> None:
+    """Raise ConfigError unless the ``workers``, {name: address}, fit to each other, to the scheduler and this process.
+
+    ``reports`` has the report of each address.
+    """
+    _check([_scheduler(client), *(_worker(name, address, reports.get(address)) for name, address in workers.items())])
 
 
 def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:

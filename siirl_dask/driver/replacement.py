@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from distributed import Client
 
-from siirl_dask.config import Config
+from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.arrivals import wait_for_workers
+from siirl_dask.driver.crew import Crew
+from siirl_dask.driver.deployment import start_lost
 from siirl_dask.driver.processes import members
+from siirl_dask.errors import SchedulerLost, SiirlError
 from siirl_dask.observe import Progress
+from siirl_dask.planner import Iteration
 from siirl_dask.worker.data_plane import DataSettings
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -21,19 +25,45 @@ _STOP_TIMEOUT = 1.0  # seconds for a worker that answers nothing to stop by itse
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
 
 
-def find_workers(client: Client, config: Config, before: Mapping[str, str], progress: Progress) -> dict[str, str]:
-    """Return {name: address} of the workers of the next try, in rank order; ``before`` are those of the last one.
+class Fixed:
+    """Crews of a run whose number of workers stays: another worker takes the place of one that is lost."""
 
-    A worker that answers nothing is given up: where a nanny has started it, that starts another. RunError if there are
-    too few after ``cluster.start_timeout``, ConfigError for one that does not fit to the others.
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._config, self._progress = config, progress
+
+    def find(self, client: Client, crew: Crew | None, failure: SiirlError | None, own: str | None) -> Crew:
+        cluster = self._config.cluster
+        if crew is None:
+            return Crew(members(client, cluster.workers), self._config)
+        if not isinstance(failure, SchedulerLost):  # whose cluster has been waited for
+            give_up_silent(client, crew.members.values(), self._config)
+            start_lost_workers(client, cluster)
+            wait_for_workers(client, cluster, self._progress)
+        return Crew(members(client, cluster.workers, crew.members), self._config)
+
+    def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
+        return None
+
+    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+        return iterations
+
+    def check(self, steps: int, since: float) -> None:
+        return
+
+
+def start_lost_workers(client: Client, cluster: ClusterConfig) -> None:
+    """Have a cluster that the run has started by ``cluster.spec`` start lost workers anew."""
+    if cluster.spec and client.cluster is not None:
+        start_lost(client.cluster, cluster.workers)
+
+
+def give_up_silent(client: Client, members: Iterable[str], config: Config) -> None:
+    """Remove each worker that answers nothing for as long as a peer may be silent: nobody could go on with it.
+
+    ``members`` are addresses. Where a nanny has started such a worker, that starts another.
     """
-    _give_up_silent(client, list(before.values()), DataSettings.of(config, before.values()).peer_timeout)
-    wait_for_workers(client, config.cluster, progress)
-    return members(client, config.cluster.workers, before)
-
-
-def _give_up_silent(client: Client, addresses: Sequence[str], patience: float) -> None:
-    """Remove each worker that answers nothing for ``patience`` seconds: nobody could go on with it, nor beside it."""
+    addresses = list(members)
+    patience = DataSettings.of(config, addresses).peer_timeout
     present = client.scheduler_info(n_workers=-1)["workers"]
     there = [address for address in addresses if address in present]
     answered: list[bool] = client.sync(_answer, client, there, patience)

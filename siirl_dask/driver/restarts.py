@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.driver.failures import may_pass
-from siirl_dask.errors import Fenced, Interrupted, SiirlError
+from siirl_dask.errors import Fenced, Interrupted, SiirlError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Restart
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the second try in a row, which double, and at most
@@ -23,6 +23,8 @@ class Restarts:
     """Shows a line to the user."""
     announce: Callable[[SiirlError], None]
     """Shows the error that ends the run."""
+    elastic: bool = False
+    """Whether workers may come and go: that one left in order is then no failure."""
     done: list[Restart] = field(default_factory=list)
     """The restarts after which the run was at work again."""
     _row: int = 0
@@ -61,9 +63,9 @@ class Restarts:
             first.add_note(note)
         return first
 
-    def pause(self) -> None:
-        """Wait before the next try: not before the first in a row."""
-        if self._row > 1:
+    def pause(self, failure: SiirlError) -> None:
+        """Wait before the next try after a ``failure``: not before the first in a row, nor after what is none."""
+        if self._row > 1 and not self._is_change(failure):
             time.sleep(min(_FIRST_PAUSE * 2 ** (self._row - 2), _LONGEST_PAUSE))
 
     def at_work(self, resumed_at: int, workers: int, kept: int) -> None:
@@ -71,7 +73,7 @@ class Restarts:
         if self._under_way is None:
             return
         seconds, again = time.monotonic() - self._failed_at, max(0, self._under_way.steps - resumed_at)
-        self.done.append(replace(self._under_way, seconds=seconds, steps_again=again))
+        self.done.append(replace(self._under_way, seconds=seconds, steps_again=again, workers=workers))
         self._under_way = None
         self.note(
             f"at work again after {seconds:.1f} s: {kept} of {workers} workers kept what they had built, steps to do "
@@ -79,6 +81,10 @@ class Restarts:
         )
 
     def _decide(self, failure: SiirlError, steps: int) -> bool:
+        if self._is_change(failure):
+            self._begin(failure, steps)
+            self.note(str(failure))
+            return True
         if steps > self._most_steps:
             self._row, self._most_steps, self._first = 0, steps, None
         self._first = self._first or failure
@@ -86,10 +92,18 @@ class Restarts:
             self.announce(self.cause(failure))
             return False
         self._row += 1
+        self._begin(failure, steps)
         silence = getattr(failure, "silence", None)
-        if self._under_way is None:
-            self._failed_at = time.monotonic()
-            self._under_way = Restart(cause=str(failure), steps=steps, silence=silence)
         after = "" if silence is None else f", noticed {silence:.1f} s after its last sign of life"
         self.note(f"restart {self._row} of {self.limit} (run.max_restarts){after}: {failure}")
         return True
+
+    def _is_change(self, failure: SiirlError) -> bool:
+        """Return whether workers have only come or gone, which an elastic run does not count as a failure."""
+        return self.elastic and isinstance(failure, (WorkerLeft, WorkersJoined))
+
+    def _begin(self, failure: SiirlError, steps: int) -> None:
+        """Begin to count what a restart costs, unless one is under way."""
+        if self._under_way is None:
+            self._failed_at = getattr(failure, "since", None) or time.monotonic()
+            self._under_way = Restart(cause=str(failure), steps=steps, silence=getattr(failure, "silence", None))

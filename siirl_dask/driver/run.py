@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,24 +13,26 @@ from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Engine
-from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.commits import Commits
+from siirl_dask.driver.crew import Crew, Crews
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.elastic import Elastic
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import Checked, check
-from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.processes import hosts_of
 from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
-from siirl_dask.driver.replacement import find_workers
+from siirl_dask.driver.replacement import Fixed
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.verification import verified_resume_point
-from siirl_dask.errors import ConfigError, Interrupted, SiirlError
+from siirl_dask.errors import ConfigError, Interrupted, SchedulerLost, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
@@ -98,8 +102,7 @@ def _run(job: _Job, log: RunLog) -> Summary:
     """Run as ``run`` does, once this start has the folder."""
     try:
         _note_start(log)
-        with connect(job.config, log.progress) as client:
-            _try_until_done(job, log, client)
+        _try_until_done(job, log)
     except KeyboardInterrupt as stop:
         message = f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was written is whole"
         log.end(Status.INTERRUPTED, message + str(stop))
@@ -110,31 +113,55 @@ def _run(job: _Job, log: RunLog) -> Summary:
     return log.end(Status.COMPLETE, None)
 
 
-def _try_until_done(job: _Job, log: RunLog, client: Client) -> None:
+def _try_until_done(job: _Job, log: RunLog) -> None:
     """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
-    restarts = Restarts(job.config.run.max_restarts, log.progress.note, log.announce)
-    log.restarts = restarts.done
-    named = members(client, job.config.cluster.workers)
+    config, progress = job.config, log.progress
+    restarts = Restarts(config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic)
+    log.restarts, crews = restarts.done, _crews(job, progress)
+    crew: Crew | None = None
+    failure: SiirlError | None = None
     last: Driver | None = None
-    try:
-        while True:
-            try:
-                tried = _prepare(job, log, client, named, last)
-                earlier, last = last, tried.driver
-                _drive(tried, log, client.dashboard_link, restarts, earlier)
-                return
-            except SiirlError as error:
-                if not restarts.after(error, log.steps):
-                    if (cause := restarts.cause(error)) is error:
-                        raise
-                    raise cause from error
-            log.progress.close()
-            restarts.pause()
-            log.attempt.begin_again()
-            named = find_workers(client, job.config, named, log.progress)
-    finally:
-        if last is not None and job.config.cluster.exists:
-            last.close()
+    with ExitStack() as connection:
+        client = connection.enter_context(connect(config, progress))
+        try:
+            while True:
+                try:
+                    if isinstance(failure, SchedulerLost):
+                        last = None  # what it had built has gone with its workers
+                        connection.close()
+                        client = connection.enter_context(reconnect(config, progress))
+                    crew = crews.find(client, crew, failure, None if last is None else last.plugin)
+                    tried = _prepare(job, log, client, crew, crews, last)
+                    earlier, last = last, tried.driver
+                    _drive(tried, log, client.dashboard_link, restarts, earlier)
+                    return
+                except SiirlError as error:
+                    if not restarts.after(error, log.steps):
+                        if (cause := restarts.cause(error)) is error:
+                            raise
+                        raise cause from error
+                    failure = error
+                progress.close()
+                restarts.pause(failure)
+                log.attempt.begin_again()
+        finally:
+            if last is not None and config.cluster.exists:
+                last.close()
+
+
+def _crews(job: _Job, progress: Progress) -> Crews:
+    """Return what finds the workers of each try."""
+    config = job.config
+    if not config.cluster.elastic:
+        return Fixed(config, progress)
+
+    def plan(crew: Crew) -> Phases:
+        hosts = hosts_of(crew.members)
+        phases = _plan(crew.config, job.dag, job.validation, list(crew.members), ResumePoint(), hosts)
+        check(crew.config, phases)
+        return phases
+
+    return Elastic(config, plan, job.checked.reads, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +169,8 @@ class _Try:
     """A try of the run that is planned, and has not begun."""
 
     driver: Driver
+    crew: Crew
+    crews: Crews
     phases: Phases
     prepare_folder: Callable[[], None]
     commits: Commits
@@ -149,14 +178,15 @@ class _Try:
     """Sentences for the user."""
 
 
-def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], last: Driver | None) -> _Try:
-    """Find where the run goes on, and plan it for the workers ``named``; ``last`` had what they have built."""
-    config, dag, fresh = job.config, job.dag, job.fresh and not log.begun
+def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, last: Driver | None) -> _Try:
+    """Find where the run goes on, and plan it for the ``crew``; ``last`` had what its workers have built."""
+    config, named, dag, fresh = crew.config, crew.members, job.dag, job.fresh and not log.begun
     resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
     log.resume_at(with_stages(config, dag, resume, client, named))
     again = last is not None
     phases = _plan(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
+    checked = job.checked if config is job.config else check(config, phases)  # other workers hold other shares
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
     spec = RunSpec.of(
@@ -168,21 +198,22 @@ def _prepare(job: _Job, log: RunLog, client: Client, named: Mapping[str, str], l
         log.resume.checkpoint,
         follows,
         log.resume.kept,
-        footprints=job.checked.footprints,
+        footprints=checked.footprints,
     )
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
-    stall_timeout, shown = config.cluster.stall_timeout, log.progress.under_way
-    driver = Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, shown)
-    prepare_folder = partial(_prepare_folder, config, dag, job.validation, log)
+    stall_timeout, on_progress = config.cluster.stall_timeout, log.progress.under_way
+    on_idle = crews.look(client, crew, spec.plugin)
+    driver = Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, on_progress, on_idle)
+    prepare_folder = partial(_prepare_folder, job.config, dag, job.validation, log)
     train = phases[Phase.TRAIN]
     cuts = {cut.table: cut for cut in frontiers(dag, train[0].stages)[0]}
     kept = [node.kept_as for node in dag.nodes if node.kept_as]
     commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
     noted = config.observe.progress and not again
     notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if noted else []
-    return _Try(driver, phases, prepare_folder, commits, notes)
+    return _Try(driver, crew, crews, phases, prepare_folder, commits, notes)
 
 
 def _note_start(log: RunLog) -> None:
@@ -194,23 +225,27 @@ def _note_start(log: RunLog) -> None:
 
 def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier: Driver | None) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
-    config, resume, driver, phases = log.config, log.resume, tried.driver, tried.phases
+    config, resume, driver, workers = log.config, log.resume, tried.driver, len(tried.crew.members)
+    log.workers, step_done = workers, time.monotonic()
     with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
         tried.prepare_folder()
         log.begin(dashboard)
         for note in tried.notes:
             log.progress.note(note)
-        restarts.at_work(log.resume.done, config.cluster.workers, sum(map(bool, driver.kept.values())))
+        restarts.at_work(log.resume.done, workers, sum(map(bool, driver.kept.values())))
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
-            planned = iterations(config, list(phases), resume.done, resume.stages, resume.measured)
-            for event in driver.run(preemption.cut(planned)):
+            planned = iterations(config, list(tried.phases), resume.done, resume.stages, resume.measured)
+            for event in driver.run(preemption.cut(tried.crews.cut(planned))):
                 if isinstance(event, Done):
                     log.record(event)
+                    step_done = step_done if event.iteration.phase is Phase.CHECKPOINT else time.monotonic()
                 else:
                     tried.commits.commit(event)
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
+        if not preemption.asked:
+            tried.crews.check(log.steps, step_done)
     if preemption.asked and log.steps < config.run.steps:
         raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")
 

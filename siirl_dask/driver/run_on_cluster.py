@@ -10,7 +10,7 @@ from distributed import Client
 
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
-from siirl_dask.errors import RunError
+from siirl_dask.errors import SchedulerLost
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
@@ -47,11 +47,14 @@ class RunOnCluster:
         """True from the registration until ``leave``, as long as the scheduler can be reached."""
         return self._registered and not self._cut_off
 
-    def register(self, stays: bool, tell_every: float, meanwhile: Callable[[], None]) -> list[int]:
+    def register(
+        self, stays: bool, tell_every: float, meanwhile: Callable[[], None], *, elastic: bool = False
+    ) -> list[int]:
         """Put the plugins there; return the ports where the workers listen for peers, in rank order.
 
-        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds. What
-        ``meanwhile`` raises ends the wait for the workers. RunError when the scheduler goes away.
+        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds, and idle
+        workers if the run is ``elastic``. What ``meanwhile`` raises ends the wait for the workers. SchedulerLost when
+        the scheduler goes away; PeerError if another run has just taken a worker that was idle.
         """
         client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
         supervisor = Supervisor(
@@ -61,6 +64,8 @@ class RunOnCluster:
             client.id if stays else None,
             patience=self._patience,
             tell_every=tell_every,
+            follows=self._spec.follows,
+            elastic=elastic,
         )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._report(event[1]))
@@ -70,7 +75,7 @@ class RunOnCluster:
             complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), meanwhile)
             ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), meanwhile)
         except OSError as error:
-            raise RunError(f"the scheduler went away while the run was put on its workers: {error}") from error
+            raise SchedulerLost(f"the scheduler went away while the run was put on its workers: {error}") from error
         return [ports[address] for address in addresses]
 
     def leave(self) -> None:

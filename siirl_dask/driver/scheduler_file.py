@@ -31,7 +31,7 @@ def read_address(path: str, timeout: float, progress: Progress) -> str:
     whole_by = min(time.monotonic() + _FLUSH, deadline)
     while True:
         try:
-            return _address_in(path)
+            return address_in(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
             if time.monotonic() >= whole_by:
                 raise ConfigError(
@@ -41,7 +41,8 @@ def read_address(path: str, timeout: float, progress: Progress) -> str:
         time.sleep(_GLANCE)
 
 
-def _address_in(path: str) -> str:
+def address_in(path: str) -> str:
+    """Return the address in a scheduler file that is there. OSError, ValueError, KeyError or TypeError if it is not."""
     address = json.loads(Path(path).read_text())["address"]
     if not isinstance(address, str):
         raise TypeError(f"address={address!r} is no text")

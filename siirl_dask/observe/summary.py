@@ -49,10 +49,10 @@ class BytesPerStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """A failure after which the run went on by itself."""
+    """A failure after which the run went on by itself, or another number of workers."""
 
     cause: str
-    """Text of the failure."""
+    """Text of the failure, or what became of the workers."""
     steps: int
     """Steps that were done."""
     silence: float | None = None
@@ -61,6 +61,8 @@ class Restart:
     """Seconds from then until all workers were at work again."""
     steps_again: int = 0
     """Steps that were repeated."""
+    workers: int | None = None
+    """Workers with which it went on; null in a summary of an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ class Summary:
     validation: Accuracy = field(default_factory=Accuracy)
     bytes_per_step: BytesPerStep = field(default_factory=BytesPerStep)
     restarts: Sequence[Restart] = ()
-    """Failures after which this start of the run went on by itself."""
+    """Failures after which this start of the run went on by itself, and changes of the number of workers."""
     version: str = __version__
     """Version of siirl_dask that ended the run."""
 

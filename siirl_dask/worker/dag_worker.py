@@ -26,6 +26,7 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.worker import process_groups as groups
+from siirl_dask.worker import stuck_collectives
 from siirl_dask.worker.activity import counts_as_progress
 from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.device_shares import share_devices
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.worker")
 _RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
+_STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 
 
 class DAGWorker(WorkerPlugin):
@@ -90,6 +92,7 @@ class DAGWorker(WorkerPlugin):
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
+        self._polls: set[int] = set()
         self._began = False
         self._states: RoleStates | None = None
         self._written: Future[None] | None = None
@@ -156,7 +159,7 @@ class DAGWorker(WorkerPlugin):
         telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage)
         with counts_as_progress(self.pulse):
             resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
-        self._built = BuiltRoles(device, ranks, resources)
+        self._built = BuiltRoles(device, resources)
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
@@ -296,7 +299,9 @@ class DAGWorker(WorkerPlugin):
         devices = share_devices(devices, plan.placement, self.spec.footprints, self.spec.device_memory)
         if store is None:
             return devices[name], groups.single_ranks(plan.placement), {}
+        before = stuck_collectives.polls()
         ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
+        self._polls = stuck_collectives.polls() - before
         return devices[name], ranks, join_broadcasts(name, plan, devices, data, timeout, self.stop)
 
     def _watch_next(self) -> None:
@@ -323,6 +328,11 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             self._plane.databuffer.abort(reason)
             self._stealing.abort(reason)
+            self._loop.call_soon_threadsafe(self._loop.call_later, _STUCK_AFTER, self._unstick)
+
+    def _unstick(self) -> None:
+        """End the collectives of a task that is still here, a while after the run was stopped."""
+        self.release.if_inside(partial(stuck_collectives.cut, self._polls))
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

@@ -51,6 +51,12 @@ class Release:
             self._changed.wait_for(lambda: not self._inside, patience)
         self._free_if_last()
 
+    def if_inside(self, act: Callable[[], object]) -> None:
+        """Call ``act`` if a task is inside; none leaves meanwhile, and so no other run begins in this process."""
+        with self._changed:
+            if self._inside:
+                act()
+
     def hand_over(self, worker: str, stop: StopFlag, pulse: Pulse) -> bool:
         """Wait until no task is inside, and return True: then nothing is freed, all is the caller's. False where
         everything was freed meanwhile.

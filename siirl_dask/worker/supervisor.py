@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
+from siirl_dask.errors import PeerError
+from siirl_dask.worker.idle_workers import free_workers, other_runs
 from siirl_dask.worker.pulse import Reading
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ ABORT = "siirl-abort"
 _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
 _EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
 _LOOKS = 20  # within the patience for the driver, or the time between two words to it
+_LEAVES = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
 _CONNECTIONS = 100  # looked at in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
 
 
@@ -44,16 +47,24 @@ class Supervisor(SchedulerPlugin):
         *,
         patience: float = 15.0,
         tell_every: float = 60.0,
+        follows: str | None = None,
+        elastic: bool = False,
     ) -> None:
         """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
 
         Such a driver counts as gone after ``patience`` seconds without a ping. It is told of progress every
-        ``tell_every`` seconds at most.
+        ``tell_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
+        told of workers that nobody uses, and shares none with another run.
         """
         self.name = plugin
+        self.members = dict(members)
+        self._names = {address: name for name, address in members.items()}
         self._client = client
         self._topic = topic
-        self._members = dict(members)
+        self._follows, self._elastic = follows, elastic
+        self._idle: set[str] = set()
+        self._told: set[str] = set()
+        self._left_in_order: set[str] = set()
         self._patience, self._tell_every = patience, tell_every
         self._heard, self._silent = False, 0
         self._looks, self._beats = 0, 0
@@ -61,6 +72,8 @@ class Supervisor(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        if self._elastic:
+            self._claim()
         self._traffic = TrafficMeter(scheduler)
         calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
         self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
@@ -75,12 +88,39 @@ class Supervisor(SchedulerPlugin):
             self._scheduler.handlers.pop(name, None)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        lost = [name for name, address in self._members.items() if address == worker]
-        if lost:
-            silence = max(0.0, time.time() - self._seen[worker]) if worker in self._seen else None
-            event = {"kind": "lost", "member": lost[0], "address": worker, "silence": silence}
-            scheduler.log_event(self._topic, event)
-            self.abort(f"worker {lost[0]!r} at {worker} left the cluster")
+        if worker not in self._left_in_order:
+            self._lose(worker, in_order=False)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Note that a worker leaves before it has: it ends its tasks by itself, and peers would be told of that."""
+        if topic not in self._names or topic in self._left_in_order or not isinstance(msg, dict):
+            return
+        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES:
+            self._left_in_order.add(topic)
+            self._lose(topic, in_order=True)
+
+    def _lose(self, worker: str, *, in_order: bool) -> None:
+        name = self._names.get(worker)
+        if name is not None:
+            seen = None if in_order else self._seen.get(worker)
+            silence = None if seen is None else max(0.0, time.time() - seen)
+            event = {"kind": "lost", "member": name, "address": worker, "silence": silence, "in_order": in_order}
+            self._scheduler.log_event(self._topic, event)
+            self.abort(f"worker {name!r} at {worker} left the cluster")
+
+    def _claim(self) -> None:
+        """Raise PeerError if another run uses a worker of this one: both had found it idle."""
+        taken = other_runs(self._scheduler, self.name, self._follows)
+        if shared := [name for name, address in self.members.items() if address in taken]:
+            raise PeerError(f"worker {shared[0]!r} was idle, and another run has taken it")
+
+    def _tell_idle(self) -> None:
+        """Tell the driver, once, of each set of idle workers that was there at two looks."""
+        idle = {*free_workers(self.name, dask_scheduler=self._scheduler).values()} - self._names.keys()
+        if idle == self._idle and idle - self._told:
+            self._told = idle
+            self._scheduler.log_event(self._topic, {"kind": "idle"})
+        self._idle = idle
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Stop the run when its driver is gone or cut off, and take it off the cluster, so that another may start."""
@@ -103,7 +143,7 @@ class Supervisor(SchedulerPlugin):
     def abort(self, reason: str) -> None:
         """Tell every worker that is still there to stop. The driver calls this as a handler, too."""
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
-        present = [address for address in self._members.values() if address in self._scheduler.stream_comms]
+        present = [address for address in self.members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
 
     def ping(self) -> None:
@@ -115,7 +155,7 @@ class Supervisor(SchedulerPlugin):
         known = self._scheduler.workers
         readings = {
             member: Reading.of(known[address].metrics if address in known else {}, self.name)
-            for member, address in self._members.items()
+            for member, address in self.members.items()
         }
         return {member: (reading.beats, reading.place, reading.waits) for member, reading in readings.items()}
 
@@ -134,7 +174,9 @@ class Supervisor(SchedulerPlugin):
         Looks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
         """
         known = self._scheduler.workers
-        self._seen |= {address: known[address].last_seen for address in self._members.values() if address in known}
+        self._seen |= {address: known[address].last_seen for address in self.members.values() if address in known}
+        if self._elastic:
+            self._tell_idle()
         self._looks += 1
         if self._looks * self._pause >= self._tell_every / 2:
             self._looks, before = 0, self._beats

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import dask
 import pytest
 from distributed import LocalCluster
 from distributed.deploy.cluster import Cluster
@@ -94,6 +95,20 @@ def test_the_workers_that_are_asked_for_are_there_and_end_with_the_run(config):
         assert len(client.scheduler_info(n_workers=-1)["workers"]) == 2
         processes = [nanny.process.process for nanny in made[0].workers.values()]
     assert not any(process.is_alive() for process in processes)
+
+
+def test_a_worker_that_is_lost_for_good_is_started_anew(config):
+    """Its host is gone, and its nanny with it."""
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "100ms"}), connect(config("Kept"), QUIET) as client:
+        before = {*client.scheduler_info(n_workers=-1)["workers"]}
+        lost = made[0].workers[0]
+        made[0].sync(lost.close)
+        deployment.start_lost(made[0], 2)
+        deadline = time.monotonic() + 60
+        while len(now := {*client.scheduler_info(n_workers=-1)["workers"]}) < 2 or now == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(before - now) == 1
 
 
 def test_the_cluster_is_closed_when_the_run_fails(config):

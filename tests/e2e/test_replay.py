@@ -18,6 +18,7 @@ from siirl_dask.nodes import generate, sample_until_mixed
 from siirl_dask.planner import Node, columns
 from siirl_dask.planner.contract import bare
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
+from tests.clusters import local_cluster
 from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights, with_kl  # noqa: F401
 
 TIMES = ("seconds", "bytes/", "samples_per_second", "tokens_per_second", "rollout/busy", "rollout/longest")
@@ -172,6 +173,21 @@ def test_what_four_workers_stored_others_replay(train, noting, workers):
     fewer = {2: "{rollout: [0], reward: [0], policy: [1]}", 3: "{rollout: [0], reward: [0], policy: [0, 1, 2]}"}
     resumed = train("run", *WHOLE, f"cluster.workers={workers}", f"cluster.placement={fewer[workers]}", change=change)
     assert steps() == []
+    check_same(straight, resumed, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_what_four_workers_stored_eight_replay(train, noting):
+    change, steps, forget = noting
+    straight = train("straight", *WHOLE, FOUR, change=change)
+    killed = train("run", *WHOLE, FOUR, change=change)
+    cut_short(killed)
+    forget()
+    with local_cluster(8) as cluster:
+        more = [f"cluster.address={cluster.scheduler_address}", "cluster.workers=8", "cluster.placement={}"]
+        resumed = train("run", *WHOLE, *more, change=change)
+    assert steps() == []
+    assert resumed.summary.workers == 8
     check_same(straight, resumed, tolerance=1e-5)
 
 

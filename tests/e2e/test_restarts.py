@@ -167,9 +167,16 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, sign):
+@pytest.mark.parametrize(
+    ("place", "sign"),
+    [
+        pytest.param("generate", signal.SIGKILL, marks=SLOW),
+        pytest.param("generate", signal.SIGSTOP, marks=SWEEP),
+        pytest.param("all-reduce", signal.SIGSTOP, marks=SLOW),
+    ],
+)
+def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, place, sign):
+    """The frozen one has no nanny that kills it: in an all-reduce the other waits for it in gloo, and for an hour."""
     straight, _ = lose("straight", None)
     with local_cluster(0) as bare:
         workers = start_workers(bare.scheduler_address, 3)
@@ -177,10 +184,14 @@ def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(l
             client.wait_for_workers(3, timeout=60)
         try:
             overrides = ["cluster.peer_timeout=2"]
-            tried, folder = lose("tried", "generate", *overrides, sign=sign, address=bare.scheduler_address)
+            tried, folder = lose("tried", place, *overrides, sign=sign, address=bare.scheduler_address)
         finally:
             for worker in workers:
                 worker.kill()
     check_same(straight, tried, tolerance=1e-5)
-    assert {*tried.table("rollouts", 4)["worker"].to_pylist()} == {"0", "2"}
+    (restart,) = tried.summary.restarts
+    print(f"| {place} | {sign.name} | {restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}")
+    if place == "generate":  # before an all-reduce the rows of the step are stored, and stay
+        assert {*tried.table("rollouts", 4)["worker"].to_pylist()} == {"0", "2"}
     assert len(builds(folder, "rollout", 0)) == 1
+    assert len({*builds(folder, "rollout", 1)} - {int((folder / "dead").read_text())}) == 1

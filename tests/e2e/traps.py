@@ -107,13 +107,14 @@ def _work(address, name):
     asyncio.run(serve())
 
 
-def start_workers(address, count):
-    """Processes forked from one that has imported everything, each a worker."""
+def start_workers(address, count, first=0):
+    """Processes forked from one that has imported everything, each a worker; the names are numbers from ``first``."""
     from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
     prepare_processes()
     context = get_context(START_METHOD)
-    processes = [context.Process(target=_work, args=(address, str(name)), daemon=True) for name in range(count)]
+    names = range(first, first + count)
+    processes = [context.Process(target=_work, args=(address, str(name)), daemon=True) for name in names]
     for process in processes:
         process.start()
     return processes

@@ -51,20 +51,20 @@ def cannot_build(device, rank):
     raise ValueError("no memory")
 
 
-def sifted(resource, *, placement=PLACEMENT, resumes=True, rank=1):
-    built = BuiltRoles(CPU, {"role": Rank(rank, 2)}, {"role": resource})
+def sifted(resource, *, placement=PLACEMENT, resumes=True):
+    built = BuiltRoles(CPU, {"role": resource})
     kept = bool(built.sift("b", placement, resumes=resumes).resources)
     assert resource.closed is not kept, "neither kept nor freed, or both"
     return kept
 
 
-def test_objects_stay_whose_rank_and_size_stay_and_that_can_take_other_groups():
+def test_objects_stay_whose_role_stays_on_the_worker_and_that_can_take_other_groups():
     assert sifted(Engine())
     assert sifted(Trainer())
     assert not sifted(Resource())
     assert not sifted(Sharded())
-    assert not sifted(Engine(), placement={"role": ("b", "a")})
-    assert not sifted(Engine(), placement={"role": ("a", "b", "c")})
+    assert sifted(Engine(), placement={"role": ("b", "a")})
+    assert sifted(Engine(), placement={"role": ("a", "b", "c")})
     assert not sifted(Engine(), placement={"role": ("a", "c")})
     assert not sifted(Engine(), placement={})
 
@@ -76,7 +76,7 @@ def test_without_a_checkpoint_what_has_learned_is_built_anew():
 
 def test_nothing_stays_that_was_built_on_another_device():
     engine = Engine()
-    assert not BuiltRoles(CPU, {}, {"role": engine}).on(Device("b", DeviceKind.CUDA, 0, "card"))
+    assert not BuiltRoles(CPU, {"role": engine}).on(Device("b", DeviceKind.CUDA, 0, "card"))
     assert engine.closed
 
 

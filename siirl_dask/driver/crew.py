@@ -1,0 +1,51 @@
+"""The workers of a try of a run, and the configuration for as many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from distributed import Client
+
+from siirl_dask.config import Config
+from siirl_dask.driver.phases import Phases
+from siirl_dask.errors import SiirlError
+from siirl_dask.planner import Iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Workers that train together."""
+
+    members: Mapping[str, str]
+    """{name: address}, in rank order."""
+    config: Config
+    """The user's, with this number of workers and their placement."""
+
+
+Planner = Callable[[Crew], Phases]
+"""Plans the run for a crew. UserError if it cannot work on it."""
+
+
+class Crews(Protocol):
+    """Finds the crew of each try of a run."""
+
+    def find(self, client: Client, crew: Crew | None, failure: SiirlError | None, own: str | None) -> Crew:
+        """Return the next crew: the first, or that after ``crew`` had a ``failure``, when ``own`` were its plugins.
+
+        RunError if too few workers come, ConfigError for one that does not fit to the others.
+        """
+        ...
+
+    def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
+        """Return what is to be called when idle workers have come; None if the run takes none."""
+        ...
+
+    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+        """Yield the iterations, as many as are done before the crew changes."""
+        ...
+
+    def check(self, steps: int, since: float) -> None:
+        """Raise WorkersJoined if the crew is to change now that ``steps`` are done, the last one at time ``since``."""
+        ...

@@ -1,0 +1,27 @@
+"""Finds the workers of a cluster that no run uses. Runs on the scheduler, which must not import torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed import Status
+
+
+def free_workers(own: str | None = None, dask_scheduler: Any = None) -> dict[str, str]:
+    """Return {name: address} of the workers that are idle, or the run's own.
+
+    ``own`` is the name of the run's plugins. Dask sets ``dask_scheduler`` where it runs this on the scheduler.
+    """
+    others = other_runs(dask_scheduler, own)
+    mine = other_runs(dask_scheduler) - others
+    return {
+        str(worker.name): address
+        for address, worker in dask_scheduler.workers.items()
+        if worker.status is Status.running and (address in mine or not (address in others or worker.processing))
+    }
+
+
+def other_runs(scheduler: Any, *own: str | None) -> set[str]:
+    """Return the addresses of workers of all runs but those of the plugins ``own``."""
+    runs = [run for name, run in scheduler.plugins.items() if name.startswith("siirl-") and name not in own]
+    return {address for run in runs for address in run.members.values()}

@@ -1,0 +1,88 @@
+"""A scheduler that is started again at its place, with workers, gets the run back."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from siirl_dask.errors import SchedulerLost
+from tests.e2e.test_elastic import Gates, begin, check_equal, seen  # noqa: F401
+from tests.e2e.traps import start_workers
+
+pytestmark = pytest.mark.slow
+SCHEDULER = "from distributed.cli.dask_scheduler import main; main()"
+QUIET = ["--no-dashboard", "--host", "127.0.0.1"]
+STEPS = ["run.steps=5", "cluster.workers=2"]
+
+
+class Cluster:
+    """A scheduler process with a scheduler file, and two workers without nannies."""
+
+    def __init__(self, folder, port=0):
+        self.file = folder / "scheduler.json"
+        self.file.unlink(missing_ok=True)
+        command = [sys.executable, "-c", SCHEDULER, "--scheduler-file", str(self.file), "--port", str(port), *QUIET]
+        self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        while not self.file.exists() or not self.file.read_text().endswith("}"):
+            assert self.scheduler.poll() is None
+            time.sleep(0.02)
+        self.address = json.loads(self.file.read_text())["address"]
+        self.workers = start_workers(self.address, 2)
+
+    def lose(self):
+        self.scheduler.kill()
+        self.scheduler.wait()
+
+    def end(self):
+        self.lose()
+        for worker in self.workers:
+            worker.kill()
+
+
+@pytest.fixture
+def clusters(tmp_path):
+    made = []
+
+    def make(port=0):
+        made.append(Cluster(tmp_path, port))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.end()
+
+
+def test_a_run_goes_on_when_its_scheduler_is_started_again(begin, seen, clusters):  # noqa: F811
+    first, gates = clusters(), Gates(seen)
+    straight = begin("straight", first.address, *STEPS)
+    (seen / "generated").unlink()
+
+    def start_again():
+        first.lose()
+        clusters(first.address.rpartition(":")[2])
+
+    gates.at(3, start_again)
+    changed = begin("changed", first.address, *STEPS)
+    gates.check()
+    check_equal(straight, changed, 5)
+    (restart,) = changed.summary.restarts
+    print(f"{restart.cause[:90]} | {restart.seconds:.1f} s, {restart.steps_again} steps again")
+    assert f"the scheduler at {first.address} has ended" in restart.cause
+    generated = (seen / "generated").read_text().split()
+    assert [generated.count(str(step)) for step in (1, 2, 4, 5)] == [2] * 4, "generated again"
+    for worker in first.workers:
+        worker.join(30)
+        assert not worker.is_alive(), "a worker of the lost scheduler stayed"
+
+
+def test_where_no_scheduler_comes_the_run_ends_with_what_happened(begin, seen, clusters, capfd):  # noqa: F811
+    first, gates = clusters(), Gates(seen)
+    gates.at(2, first.lose)
+    with pytest.raises(SchedulerLost, match=r"train step [12]: the scheduler at") as raised:
+        begin("run", first.address, *STEPS, "cluster.scheduler_timeout=1")
+    (note,) = raised.value.__notes__
+    assert "none came to its place" in note
+    assert "cluster.scheduler_timeout=1 s" in note
+    assert "Traceback" not in capfd.readouterr().err
