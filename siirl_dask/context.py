@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from math import isnan, nan
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from siirl_dask.models.remote import RemoteModel
 
 _MASK = (1 << 63) - 1
 
@@ -40,6 +43,8 @@ class Device:
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
     """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
+    models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
+    """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
 
     @property
     def torch_name(self) -> str:

@@ -32,6 +32,7 @@ from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.lazy_role import models_used
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.phase_loaders import PhaseLoaders
@@ -143,7 +144,8 @@ class DAGWorker(WorkerPlugin):
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
             device, ranks, broadcasts = self._join_groups(plan)
         kept, self._built = self._built.on(device) if self._built else {}, None
-        resources = build_roles(plan.dag.roles, replace(device, progress=self.pulse.beat), ranks, self.pulse, kept)
+        device = replace(device, progress=self.pulse.beat, models=self.spec.models)
+        resources = build_roles(plan.dag.roles, device, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, ranks, resources)
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
@@ -228,6 +230,10 @@ class DAGWorker(WorkerPlugin):
     def position(self) -> str:
         """Return a description of where this worker's task is; another thread than the task's calls this."""
         return self.pulse.place or "a task of the run"
+
+    def models_used(self) -> list[str]:
+        """Return the roles with a state, among those built when they are used, that a node has asked for."""
+        return models_used(self._built.resources if self._built else {})
 
     async def _watch_scheduler(self) -> None:
         """Stop the run and free what it holds once the scheduler answers no heartbeat: nobody else would tell."""

@@ -8,9 +8,9 @@ import sysconfig
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import cloudpickle
 from siirl_storage.files import absolute
@@ -18,6 +18,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Durability
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
+from siirl_dask.models.remote import RemoteModel
 from siirl_dask.planner import Phase, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
@@ -51,6 +52,8 @@ class RunSpec:
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
+    models: Mapping[str, RemoteModel] = field(default_factory=dict)
+    """Models at URLs, by URL, as they were when the run began."""
     follows: str | None = None
     """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
 
@@ -63,6 +66,7 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
         follows: str | None = None,
+        models: Mapping[str, RemoteModel] = MappingProxyType({}),
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
         return RunSpec(
@@ -80,6 +84,7 @@ class RunSpec:
             store=store,
             resume_from=resume_from,
             follows=follows,
+            models=dict(models),
         )
 
     @property
