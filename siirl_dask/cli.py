@@ -18,6 +18,7 @@ from siirl_dask.commands.script import (
     overrides_of,
     train,
 )
+from siirl_dask.commands.steps import steps_between
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.errors import did_you_mean
@@ -120,7 +121,15 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN", help="the run's folder or URL")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="where to run, such as cluster.workers=2")
     command.add_argument("--from", dest="first", metavar="NODE", required=True, help="node to begin with")
-    command.add_argument("--steps", default=":", metavar="A:B", help="steps A to B, both included; default: all")
+    command.add_argument(
+        "--steps", type=steps_between, default=":", metavar="A:B", help="steps A to B, both included; default: all"
+    )
+    command.add_argument(
+        "--checkpoint",
+        default="before",
+        metavar="STEP|before|latest|none",
+        help="whose weights a model gets that a node asks for; default: before, the newest one older than each step",
+    )
     command.add_argument(
         "--set",
         dest="settings",
@@ -180,9 +189,12 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             given = {name: value for name, value in vars(chosen).items() if name not in ("command", "run")}
             print(clean(chosen.run, **given))
         case "replay":
-            from siirl_dask.commands.replay import ReplayRequest, render, replay
+            from siirl_dask.commands.replay import ReplayRequest, replay
+            from siirl_dask.commands.replay_text import render
+            from siirl_dask.runs.past_weights import checkpoint_choice
 
             given = {name: value for name, value in vars(chosen).items() if name != "command"}
+            given["checkpoint"] = checkpoint_choice(chosen.checkpoint)
             print(render(replay(ReplayRequest(**given))))
         case "quickstart":
             from siirl_dask.commands.quickstart import quickstart

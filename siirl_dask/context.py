@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from math import isnan, nan
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from siirl_dask.models.remote import RemoteModel
 
 _MASK = (1 << 63) - 1
 
@@ -49,6 +52,8 @@ class Device:
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
     stage: Callable[[str], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
     """``with device.stage("the loading of weights"):`` names a part of what a role's build does, for those who wait."""
+    models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
+    """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
 
     @property
     def torch_name(self) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import progress as bars
 
 from siirl_dask.commands.script import EXIT_CODES
 from siirl_dask.config import parse_bytes
 from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.models.cache import folder_here
 from siirl_dask.observe.console import PipeConsole
 
-_TOKENIZER = "Hugging Face folder of the model, whose tokens are counted"
+if TYPE_CHECKING:
+    from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+
+_TOKENIZER = "Hugging Face folder of the model whose tokens are counted, or its URL"
 
 
 def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,8 +90,13 @@ def _import(chosen: argparse.Namespace) -> None:
     )
     prompts = None
     if chosen.tokenizer is not None:
-        measure = _token_counter(chosen.tokenizer)
-        prompts = PromptLengths(prompt=chosen.prompt, measure=measure, column=chosen.length_column)
+        tokenizer = _tokenizer(chosen.tokenizer)
+        prompts = PromptLengths(
+            prompt=chosen.prompt,
+            measure=tokenizer.lengths,
+            column=chosen.length_column,
+            tokenizer=tokenizer.identity,
+        )
     nbytes = parse_bytes("--row-group-bytes", chosen.row_group_bytes)
     if nbytes < 1:
         raise ConfigError(f"--row-group-bytes {chosen.row_group_bytes}: expected at least 1 byte")
@@ -116,7 +126,7 @@ def _show(chosen: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {getattr(chosen, option)}: expected 0 or more")
     if chosen.max_prompt_length is not None and chosen.tokenizer is None:
         raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer")
-    measure = characters if chosen.tokenizer is None else _token_counter(chosen.tokenizer)
+    measure = characters if chosen.tokenizer is None else _tokenizer(chosen.tokenizer).lengths
     console = PipeConsole()
     with row_progress(console, "reading") as progress:
         found = summarise(
@@ -151,10 +161,10 @@ def row_progress(console: PipeConsole, text: str) -> Iterator[Callable[[int, int
         yield show
 
 
-def _token_counter(path: str) -> Callable[[Sequence[object]], list[int]]:
+def _tokenizer(path: str) -> HuggingFaceTokenizer:
     from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
 
-    return load_tokenizer(path, f"--tokenizer {path!r}").lengths  # type: ignore[return-value]
+    return load_tokenizer(folder_here(path, weights=False), f"--tokenizer {path!r}")
 
 
 def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from siirl_dask.coordinator.source import Source, open_source, source_schema
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.remote import HUB, is_remote
 from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
 from siirl_dask.nodes.evaluate import SOURCE, eval_table_schema
 from siirl_dask.nodes.generate import answering
@@ -44,7 +45,7 @@ class EvalRequest:
     """A model, a dataset, and how to sample."""
 
     model: str
-    """A run's folder or URL, or a Hugging Face folder."""
+    """A run's folder or URL, or a Hugging Face folder, or its URL."""
     data: str
     """URL of the dataset."""
     step: int | None = None
@@ -117,9 +118,9 @@ def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
 
 
 def _is_run(request: EvalRequest) -> bool:
-    if is_run(request.model):
+    if not request.model.startswith(HUB) and is_run(request.model):
         return True
-    if not Path(request.model, "config.json").is_file():
+    if not is_remote(request.model) and not Path(request.model, "config.json").is_file():
         raise ConfigError(
             f"{request.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, with a config.json"
         )
@@ -135,7 +136,8 @@ def _default_out(request: EvalRequest, step: int | None) -> str:
     data = PurePosixPath(request.data).stem
     if step is not None:
         return join(request.model, "evaluations", f"{data}-step{step:06d}")
-    return join("evaluations", f"{Path(request.model).resolve().name}-{data}")
+    name = PurePosixPath(request.model).name if is_remote(request.model) else Path(request.model).resolve().name
+    return join("evaluations", f"{name}-{data}")
 
 
 def _settings(data: str, out: str) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from siirl_storage import StorageError, join, open_fs, set_retry_seconds
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.models.cache import folder_here
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.runs.reader import open_run
@@ -76,13 +77,13 @@ def write_folder(
     if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
         raise ConfigError(f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out --ema")
     weights = read_model(join(found.url, role), ema=ema)
-    base, kind = config.model.path, dtype or config.model.dtype
-    adapted = _adapted(run, config, weights)
+    kind, adapted = dtype or config.model.dtype, _adapted(run, config, weights)
     if adapter and not adapted:
         raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:
-        write_adapters(folder, weights, config.trainer, base, kind)
+        write_adapters(folder, weights, config.trainer, config.model.path, kind)
     else:
+        base = folder_here(config.model.path, weights=adapted)
         write_hugging_face(folder, with_base(weights, config.trainer, base) if adapted else weights, base, kind)
 
 

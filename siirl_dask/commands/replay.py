@@ -3,13 +3,12 @@
     siirl-dask replay runs/mine --steps 10:20 --from reward --set rewards.function=rewards.py:stricter
 
 The rows go into a table of their own beside the run's, and the difference is printed. Roles that none of these nodes
-uses are not built: a changed reward loads no model.
+uses are not built: a changed reward loads no model. A model that is built has the weights of a checkpoint of the run,
+by default those that it had at each step, as far as there are checkpoints.
 """
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,20 +17,19 @@ from typing import Any
 from siirl_storage import join, open_fs, open_table
 from siirl_storage.files import absolute
 
+from siirl_dask.commands.steps import EVERY
 from siirl_dask.config import Config
 from siirl_dask.coordinator.stored_rows import step_folder
-from siirl_dask.driver.single_pass import stored_passes
+from siirl_dask.driver.single_pass import StoredPass, stored_passes
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
 from siirl_dask.planner.names import canonical
+from siirl_dask.runs.past_weights import StepsWithWeights, Weights, past_weights
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.replays import Changes, compare
-from siirl_dask.runs.rollouts import saved_steps
+from siirl_dask.runs.rollouts import in_words, saved_steps
 from siirl_dask.runs.tables import REPLAY, listed
-from siirl_dask.worker.lazy_role import built_when_used
 
-_STEPS = re.compile(r"(?P<first>\d*)(?P<range>:?)(?P<last>\d*)", re.ASCII)
-_WIDTH = 100  # letters of a prompt or a response
 _FUNCTIONS = {
     "rewards.function": "reward",
     "algorithm.advantage": "advantage",
@@ -54,8 +52,10 @@ class ReplayRequest:
     """The run's folder or URL."""
     first: str
     """Node to begin with."""
-    steps: str = ":"
-    """``10:20`` for steps 10 to 20, ``10:``, ``:20``, one step, or ``:`` for all."""
+    steps: range = EVERY
+    """Steps whose stored rows are run again; those that are not stored are left out."""
+    checkpoint: int | Weights = Weights.BEFORE
+    """Checkpoint whose weights a model has that a node asks for: its step, or how it is chosen."""
     settings: Sequence[str] = ()
     """Changed keys of the configuration, ``key=value``."""
     nodes: Sequence[str] = ()
@@ -64,8 +64,17 @@ class ReplayRequest:
     """Where to run: further overrides, such as ``cluster.workers=1``."""
 
 
-def replay(request: ReplayRequest) -> Changes:
-    """Run the nodes again and return what changed. UserError before anything starts."""
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Tells the outcome of a replay."""
+
+    changes: Changes
+    weights: tuple[str, ...]
+    """A sentence for each group of steps for which models were built, about their weights."""
+
+
+def replay(request: ReplayRequest) -> Replayed:
+    """Run the nodes again and return what changed, and with which weights. UserError before anything starts."""
     run = open_run(request.run)
     config = run.config_with([*_PLACE, *request.overrides, *request.settings])
     config.run.url = absolute(request.run)
@@ -77,9 +86,20 @@ def replay(request: ReplayRequest) -> Changes:
     again = run_again(recorded, stored, request.first, name).dag
     dag = dag_from_spec(**changed_spec(run.dag, again, config, request))
     cut = run_again(dag, stored, request.first, name)
-    stored_passes(config, DAG(tuple(map(built_when_used, cut.dag.roles)), cut.dag.nodes), steps)
+    groups = past_weights(request.run, steps, request.checkpoint)
+    built = stored_passes(config, cut.dag, [StoredPass(group.steps, group.checkpoint) for group in groups])
+    weights = tuple(_weights(*pair, config, request) for pair in zip(groups, built, strict=True) if pair[1])
     written = dict.fromkeys(name for node in cut.dag.nodes[1:] for name in node.contract.writes.names)
-    return compare(request.run, table, name, [*written])
+    return Replayed(compare(request.run, table, name, [*written]), weights)
+
+
+def _weights(group: StepsWithWeights, roles: Sequence[str], config: Config, request: ReplayRequest) -> str:
+    """Return which weights the objects of ``roles`` had at the steps of a group."""
+    first, last, found = group.steps[0], group.steps[-1], group.checkpoint
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    source = f"model.path={config.model.path}" if found is None else f"the checkpoint of step {found.step}"
+    lacking = found is None and last > 1 and request.checkpoint is Weights.BEFORE
+    return f"{', '.join(roles)} at {steps}: the weights of {source}{', as no checkpoint is older' if lacking else ''}"
 
 
 def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest) -> dict[str, Any]:
@@ -129,19 +149,12 @@ def _function(config: Config, key: str) -> Any:
 
 
 def _chosen(request: ReplayRequest, table: str) -> list[int]:
-    """Return the stored steps that ``--steps`` names. ConfigError for a text that is no range, or a step not stored."""
-    found = _STEPS.fullmatch(request.steps)
-    if found is None:
-        raise ConfigError(f"--steps {request.steps!r}: expected A:B, A:, :B or one step, such as 10:20")
+    """Return the stored steps that the request names. ConfigError if none of them is stored."""
     there = list(saved_steps(*open_fs(join(request.run, table))).whole)
-    first = int(found["first"]) if found["first"] else min(there, default=0)
-    last = first if not found["range"] else int(found["last"]) if found["last"] else max(there, default=0)
-    wanted = [step for step in there if first <= step <= last]
+    wanted = [step for step in there if step in request.steps]
     if not wanted:
         held = f"steps {there[0]} to {there[-1]}" if there else "none"
-        raise ConfigError(
-            f"--steps {request.steps}: run {request.run!r} has no stored rows of these steps (it has {held})"
-        )
+        raise ConfigError(f"--steps: run {request.run!r} has saved no {in_words(request.steps)} (it has {held})")
     return wanted
 
 
@@ -151,35 +164,3 @@ def _free_name(run_url: str) -> str:
     names = (name.rpartition("/")[2] for name in listed(fs, path))
     taken = [int(found[1]) for name in names if (found := REPLAY.fullmatch(name))]
     return f"replay-{max(taken, default=0) + 1}"
-
-
-def render(changes: Changes) -> str:
-    """Return the changes as text."""
-    first, last = changes.steps
-    lines = [f"{changes.rows} rows of steps {first} to {last}, in table {changes.table!r}", ""]
-    lines.append(
-        f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} {'corr.':>7}"
-    )
-    for column in changes.columns:
-        correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
-        lines.append(
-            f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} {column.before:>10.4g} "
-            f"{column.after:>10.4g} {correlation:>7}"
-        )
-    for sample in changes.samples:
-        lines += [
-            "",
-            f"step {sample.step}, row {sample.row}: reward {_number(sample.before)} -> {_number(sample.after)}",
-        ]
-        lines += [f"  prompt    {_shown(sample.prompt)}", f"  response  {_shown(sample.response)}"]
-    return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
-def _shown(text: str) -> str:
-    """Return a text on one line, cut to what a terminal shows, without control characters: a model wrote it."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
-    return textwrap.shorten(line, _WIDTH, placeholder=" ...") or "(nothing)"

@@ -14,6 +14,7 @@ from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
 from siirl_dask.datasets.mapping import ColumnMapping, extract, unify
 from siirl_dask.datasets.table_writer import TableWriter
+from siirl_dask.datasets.token_lengths import TokenLengths, extended
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 
 ROW_GROUP_BYTES = 2**24
@@ -31,6 +32,8 @@ class PromptLengths:
     measure: Measure
     column: str | None = None
     """Column that is written with each prompt's length; None writes none."""
+    tokenizer: str | None = None
+    """Identity of the tokenizer whose tokens ``measure`` counts; None where it counts something else."""
     lengths: Lengths = field(default_factory=Lengths)
 
 
@@ -61,7 +64,8 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
     A few parts of 64 MiB are in memory. DataError for a source that cannot be used, and where there is a table already;
     what has been written until then is removed.
     """
-    _check_destination(request)
+    there = _destination_table(request)
+    _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
     inputs = [one for source in request.sources for one in open_inputs(source, _as_text(request.mapping))]
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
@@ -80,7 +84,8 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
         if not rows:
             raise DataError(f"{', '.join(request.sources)}: there are no rows")
         with _destination(request.to):
-            return writer.commit({"imported": json.dumps({"sources": list(request.sources)})}, append=request.append)
+            properties = {"imported": json.dumps({"sources": list(request.sources)})}
+            return writer.commit(properties | _token_lengths(request, there, rows), append=request.append)
 
 
 class _Mapped:
@@ -164,16 +169,30 @@ def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:
     return schema
 
 
-def _check_destination(request: ImportRequest) -> None:
-    """Raise DataError for a table that is there, or a URL that cannot be opened, before anything is read."""
+def _destination_table(request: ImportRequest) -> Snapshot | None:
+    """Return the table that rows are appended to, if there is one, before anything is read.
+
+    DataError for a table that is there and is not appended to, or a URL that cannot be opened.
+    """
     with _destination(request.to):
         try:
             there = open_table(request.to)
         except TableNotFound:
-            return
+            return None
         if not request.append or there.version is None:
             what = "files of a dataset are" if there.version is None else "a table is"
             raise DataError(f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to a table")
+        return there
+
+
+def _token_lengths(request: ImportRequest, there: Snapshot | None, rows: int) -> dict[str, str]:
+    """Return the property that tells which column has the lengths of the prompts, with ``rows`` new rows."""
+    prompts = request.prompts
+    if prompts is None or prompts.column is None or prompts.tokenizer is None:
+        return {}
+    found = TokenLengths(prompts.column, prompts.prompt, prompts.tokenizer, rows)
+    known = extended(found, there)
+    return {} if known is None else known.as_properties()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny
 from siirl_dask.driver.scheduler_file import address_in, read_address
 from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.models.remote import HUB
 from siirl_dask.observe import Progress
 from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
@@ -134,7 +135,7 @@ def _settings_of_any(config: Config) -> dict[str, object]:
             **{name: os.environ.get(name, value) for name, value in engine_environment.items()},
             "OMP_NUM_THREADS": config.cluster.threads,
             "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": 1,
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", int(not config.model.path.startswith(HUB))),
             **(_NO_ACCELERATORS if config.cluster.device is DevicePreference.cpu else {}),
         },
         "distributed.scheduler.allowed-failures": 0,

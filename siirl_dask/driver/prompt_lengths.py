@@ -13,7 +13,9 @@ from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source
+from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
 from siirl_dask.planner import Plan
 from siirl_dask.planner.contract import bare
@@ -72,17 +74,32 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that a plan need not wait for
 
     try:
-        encode = load_tokenizer(config.model.path, f"model.path={config.model.path!r}").encode
+        folder = folder_here(config.model.path, weights=False)
+        tokenizer = load_tokenizer(folder, f"model.path={config.model.path!r}")
     except ConfigError:
         return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
     names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
     notes = []
     for name, source in zip(names, dataset.sources, strict=True):
-        sample = sample_lengths(source, encode, config.data.max_prompt_length, _TEXT // len(names))
+        limit = config.data.max_prompt_length
+        sample = counted_lengths(source, tokenizer.identity, limit)
+        sample = sample or sample_lengths(source, tokenizer.encode, limit, _TEXT // len(names))
         if sample.looked_at:
             dropped = "; they are dropped from their steps" if sample.found else ""
-            notes.append(f"{name}{sample.text(config.data.max_prompt_length)}{dropped}")
+            notes.append(f"{name}{sample.text(limit)}{dropped}")
     return notes
+
+
+def counted_lengths(source: Source, tokenizer: str | None, limit: int) -> TooLong | None:
+    """Count by the lengths that ``data import`` wrote into the table; None where it has none by this tokenizer."""
+    table = open_source(source)
+    known = token_lengths_of(table)
+    if known is None or (known.prompt, known.tokenizer) != (source.prompt, tokenizer):
+        return None
+    try:
+        return TooLong(table.num_rows, tuple(longer_than(table, known.column, limit)))
+    except StorageError:
+        return None  # a worker tells of a part that cannot be read
 
 
 def sample_lengths(source: Source, encode: Encode, limit: int, characters: int = _TEXT) -> TooLong:

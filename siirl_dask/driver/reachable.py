@@ -10,6 +10,7 @@ from siirl_storage.files import absolute
 from siirl_dask.coordinator.source import Mixture
 from siirl_dask.driver.phases import Phases
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.remote import is_remote
 from siirl_dask.planner import Load
 from siirl_dask.runs.folder import probe
 from siirl_dask.worker.reach import find_unreachable
@@ -40,7 +41,7 @@ def check_reachable(
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         expected = (
             "; expected what the configuration names (model.path, data.url, run.url, ...) at the same place on every "
-            "host: on a file system that all share, or a URL such as s3://..."
+            "host: on a file system that all share, or a URL such as s3://...; a model of the hub is hf://org/name"
         )
         raise ConfigError("; ".join(problems[:_NAMED]) + more + expected)
 
@@ -53,6 +54,7 @@ def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) ->
         for role, urls in reads.items()
         if worker in plan.placement.get(role, ())
         for url in urls
+        if not is_remote(url)  # its host fetches it: see models.py
     }
     for phase, (phase_plan, dataset) in phases.items():
         if any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):

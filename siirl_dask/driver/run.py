@@ -20,6 +20,7 @@ from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.elastic import Elastic
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
+from siirl_dask.driver.models import Models, fetch_here, fetch_on_workers, find_models
 from siirl_dask.driver.phases import Phases, plan_phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import Checked, check
@@ -82,7 +83,7 @@ def run(
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:
-        job = _Job(config, dag, validation, checked, fresh, force)
+        job = _Job(config, dag, validation, checked, find_models(checked.reads), fresh, force)
         return _run(job, RunLog(config, attempt, progress, resume))
 
 
@@ -94,6 +95,7 @@ class _Job:
     dag: DAG
     validation: DAG | None
     checked: Checked
+    models: Models
     fresh: bool
     force: bool
 
@@ -101,6 +103,7 @@ class _Job:
 def _run(job: _Job, log: RunLog) -> Summary:
     """Run as ``run`` does, once this start has the folder."""
     try:
+        fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
         _try_until_done(job, log)
     except KeyboardInterrupt as stop:
@@ -186,6 +189,7 @@ def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, l
     again = last is not None
     phases = _plan(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
+    fetch_on_workers(client, config.cluster, named, phases[Phase.TRAIN][0], job.checked.reads, job.models, log.progress)
     checked = job.checked if config is job.config else check(config, phases)  # other workers hold other shares
     store = DistributedCheckpoint(config.checkpoint.asynchronous)
     follows = None if last is None else last.plugin
@@ -198,6 +202,7 @@ def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, l
         log.resume.checkpoint,
         follows,
         log.resume.kept,
+        models=job.models,
         footprints=checked.footprints,
     )
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best

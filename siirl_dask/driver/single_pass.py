@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from distributed import Client
 from siirl_storage import set_retry_seconds
+from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
+from siirl_dask.driver.calls import complete
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import hosts_of, members
@@ -19,10 +24,24 @@ from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
-from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, compile_chains
+from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Role, compile_chains
+from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.schema import Schema
+from siirl_dask.training.files.checkpoint import DistributedCheckpoint
+from siirl_dask.worker.lazy_role import Past, built_when_used
+from siirl_dask.worker.role_state import ResumeFrom
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.tasks import models_of
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPass:
+    """Steps whose stored rows are run through a DAG again, with the same weights."""
+
+    steps: Sequence[int]
+    checkpoint: Checkpoint | None
+    """States that the roles get when a node asks for them; None for those they are built with."""
 
 
 def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, float | None]:
@@ -32,46 +51,80 @@ def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, f
     UserError before anything starts; Interrupted on Ctrl-C.
     """
     dataset = opened(source)
-    (done,) = _passes(config, dag, dataset, dataset_schema(dataset), [step])
+    ((done,), _), *_ = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset))
     check_prompts(done, config.data.max_prompt_length)
     return values(done.metrics)
 
 
-def stored_passes(config: Config, dag: DAG, steps: Sequence[int]) -> None:
-    """Run every worker through ``dag`` on the rows that the run at ``run.url`` stored at each of ``steps``.
+def stored_passes(config: Config, dag: DAG, passes: Sequence[StoredPass]) -> list[list[str]]:
+    """Run every worker through ``dag`` on the rows that the run at ``run.url`` stored, one pass after the other.
 
-    ``dag`` begins with a node that stands for stored rows (``planner.run_again``). Errors as in ``one_pass``.
+    ``dag`` begins with a node that stands for stored rows (``planner.run_again``). An object of a role is built when a
+    node first asks for it. Returns for each pass the roles with a state that were built. Errors as in ``one_pass``, and
+    CheckpointError for a checkpoint that cannot be used.
     """
-    _passes(config, dag, training_dataset(config.data, config.run.seed), NO_DATA, steps)
+    dataset = training_dataset(config.data, config.run.seed)
+    again = [(DAG(_past_roles(config, dag, one.checkpoint), dag.nodes), one.steps) for one in passes]
+    return [built for _, built in _passes(config, again, dataset, NO_DATA)]
 
 
-def _passes(config: Config, dag: DAG, dataset: Dataset, schema: Schema, steps: Sequence[int]) -> list[Done]:
+def _past_roles(config: Config, dag: DAG, found: Checkpoint | None) -> tuple[Role, ...]:
+    """Return roles that are built when they are used, with the states of a checkpoint."""
+    past = None
+    if found is not None:
+        state, url = found.state(), absolute(found.url)  # workers may run in other folders
+        resume = ResumeFrom(url=url, roles=tuple(state.roles), states=state.states, positions=state.positions)
+        past = Past(resume, DistributedCheckpoint(), replace(found, url=url).verify)
+    return tuple(built_when_used(role, past) for role in dag.roles)
+
+
+def _passes(
+    config: Config, dags: Sequence[tuple[DAG, Sequence[int]]], dataset: Dataset, schema: Schema
+) -> list[tuple[list[Done], list[str]]]:
+    """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily."""
     hide()
     set_retry_seconds(config.storage.retry_seconds)
-    progress = Progress(len(steps), enabled=config.observe.progress)
+    progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
 
-    def phases(workers: list[str], hosts: Hosts | None = None) -> Phases:
+    def phases(dag: DAG, workers: list[str], hosts: Hosts | None = None) -> Phases:
         return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), dataset)}
 
-    planned = phases([str(worker) for worker in range(config.cluster.workers)])
-    checked = check(config, planned)
+    first, _ = dags[0]
+    checked = check(config, phases(first, [str(worker) for worker in range(config.cluster.workers)]))
     check_writable(config.run.url)
+    models = find_models(checked.reads)
     try:
+        fetch_here(models, config.cluster, progress)
         progress.note(f"starting {config.cluster.workers} workers")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
-            actual = phases(list(named), hosts_of(named))
+            hosts = hosts_of(named)
+            actual = phases(first, list(named), hosts)
             check_reachable(client, named, actual, checked.reads, config.run.url)
-            spec = RunSpec.of(config, named, actual, footprints=checked.footprints)
+            fetch_on_workers(
+                client, config.cluster, named, actual[Phase.EVALUATION][0], checked.reads, models, progress
+            )
             progress.note(f"dashboard  {client.dashboard_link}")
-            driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
-            with driver.at_work(config.cluster, SiirlError.announce):
-                iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
-                return [event for event in driver.run(iterations) if isinstance(event, Done)]
+            results = []
+            for dag, steps in dags:
+                planned = phases(dag, list(named), hosts)
+                spec = RunSpec.of(config, named, planned, models=models, footprints=checked.footprints)
+                results.append(_run_steps(config, client, spec, steps))
+            return results
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:
         progress.close()
+
+
+def _run_steps(config: Config, client: Client, spec: RunSpec, steps: Sequence[int]) -> tuple[list[Done], list[str]]:
+    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
+    with driver.at_work(config.cluster, SiirlError.announce):
+        iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
+        done = [event for event in driver.run(iterations) if isinstance(event, Done)]
+        answers = complete(client, lambda: client.run(models_of, spec.plugin, workers=[*spec.members.values()]))
+    driver.close()  # another pass may follow on the same workers
+    return done, sorted({role for built in answers.values() for role in built})
 
 
 def _no_checkpoint(step: int) -> str:

@@ -15,6 +15,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
+from siirl_dask.models.cache import folder_here
 
 Shapes = dict[str, tuple[int, ...]]
 _SIZES = {  # the key of config.json for each field of Architecture that is a size
@@ -80,7 +81,7 @@ def shapes_by_config(path: str) -> Shapes:
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    fs, folder = open_fs(path)
+    fs, folder = open_fs(folder_here(path, weights=False))
     if not fs.exists(file := f"{folder}/config.json"):
         return None
     try:

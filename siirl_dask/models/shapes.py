@@ -7,16 +7,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Any
 
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import shapes_by_config
+from siirl_dask.models.cache import fetch, is_here
+from siirl_dask.models.remote import find_model, is_remote, reached, tag_of
 
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
+_STREAMS = 8  # headers read at once
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
@@ -69,8 +77,27 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without such files."""
-    fs, folder = open_fs(path)
-    return dict(shape for name in fs.glob(f"{folder}/*.safetensors") for shape in _shapes_in(fs, name))
+    with reached(path):
+        fs, folder = _opened(path)
+        found = fs.glob(f"{folder}/*.safetensors", detail=True)
+        if isinstance(fs, LocalFileSystem):
+            return dict(shape for name in found for shape in _shapes_in(fs, name))
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            names = [fs.unstrip_protocol(name) for name in found]
+            return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values()))))
+
+
+def _opened(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return where a model's files can be read: in its folder on this host, where a URL's files have come."""
+    if is_remote(path) and is_here(model := find_model(path)):
+        path = str(fetch(model))
+    return open_fs(path)
+
+
+@lru_cache(maxsize=4096)  # a run asks for each role, and again for each worker's memory
+def _shapes_at(url: str, tag: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Read the header of a file at a URL, whose ``tag`` would be another one if it had changed."""
+    return tuple(_shapes_in(*open_fs(url)))
 
 
 def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -88,9 +115,10 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def read_widths(path: str) -> Widths | None:
     """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
-    fs, folder = open_fs(path)
-    if not fs.exists(file := f"{folder}/config.json"):
-        return None
+    with reached(path):
+        fs, folder = _opened(path)
+        if not fs.exists(file := f"{folder}/config.json"):
+            return None
     try:
         config = json.loads(fs.cat_file(file))
         text = config.get("text_config", config)

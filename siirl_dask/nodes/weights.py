@@ -20,6 +20,7 @@ from torch import Tensor
 from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Context, RowStream
 from siirl_dask.errors import PeerError
+from siirl_dask.models.cache import local_model
 from siirl_dask.planner import WeightSink, WeightSource, columns
 from siirl_dask.rollout import RolloutEngine, WeightStream
 from siirl_dask.schema import (
@@ -243,7 +244,7 @@ def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer:
 
     engine: RolloutEngine = ctx.resource
     dtype, scaling = _DTYPES[model.dtype], trainer.lora.alpha / trainer.lora.rank
-    named = {**read_weights(model.path), **dict(_tensors(table))}
+    named = {**read_weights(local_model(model, ctx.device).path), **dict(_tensors(table))}
     weights = ((name, tensor.to(dtype)) for name, tensor in merged(named, scaling, torch.device("cpu")))
     engine.load_weights(weights, ctx.step)
     return table

@@ -15,6 +15,7 @@ from rich.text import Text
 from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
+from siirl_dask.observe.transfer import transfer
 from siirl_dask.planner import Phase
 
 _LINES = 20  # lines that a whole run prints without a terminal; a slow one prints more
@@ -165,6 +166,10 @@ class Progress:
     def arrivals(self, workers: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return what shows the workers as they come, before the run begins."""
         return arrivals(workers, self._console, self._enabled)
+
+    def transfer(self, what: str, nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Return what shows the bytes of a download as they come, before the run begins."""
+        return transfer(what, nbytes, self._console, self._enabled)
 
     def close(self) -> None:
         """Restore the terminal. May be called twice."""

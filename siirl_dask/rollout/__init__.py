@@ -6,6 +6,7 @@ from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
+from siirl_dask.models.cache import local_model
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
@@ -44,6 +45,7 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
     ConfigError when ``model.path`` is missing or cannot be loaded.
     """
     hide()
+    model = local_model(model, device)
     _check_stop_tokens(model, rollout)
     if choose_engine(rollout.engine) is Engine.vllm:
         try:

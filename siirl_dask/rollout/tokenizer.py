@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import refused_by_name
+
+_OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
 
 class HuggingFaceTokenizer:
@@ -27,6 +31,20 @@ class HuggingFaceTokenizer:
     def pad_token_id(self) -> int | None:
         """The tokenizer's padding token."""
         return self._tokenizer.pad_token_id  # type: ignore[no-any-return]
+
+    @property
+    def identity(self) -> str | None:
+        """Digest of everything that token ids depend on: vocabulary, rules, chat template, special tokens.
+
+        None for a tokenizer that does not tell its rules (one that is not of the package ``tokenizers``).
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        rules = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in _OF_BATCHES}
+        template, special = self._tokenizer.chat_template, self._tokenizer.special_tokens_map
+        text = json.dumps([rules, template, special], sort_keys=True, default=str)
+        return sha256(text.encode()).hexdigest()
 
     def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a string, or of chat messages up to where the assistant answers.

@@ -7,6 +7,7 @@ that a killed run began. questions.py has questions that are often asked.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,8 +143,7 @@ def open_rollouts(
     chosen = {step: parts for step, parts in counted.items() if steps is None or step in steps}
     if steps is not None and not chosen:
         there = f"{min(counted)} to {max(counted)}"
-        asked = f"step {steps.start}" if len(steps) == 1 else f"step from {steps.start} to {steps.stop - 1}"
-        raise DataError(f"{url!r} has saved no {asked} of {table!r}: it has {len(counted)} steps, {there}")
+        raise DataError(f"{url!r} has saved no {in_words(steps)} of {table!r}: it has {len(counted)} steps, {there}")
     files = {step: [at(root, part) for part in parts] for step, parts in chosen.items()}
     with duckdb.connect() as connection:
         if not isinstance(fs, LocalFileSystem):
@@ -153,6 +153,13 @@ def open_rollouts(
             connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")
             schema = connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
         yield Rollouts(table, fs, files, schema, remark, connection)
+
+
+def in_words(steps: range) -> str:
+    """Return ``step 7``, ``step from 7 to 9`` or, where there is no end, ``step from 7 on``."""
+    if steps.stop - steps.start == 1:
+        return f"step {steps.start}"
+    return f"step from {steps.start} {'on' if steps.stop == sys.maxsize else f'to {steps.stop - 1}'}"
 
 
 def query(url: str, sql: str, *, incomplete: bool = False) -> pa.Table:

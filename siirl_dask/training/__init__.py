@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.models.broken_imports import hide
+from siirl_dask.models.cache import local_model
 from siirl_dask.planner import builds
 from siirl_dask.training.preflight import (
     check_critic,
@@ -88,6 +89,7 @@ def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: Tra
 
 def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:
     hide()
+    model = local_model(model, device)
     if trainer.backend == Backend.fsdp:
         from siirl_dask.training.parallel.fsdp import FsdpBackend
 
@@ -108,5 +110,6 @@ def build_reward_model(
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
+    model = local_model(model, device)
     with device.stage("the loading of weights"):
         return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)

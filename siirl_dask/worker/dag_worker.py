@@ -36,6 +36,7 @@ from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.kept_rows import give_back
 from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.lazy_role import models_used
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.phase_loaders import PhaseLoaders
@@ -156,7 +157,7 @@ class DAGWorker(WorkerPlugin):
             self._device, ranks, broadcasts = self._join_groups(plan)
         device = self._device
         kept, self._built = self._built.on(device) if self._built else {}, None
-        telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage)
+        telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage, models=self.spec.models)
         with counts_as_progress(self.pulse):
             resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, resources)
@@ -244,6 +245,10 @@ class DAGWorker(WorkerPlugin):
     def position(self) -> str:
         """Return a description of where this worker's task is; another thread than the task's calls this."""
         return self.pulse.place or "a task of the run"
+
+    def models_used(self) -> list[str]:
+        """Return the roles with a state, among those built when they are used, that a node has asked for."""
+        return models_used(self._built.resources if self._built else {})
 
     async def _watch_scheduler(self) -> None:
         """Stop the run and free what it holds once the scheduler answers no heartbeat: nobody else would tell."""

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.planner import Role, RoleCost, builds
 from siirl_dask.planner.contract import provides_of
+from siirl_dask.worker.role_state import ResumeFrom, RoleStates, StateStore, close_roles, has_state
 
 
-def built_when_used(role: Role) -> Role:
-    """Return the role with an object that is built when a node first asks it for anything."""
-    return Role(role.name, partial(build_when_used, build=role.build), role.at)
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The states that a run's roles had, which their objects get when they are built."""
+
+    checkpoint: ResumeFrom
+    store: StateStore
+    verify: Callable[[Collection[str]], None]
+    """Compares the files of some roles with what was written; raises CheckpointError."""
+
+    def restore(self, name: str, made: Any, rank: Rank) -> None:
+        """Load the state of the role ``name`` into its object, if that has one; all its workers call this alike."""
+        if not has_state(made):
+            return
+        if rank.rank == 0 and name in self.checkpoint.roles:
+            self.verify([name])
+        RoleStates(self.store, {name: made}, {name: rank.side_group}).restore(self.checkpoint)
+
+
+def built_when_used(role: Role, past: Past | None = None) -> Role:
+    """Return the role with an object that is built, and gets its state, when a node first asks it for anything."""
+    return Role(role.name, partial(build_when_used, name=role.name, build=role.build, past=past), role.at)
 
 
 def _provided(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
@@ -22,9 +42,28 @@ def _provided(options: Mapping[str, Any], workers: Sequence[str], config: object
 
 
 @builds(preflight=_provided)
-def build_when_used(device: Device, rank: Rank, *, build: Callable[..., Any]) -> Any:
-    """Return an object that becomes what ``build(device, rank)`` returns."""
-    return _WhenUsed(partial(build, device, rank))
+def build_when_used(
+    device: Device, rank: Rank, *, name: str, build: Callable[..., Any], past: Past | None = None
+) -> Any:
+    """Return an object that becomes what ``build(device, rank)`` returns, with the state that it had in the past."""
+
+    def make() -> Any:
+        made = build(device, rank)
+        try:
+            if past is not None:
+                past.restore(name, made, rank)
+        except Exception:
+            close_roles({name: made})
+            raise
+        return made
+
+    return _WhenUsed(make)
+
+
+def models_used(resources: Mapping[str, Any]) -> list[str]:
+    """Return the roles, among those that are built when they are used, whose objects are there and have a state."""
+    lazy = {name: one for name, one in resources.items() if isinstance(one, _WhenUsed)}
+    return sorted(name for name, one in lazy.items() if any(map(has_state, one._made)))
 
 
 class _WhenUsed:
@@ -43,8 +82,7 @@ class _WhenUsed:
     def close(self) -> None:
         """Close the object, if it was built."""
         for made in self._made:
-            if close := getattr(made, "close", None):
-                close()
+            close_roles({"made": made})
 
     def sleep(self) -> None:
         """Put the object to sleep, if it was built and can."""

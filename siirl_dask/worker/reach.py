@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs, write_atomic
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.cache import fetch, is_here
+from siirl_dask.models.remote import RemoteModel
 
 
 async def find_unreachable(reads: Mapping[str, str], run_url: str, probe: str) -> tuple[str, list[str]]:
@@ -20,6 +24,23 @@ async def find_unreachable(reads: Mapping[str, str], run_url: str, probe: str) -
     driver has written in the folder ``run_url``.
     """
     return socket.gethostname(), await asyncio.to_thread(_look, reads, run_url, probe)
+
+
+async def bring_models(models: Sequence[RemoteModel]) -> tuple[str, int, str]:
+    """Fetch models to this host; return its name, the bytes that came, and why one did not come, or nothing."""
+    came: list[int] = []
+
+    def bring() -> str:
+        try:
+            for model in models:
+                if not is_here(model):
+                    fetch(model, came.append)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    problem = await asyncio.to_thread(bring)
+    return socket.gethostname(), sum(came), problem
 
 
 def _look(reads: Mapping[str, str], run_url: str, probe: str) -> list[str]:

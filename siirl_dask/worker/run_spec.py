@@ -18,6 +18,7 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, DevicePreference, Durability, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
+from siirl_dask.models.remote import RemoteModel
 from siirl_dask.planner import Footprint, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
@@ -59,6 +60,8 @@ class RunSpec:
     """Checkpoint from which the run resumes; None for a new run."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Folder of the rows that each node kept for later steps, and gets back, by node."""
+    models: Mapping[str, RemoteModel] = field(default_factory=dict)
+    """Models at URLs, by URL, as they were when the run began."""
     follows: str | None = None
     """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
 
@@ -73,6 +76,7 @@ class RunSpec:
         follows: str | None = None,
         kept: Mapping[str, str] = MappingProxyType({}),
         *,
+        models: Mapping[str, RemoteModel] = MappingProxyType({}),
         footprints: Mapping[str, Footprint] = MappingProxyType({}),
     ) -> RunSpec:
         """Return the spec of a new start of the run that ``config`` describes."""
@@ -96,6 +100,7 @@ class RunSpec:
             resume_from=resume_from,
             follows=follows,
             kept=dict(kept),
+            models=dict(models),
         )
 
     @property

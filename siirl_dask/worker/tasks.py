@@ -57,6 +57,12 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
     return "a task of a run that has left it" if running is None else running.position()
 
 
+def models_of(plugin: str, dask_worker: Worker) -> list[str]:
+    """Return the roles with a state that the worker has built at their first use. Runs on the worker's event loop."""
+    running: DAGWorker = dask_worker.plugins[plugin]  # type: ignore[assignment]  # its name is the run's
+    return running.models_used()
+
+
 def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
     running: DAGWorker | None = get_worker().plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     if running is None:

@@ -1,4 +1,4 @@
-"""A run whose data, rollouts and checkpoints are on S3: the one that it is on local files."""
+"""A run whose model, data, rollouts and checkpoints are on S3: the one that it is on local files."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
+from siirl_dask.models.cache import FOLDER
 from siirl_dask.runs.checkpoints import checkpoint_url, committed
 from siirl_dask.training.files.checkpoint import read_model
 from tests.conftest import digits_overrides
@@ -25,12 +26,15 @@ def set_environment(names):
 
 
 @pytest.fixture
-def bucket(s3, digits_task, cluster_address):
-    """A folder of a bucket with the data, and a few rows of it to evaluate on; the cluster's workers reach it."""
+def bucket(s3, digits_task, cluster_address, tmp_path, monkeypatch):
+    """A folder of a bucket with model, data, and a few rows of it to evaluate on; the cluster's workers reach it."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    needed = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == FOLDER}
     with Client(cluster_address) as client:
-        client.run(set_environment, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+        client.run(set_environment, needed)
     url = f"{s3}/{uuid4().hex}"
     fs, path = open_fs(url)
+    fs.put(f"{digits_task.model}/", f"{path}/tiny/", recursive=True)
     fs.put(str(digits_task.train), f"{path}/train.parquet")
     with fs.open(f"{path}/test.parquet", "wb") as file:
         pq.write_table(pq.read_table(digits_task.train).slice(0, 6), file)
@@ -53,10 +57,12 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(
     def model(url):
         return read_model(f"{checkpoint_url(url, committed(url)[-1])}/policy")
 
-    data = f"data.url={bucket}/train.parquet"
+    data = (f"data.url={bucket}/train.parquet", f"model.path={bucket}/tiny")
     local = run(str(tmp_path / "run"), 3)
-    stored = run(f"{bucket}/run", 2, data)
-    run(stored, 3, data, "observe.progress=true")
+    stored = run(f"{bucket}/run", 2, *data)
+    (fetched,) = (folder for folder in (tmp_path / "cache" / "models").iterdir() if folder.is_dir())
+    assert (fetched / "config.json").exists()
+    run(stored, 3, *data, "observe.progress=true")
     assert "going on after step 2" in capsys.readouterr().out
     for step in (1, 2, 3):
         assert rollouts(stored, step).equals(rollouts(local, step)), step

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from siirl_storage import (
@@ -55,6 +56,15 @@ def test_schema_and_values_survive(url: str, kind: Format, rows: int) -> None:
     assert [str(field) for field in back.schema] == [str(field) for field in table.schema], "list item names changed"
     write_part(join(url, "folder"), 0, 1, table, format=kind)
     assert open_table(join(url, "folder")).to_table().equals(table)
+
+
+def test_random_numbers_take_no_more_bytes_than_in_memory(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).normal(size=200_000).astype("f4")
+    column = pa.LargeListArray.from_arrays(pa.array(np.arange(0, 200_001, 1000)), pa.array(numbers))
+    nested = pa.StructArray.from_arrays([column], ["inner"])
+    table = create_table(str(tmp_path / "t"), [pa.table({"plain": column, "nested": nested})])
+    assert table.parts[0].nbytes < 1.01 * 2 * numbers.nbytes
+    assert table.to_table()["nested"].combine_chunks().equals(nested)
 
 
 @pytest.mark.parametrize("kind", Format)

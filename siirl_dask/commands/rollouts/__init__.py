@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 from siirl_dask.commands.rollouts.answer import Answer, Layout
 from siirl_dask.commands.rollouts.page import write_page
 from siirl_dask.commands.rollouts.terminal import print_answer
+from siirl_dask.commands.steps import one_step, steps_between
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs import questions
@@ -38,27 +39,11 @@ def add_questions(command: ArgumentParser) -> None:
     command.add_argument(
         "--diff", nargs=2, type=int, metavar=("THEN", "NOW"), help="the prompts that two steps share, then and now"
     )
-    command.add_argument("--step", type=_one_step, dest="steps", metavar="N", help="of this step alone")
-    command.add_argument("--steps", type=_steps, metavar="A:B", help="of steps A to B; either may be left out")
+    command.add_argument("--step", type=one_step, dest="steps", metavar="N", help="of this step alone")
+    command.add_argument("--steps", type=steps_between, metavar="A:B", help="of steps A to B; either may be left out")
     command.add_argument("--table", default=TABLE, metavar="NAME", help="rollouts (default), validation or test")
     command.add_argument("--html", metavar="FILE", help="write the answers as one page; without a question, to all")
     command.add_argument("--incomplete", action="store_true", help="count steps under way or never finished as well")
-
-
-def _one_step(text: str) -> range:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r}: expected the number of a step")
-    return range(int(text), int(text) + 1)
-
-
-def _steps(text: str) -> range:
-    first, colon, last = text.partition(":")
-    if not colon or not all(part.isdecimal() or not part for part in (first, last)):
-        raise ArgumentTypeError(f"{text!r}: expected A:B, such as 10:20, 10: or :20")
-    steps = range(int(first or 0), int(last) + 1 if last else sys.maxsize)
-    if not steps:
-        raise ArgumentTypeError(f"{text!r}: the first step comes after the last")
-    return steps
 
 
 def show_rollouts(asked: Namespace) -> None:

@@ -1,0 +1,86 @@
+"""Brings models that the configuration names by URL to every host of the run, before anything starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from distributed import Client
+from rich.filesize import decimal
+
+from siirl_dask.config import ClusterConfig
+from siirl_dask.driver.calls import complete
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.cache import fetch, is_here
+from siirl_dask.models.remote import HUB, RemoteModel, find_model, is_remote
+from siirl_dask.observe import Progress
+from siirl_dask.planner import Plan
+from siirl_dask.worker.reach import bring_models
+
+Models = Mapping[str, RemoteModel]
+"""Models by URL, with the files that they have there now: every host gets these."""
+_NAMED = 4  # sentences in a message
+
+
+def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
+    """Look for the models at URLs among the folders that roles read. ConfigError, by name, where one is not there."""
+    folders = dict.fromkeys(folder for folders in reads.values() for folder in folders)
+    models = {folder: find_model(folder) for folder in folders if is_remote(folder)}
+    for url, model in models.items():
+        if not model.has_weights:
+            there = ", ".join(file.name for file in model.files)
+            raise ConfigError(f"model {url!r}: there are no weights (there is: {there})")
+    return models
+
+
+def fetch_here(models: Models, cluster: ClusterConfig, progress: Progress) -> None:
+    """Fetch the models where the workers are processes of this machine. ConfigError for one that does not come."""
+    if cluster.exists or cluster.spec:
+        return
+    for model in models.values():
+        if is_here(model):
+            continue
+        if model.url.startswith(HUB):
+            progress.note(f"fetching {model.url}: {decimal(model.nbytes)}")  # huggingface_hub shows bars of its own
+            fetch(model)
+        else:
+            with progress.transfer(f"fetching {model.url}", model.nbytes) as add:
+                fetch(model, add)
+
+
+def fetch_on_workers(
+    client: Client,
+    cluster: ClusterConfig,
+    members: Mapping[str, str],
+    plan: Plan,
+    reads: Mapping[str, Sequence[str]],
+    models: Models,
+    progress: Progress,
+) -> None:
+    """Have the host of each worker fetch the models of the worker's roles, once for all workers of a host.
+
+    It does nothing for workers on this machine, for which ``fetch_here`` has fetched them.
+
+    ``reads`` has the folders that the workers of each role read. ConfigError by worker and host.
+    """
+    if not models or not (cluster.exists or cluster.spec):
+        return
+    names = ", ".join(f"{model.url} ({decimal(model.nbytes)})" for model in models.values())
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for worker in members:
+        own = {url for role, urls in reads.items() if worker in plan.placement.get(role, ()) for url in urls}
+        alike.setdefault(tuple(sorted(own & models.keys())), []).append(worker)
+    began, problems, came = time.monotonic(), [], 0
+    progress.note(f"hosts fetch what they have not got of {names}")
+    for urls, workers in alike.items():
+        addresses, wanted = [members[worker] for worker in workers], [models[url] for url in urls]
+        answers = complete(client, partial(client.run, bring_models, wanted, workers=addresses))
+        came += sum(nbytes for _, nbytes, _ in answers.values())
+        told = {worker: answers[members[worker]] for worker in workers}
+        problems += [f"worker {worker!r} on host {host!r}: {why}" for worker, (host, _, why) in told.items() if why]
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise ConfigError("; ".join(problems[:_NAMED]) + more)
+    if came:
+        progress.note(f"hosts have fetched {decimal(came)} in {time.monotonic() - began:.1f} s")
