@@ -37,7 +37,7 @@ test: lint
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_SITE := build/gpu-site
 # On CPUs the conformance suites and whole runs are in other tests already.
-NOT_ELSEWHERE := not Policy and not TestTransformers and not TestVllm and not bfloat16 and not one_device and not rows_give and not quickstart
+NOT_ELSEWHERE := not TestWhole and not TestSharded and not TestTransformers and not TestVllm and not bfloat16 and not one_device_generates and not rows_give and not quickstart
 test-gpu:
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl)
 	PYTHONPATH=.:storage$(if $(WHEELS),:$(GPU_SITE)) SIIRL_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest -m gpu \
