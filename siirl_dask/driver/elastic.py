@@ -14,12 +14,12 @@ from distributed import Client
 
 from siirl_dask.config import Config
 from siirl_dask.driver.calls import complete
-from siirl_dask.driver.crew import Crew, Planner
 from siirl_dask.driver.iterations import until_asked
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.processes import check_alike, rank_order
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.replacement import give_up_silent, start_lost_workers
+from siirl_dask.driver.worker_group import Planner, WorkerGroup
 from siirl_dask.errors import ConfigError, RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
@@ -33,7 +33,7 @@ _REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to say what
 
 
 class Elastic:
-    """Crews of an elastic run: every worker that is idle, up to ``cluster.max_workers``.
+    """Worker groups of an elastic run: every worker that is idle, up to ``cluster.max_workers``.
 
     Workers that are left keep their roles; see ``planner/resizing.py`` for the others.
     """
@@ -48,31 +48,33 @@ class Elastic:
         self._tries = 0
         self._why: UserError | None = None
 
-    def find(self, client: Client, crew: Crew | None, failure: SiirlError | None, own: str | None) -> Crew:
+    def find(
+        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, own: str | None
+    ) -> WorkerGroup:
         self._tries, self._joined = self._tries + 1, []
         cluster = self._config.cluster
-        if crew is None:
+        if group is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
-        give_up_silent(client, crew.members.values(), crew.config)
+        give_up_silent(client, group.members.values(), group.config)
         if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster)
         in_order = isinstance(failure, (WorkersJoined, WorkerLeft))
         patience = 0.0 if in_order else cluster.replacement_timeout
-        found = self._await(client, crew, own, len(crew.members), patience)
-        self._tell(len(crew.members), len(found.members), patience)
+        found = self._await(client, group, own, len(group.members), patience)
+        self._tell(len(group.members), len(found.members), patience)
         return found
 
-    def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
+    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         tries = self._tries
 
         def work() -> None:
             try:
-                chosen = self._choose(client, crew, self._there(client, own))
+                chosen = self._choose(client, group, self._there(client, own))
             except Exception as error:  # the run may be ending, and its client be closed
                 logger.info("idle workers are not taken in: %s: %s", type(error).__name__, error)
                 return
-            if chosen is not None and len(chosen.members) > len(crew.members) and tries == self._tries:
-                self._joined = [name for name in chosen.members if name not in crew.members]
+            if chosen is not None and len(chosen.members) > len(group.members) and tries == self._tries:
+                self._joined = [name for name in chosen.members if name not in group.members]
 
         return lambda: threading.Thread(target=work, name="look-at-idle-workers", daemon=True).start()
 
@@ -87,8 +89,10 @@ class Elastic:
         joined.since = since
         raise joined
 
-    def _await(self, client: Client, crew: Crew | None, own: str | None, enough: int, patience: float) -> Crew:
-        """Return a crew of ``enough`` workers or more; after ``patience`` seconds one of as many as there are.
+    def _await(
+        self, client: Client, group: WorkerGroup | None, own: str | None, enough: int, patience: float
+    ) -> WorkerGroup:
+        """Return a group of ``enough`` workers or more; after ``patience`` seconds one of as many as there are.
 
         RunError if they are still too few for any plan after ``cluster.start_timeout``.
         """
@@ -100,12 +104,12 @@ class Elastic:
                 there = self._there(client, own)
                 show(min(len(there), enough))
                 waited = time.monotonic() - began
-                ready = len(there) >= enough or (crew is not None and waited >= patience)
+                ready = len(there) >= enough or (group is not None and waited >= patience)
                 if ready and there != seen:
                     seen = there
-                    if (chosen := self._choose(client, crew, there)) is not None:
+                    if (chosen := self._choose(client, group, there)) is not None:
                         return chosen
-                    if crew is None and self._why is not None:
+                    if group is None and self._why is not None:
                         raise self._why
                 if waited >= timeout:
                     raise RunError(self._too_few(there, timeout))
@@ -120,20 +124,20 @@ class Elastic:
         there: dict[str, str] = complete(client, lambda: client.run_on_scheduler(free_workers, own))
         return {name: address for name, address in there.items() if address not in self._refused}
 
-    def _choose(self, client: Client, crew: Crew | None, there: Mapping[str, str]) -> Crew | None:
-        """Return a crew of as many of the workers that are ``there`` as a plan can be made for; None if for none.
+    def _choose(self, client: Client, group: WorkerGroup | None, there: Mapping[str, str]) -> WorkerGroup | None:
+        """Return a group of as many of the workers that are ``there`` as a plan can be made for; None if for none.
 
         ConfigError if those with which the run begins do not fit to each other.
         """
         self._ask(client, there.values())
-        if crew is None:
-            crew = self._first(client, there)
-        known = {*crew.members.values()}
+        if group is None:
+            group = self._first(client, there)
+        known = {*group.members.values()}
         new = {name: address for name, address in there.items() if address not in known}
         left_out = self._unlike(client, new)
         usable = {name: address for name, address in there.items() if name not in left_out}
         while True:
-            chosen = self._largest(crew, usable)
+            chosen = self._largest(group, usable)
             if chosen is None:
                 return None
             found, phases = chosen
@@ -142,22 +146,22 @@ class Elastic:
                 return found
             usable = {name: address for name, address in usable.items() if name not in cut_off}
 
-    def _first(self, client: Client, there: Mapping[str, str]) -> Crew:
-        """Return the crew with which the run begins if no more workers are there than it was told to take."""
+    def _first(self, client: Client, there: Mapping[str, str]) -> WorkerGroup:
+        """Return the group with which the run begins if no more workers are there than it was told to take."""
         names = self._in_order(there)[: self._config.cluster.workers]
         members = {name: there[name] for name in names}
         check_alike(client, members, self._reports)
-        return Crew(members, self._config)
+        return WorkerGroup(members, self._config)
 
-    def _largest(self, crew: Crew, there: Mapping[str, str]) -> tuple[Crew, Phases] | None:
-        cluster, before = self._config.cluster, _kinds(crew)
+    def _largest(self, group: WorkerGroup, there: Mapping[str, str]) -> tuple[WorkerGroup, Phases] | None:
+        cluster, before = self._config.cluster, _kinds(group)
         new = self._in_order({name: address for name, address in there.items() if name not in before})
-        names = [*(name for name in crew.members if name in there), *new]
+        names = [*(name for name in group.members if name in there), *new]
         for count in range(min(len(names), cluster.max_workers or len(names)), 0, -1):
             for kinds in self._kinds.assign(before, names, count):
                 placement = placement_of(kinds, [*kinds], cluster.placement)
                 resized = replace(self._config, cluster=replace(cluster, workers=count, placement=placement))
-                chosen = Crew({name: there[name] for name in kinds}, resized)
+                chosen = WorkerGroup({name: there[name] for name in kinds}, resized)
                 try:
                     return chosen, self._plan(chosen)
                 except UserError as error:
@@ -211,9 +215,9 @@ class Elastic:
             self._progress.note(f"going on with {now} worker{'s' if now > 1 else ''} instead of {before}{waited}")
 
 
-def _kinds(crew: Crew) -> dict[str, Kind]:
-    kinds = kinds_of(crew.config.cluster.placement, range(len(crew.members)))
-    return {name: kinds[index] for index, name in enumerate(crew.members)}
+def _kinds(group: WorkerGroup) -> dict[str, Kind]:
+    kinds = kinds_of(group.config.cluster.placement, range(len(group.members)))
+    return {name: kinds[index] for index, name in enumerate(group.members)}
 
 
 async def _reports(client: Client, addresses: Sequence[str]) -> list[Report | Exception]:

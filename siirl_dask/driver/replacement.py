@@ -12,9 +12,9 @@ from distributed import Client
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.arrivals import wait_for_workers
-from siirl_dask.driver.crew import Crew
 from siirl_dask.driver.deployment import start_lost
 from siirl_dask.driver.processes import members
+from siirl_dask.driver.worker_group import WorkerGroup
 from siirl_dask.errors import SchedulerLost, SiirlError
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
@@ -26,22 +26,24 @@ _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
 
 
 class Fixed:
-    """Crews of a run whose number of workers stays: another worker takes the place of one that is lost."""
+    """Worker groups of a run whose number of workers stays: another worker takes the place of one that is lost."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config, self._progress = config, progress
 
-    def find(self, client: Client, crew: Crew | None, failure: SiirlError | None, own: str | None) -> Crew:
+    def find(
+        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, own: str | None
+    ) -> WorkerGroup:
         cluster = self._config.cluster
-        if crew is None:
-            return Crew(members(client, cluster.workers), self._config)
+        if group is None:
+            return WorkerGroup(members(client, cluster.workers), self._config)
         if not isinstance(failure, SchedulerLost):  # whose cluster has been waited for
-            give_up_silent(client, crew.members.values(), self._config)
+            give_up_silent(client, group.members.values(), self._config)
             start_lost_workers(client, cluster)
             wait_for_workers(client, cluster, self._progress)
-        return Crew(members(client, cluster.workers, crew.members), self._config)
+        return WorkerGroup(members(client, cluster.workers, group.members), self._config)
 
-    def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
+    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         return None
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:

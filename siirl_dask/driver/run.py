@@ -15,7 +15,6 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Engine
 from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.commits import Commits
-from siirl_dask.driver.crew import Crew, Crews
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.elastic import Elastic
 from siirl_dask.driver.iterations import iterations
@@ -33,6 +32,7 @@ from siirl_dask.driver.resume import ResumePoint, find_resume_point, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.verification import verified_resume_point
+from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import ConfigError, Interrupted, SchedulerLost, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
@@ -120,8 +120,8 @@ def _try_until_done(job: _Job, log: RunLog) -> None:
     """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
     config, progress = job.config, log.progress
     restarts = Restarts(config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic)
-    log.restarts, crews = restarts.done, _crews(job, progress)
-    crew: Crew | None = None
+    log.restarts, groups = restarts.done, _worker_groups(job, progress)
+    group: WorkerGroup | None = None
     failure: SiirlError | None = None
     last: Driver | None = None
     with ExitStack() as connection:
@@ -133,8 +133,8 @@ def _try_until_done(job: _Job, log: RunLog) -> None:
                         last = None  # what it had built has gone with its workers
                         connection.close()
                         client = connection.enter_context(reconnect(config, progress))
-                    crew = crews.find(client, crew, failure, None if last is None else last.plugin)
-                    tried = _prepare(job, log, client, crew, crews, last)
+                    group = groups.find(client, group, failure, None if last is None else last.plugin)
+                    tried = _prepare(job, log, client, group, groups, last)
                     earlier, last = last, tried.driver
                     _drive(tried, log, client.dashboard_link, restarts, earlier)
                     return
@@ -152,16 +152,16 @@ def _try_until_done(job: _Job, log: RunLog) -> None:
                 last.close()
 
 
-def _crews(job: _Job, progress: Progress) -> Crews:
+def _worker_groups(job: _Job, progress: Progress) -> WorkerGroups:
     """Return what finds the workers of each try."""
     config = job.config
     if not config.cluster.elastic:
         return Fixed(config, progress)
 
-    def plan(crew: Crew) -> Phases:
-        hosts = hosts_of(crew.members)
-        phases = _plan(crew.config, job.dag, job.validation, list(crew.members), ResumePoint(), hosts)
-        check(crew.config, phases)
+    def plan(group: WorkerGroup) -> Phases:
+        hosts = hosts_of(group.members)
+        phases = _plan(group.config, job.dag, job.validation, list(group.members), ResumePoint(), hosts)
+        check(group.config, phases)
         return phases
 
     return Elastic(config, plan, job.checked.reads, progress)
@@ -172,8 +172,8 @@ class _Try:
     """A try of the run that is planned, and has not begun."""
 
     driver: Driver
-    crew: Crew
-    crews: Crews
+    group: WorkerGroup
+    groups: WorkerGroups
     phases: Phases
     prepare_folder: Callable[[], None]
     commits: Commits
@@ -181,9 +181,11 @@ class _Try:
     """Sentences for the user."""
 
 
-def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, last: Driver | None) -> _Try:
-    """Find where the run goes on, and plan it for the ``crew``; ``last`` had what its workers have built."""
-    config, named, dag, fresh = crew.config, crew.members, job.dag, job.fresh and not log.begun
+def _prepare(
+    job: _Job, log: RunLog, client: Client, group: WorkerGroup, groups: WorkerGroups, last: Driver | None
+) -> _Try:
+    """Find where the run goes on, and plan it for the ``group``; ``last`` had what its workers have built."""
+    config, named, dag, fresh = group.config, group.members, job.dag, job.fresh and not log.begun
     resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
     log.resume_at(with_stages(config, dag, resume, client, named))
     again = last is not None
@@ -209,7 +211,7 @@ def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, l
     checkpoints = Checkpoints(attempt=log.attempt, keep=keep, keep_best=best, done=log.resume.done)
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
     stall_timeout, on_progress = config.cluster.stall_timeout, log.progress.under_way
-    on_idle = crews.look(client, crew, spec.plugin)
+    on_idle = groups.look(client, group, spec.plugin)
     driver = Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, on_progress, on_idle)
     prepare_folder = partial(_prepare_folder, job.config, dag, job.validation, log)
     train = phases[Phase.TRAIN]
@@ -218,7 +220,7 @@ def _prepare(job: _Job, log: RunLog, client: Client, crew: Crew, crews: Crews, l
     commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
     noted = config.observe.progress and not again
     notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if noted else []
-    return _Try(driver, crew, crews, phases, prepare_folder, commits, notes)
+    return _Try(driver, group, groups, phases, prepare_folder, commits, notes)
 
 
 def _note_start(log: RunLog) -> None:
@@ -230,7 +232,7 @@ def _note_start(log: RunLog) -> None:
 
 def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier: Driver | None) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
-    config, resume, driver, workers = log.config, log.resume, tried.driver, len(tried.crew.members)
+    config, resume, driver, workers = log.config, log.resume, tried.driver, len(tried.group.members)
     log.workers, step_done = workers, time.monotonic()
     with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
         tried.prepare_folder()
@@ -241,7 +243,7 @@ def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
             planned = iterations(config, list(tried.phases), resume.done, resume.stages, resume.measured)
-            for event in driver.run(preemption.cut(tried.crews.cut(planned))):
+            for event in driver.run(preemption.cut(tried.groups.cut(planned))):
                 if isinstance(event, Done):
                     log.record(event)
                     step_done = step_done if event.iteration.phase is Phase.CHECKPOINT else time.monotonic()
@@ -250,7 +252,7 @@ def _drive(tried: _Try, log: RunLog, dashboard: str, restarts: Restarts, earlier
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
         if not preemption.asked:
-            tried.crews.check(log.steps, step_done)
+            tried.groups.check(log.steps, step_done)
     if preemption.asked and log.steps < config.run.steps:
         raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")
 

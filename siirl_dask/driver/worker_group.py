@@ -15,7 +15,7 @@ from siirl_dask.planner import Iteration
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class WorkerGroup:
     """Workers that train together."""
 
     members: Mapping[str, str]
@@ -24,28 +24,30 @@ class Crew:
     """The user's, with this number of workers and their placement."""
 
 
-Planner = Callable[[Crew], Phases]
-"""Plans the run for a crew. UserError if it cannot work on it."""
+Planner = Callable[[WorkerGroup], Phases]
+"""Plans the run for a group of workers. UserError if it cannot work on it."""
 
 
-class Crews(Protocol):
-    """Finds the crew of each try of a run."""
+class WorkerGroups(Protocol):
+    """Finds the workers of each try of a run."""
 
-    def find(self, client: Client, crew: Crew | None, failure: SiirlError | None, own: str | None) -> Crew:
-        """Return the next crew: the first, or that after ``crew`` had a ``failure``, when ``own`` were its plugins.
+    def find(
+        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, own: str | None
+    ) -> WorkerGroup:
+        """Return the next group: the first, or that after ``group`` had a ``failure``, when ``own`` were its plugins.
 
         RunError if too few workers come, ConfigError for one that does not fit to the others.
         """
         ...
 
-    def look(self, client: Client, crew: Crew, own: str) -> Callable[[], None] | None:
+    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         """Return what is to be called when idle workers have come; None if the run takes none."""
         ...
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-        """Yield the iterations, as many as are done before the crew changes."""
+        """Yield the iterations, as many as are done before the group changes."""
         ...
 
     def check(self, steps: int, since: float) -> None:
-        """Raise WorkersJoined if the crew is to change now that ``steps`` are done, the last one at time ``since``."""
+        """Raise WorkersJoined if the group is to change now that ``steps`` are done, the last one at time ``since``."""
         ...
