@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.performance import Lengths, lengths_of, splits, step_time
+from siirl_dask.driver.node_seconds import Lengths
+from siirl_dask.driver.performance import lengths_of, splits, step_time
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.speeds import TABLE, speed_of
 from siirl_dask.errors import ConfigError
