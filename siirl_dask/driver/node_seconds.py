@@ -1,0 +1,240 @@
+"""Seconds of each node of a step on a device, from parameters, tokens and the device's figures.
+
+A node's work follows from its columns: one that writes responses generates, one that writes log-probs or values passes
+forward over the rows, one that takes mini-batches to a trained role passes forward and backward, and weights travel
+from the node that writes parameters to the one that reads them. Everything else counts as nothing.
+
+    pass        2 FLOPs a parameter and token, and attention; three times that with gradients, four with recomputation
+    generation  each step reads weights and cache once; prompts are read before, once for all samples with vLLM
+    optimizer   reads and writes 40 bytes a parameter for each mini-batch
+    collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from siirl_dask.config import Backend, Config, Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.driver.speeds import Speed
+from siirl_dask.models.architecture import Architecture, read_architecture
+from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.planner import Node, Plan
+from siirl_dask.planner.contract import options_of
+from siirl_dask.rollout import choose_engine
+from siirl_dask.schema import (
+    MINIBATCH,
+    OLD_LOGPROBS,
+    PARAMETER_DATA,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    VALUES,
+)
+
+_SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
+_OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
+_HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
+_SAMPLER = 60  # bytes read and written for each logit that a token is drawn from
+_MODULES = 6  # times a bare operation's seconds that one takes within a model's Python; fitted on one machine
+_OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and beside the layers
+    "step": (70, 80),
+    "forward": (96, 107),
+    "backward": (192, 167),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the rows of a step."""
+
+    prompt: float
+    response: float
+    longest: float
+    """Longest of the responses that are generated together: an engine goes on as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A role's model on its workers."""
+
+    size: ModelSize
+    one: Architecture
+    narrow: int
+    workers: int
+
+    @property
+    def layers(self) -> int:
+        """Parameters of all layers, whose products take nearly all the time."""
+        return max(1, self.size.total - self.one.vocabulary * self.one.hidden * (1 if self.one.tied else 2))
+
+    @property
+    def head(self) -> int:
+        return self.one.vocabulary * self.one.hidden
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return 2 * self.one.layers * self.one.keys * self.narrow
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeconds:
+    """Estimates the nodes of a plan, on any number of workers."""
+
+    config: Config
+    plan: Plan
+    speed: Speed
+    lengths: Lengths
+    _models: dict[str, tuple[ModelSize, Architecture] | None] = field(default_factory=dict)
+    """Models that were read, by path."""
+
+    def on(self, workers: Mapping[str, int]) -> dict[str, float] | None:
+        """Return the seconds of each node that takes any, on so many workers of each role; None where the size of a
+        model is not known.
+        """
+        found: dict[str, float] = {}
+        for node in self.plan.dag.nodes:
+            writes, reads = set(node.contract.writes.names), set(node.contract.reads)
+            learning = learns(node, self.plan)
+            if not (writes & _SCORES or learning or {RESPONSE_IDS, PARAMETER_DATA} & writes or PARAMETER_DATA in reads):
+                continue
+            options = options_of(self.plan.dag.role(node.role).build)
+            if (model := self._model(options.get("model", self.config.model), workers[node.role])) is None:
+                return None
+            seconds = self._seconds(model, options, writes, reads, learning=learning)
+            found[node.name] = seconds * _contention(self.speed, self.config, workers[node.role])
+        return found
+
+    def _seconds(
+        self, model: _Model, options: Mapping[str, Any], writes: set[str], reads: set[str], *, learning: bool
+    ) -> float:
+        config, speed, lengths = self.config, self.speed, self.lengths
+        trainer: TrainerConfig = options.get("trainer", config.trainer)
+        if RESPONSE_IDS in writes:
+            return _generation(model, options.get("rollout", config.rollout), config, speed, lengths)
+        if PARAMETER_DATA in writes | reads:
+            return _transfer(model, speed) / (2 if PARAMETER_DATA in reads else 1)
+        if learning:
+            return _update(model, trainer, config, speed, lengths)
+        return _scoring(model, trainer, config, speed, lengths)
+
+    def _model(self, model: ModelConfig, workers: int) -> _Model | None:
+        if model.path not in self._models:
+            size, one = count_parameters(model.path), read_architecture(model.path)
+            self._models[model.path] = None if size is None or one is None else (size, one)
+        found = self._models[model.path]
+        return None if found is None else _Model(*found, 2 if model.dtype is Dtype.bfloat16 else 4, workers)
+
+
+def learns(node: Node, plan: Plan) -> bool:
+    """Return whether a node trains its role's model."""
+    return MINIBATCH in node.contract.reads and "trainer" in options_of(plan.dag.role(node.role).build)
+
+
+def _contention(speed: Speed, config: Config, workers: int) -> float:
+    """Return how much longer it takes where a host's workers have fewer cores than threads."""
+    return max(1.0, workers * config.cluster.threads / speed.cores) if speed.cores else 1.0
+
+
+def _flops(model: _Model, speed: Speed) -> float:
+    return speed.flops if model.narrow == 2 else speed.flops32  # bytes of bfloat16
+
+
+def _rows(config: Config) -> int:
+    return config.data.batch_size * config.rollout.n
+
+
+def _forward_flops(model: _Model, tokens: float, length: float, responses: float) -> float:
+    """Return the arithmetic of a forward pass: layers, causal attention over rows of a length, and the head."""
+    attention = 2 * model.one.layers * model.one.queries * length  # half of the pairs, two products of 2 FLOPs
+    return tokens * (2 * model.layers + attention) + 2 * model.head * responses
+
+
+def _pass_bytes(model: _Model, tokens: float) -> float:
+    """Return the bytes of activations that a forward pass writes and reads again."""
+    one = model.one
+    each = 24 * one.hidden + model.narrow * (2 * one.queries + 2 * one.keys + 4 * one.intermediate)
+    return 2 * tokens * one.layers * each
+
+
+def _operations(model: _Model, speed: Speed, kind: str) -> float:
+    each, beside = _OPERATIONS[kind]
+    return _MODULES * speed.operation * (each * model.one.layers + beside)
+
+
+def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    tokens = _rows(config) * (lengths.prompt + lengths.response) / model.workers
+    responses = tokens * lengths.response / (lengths.prompt + lengths.response)
+    compute = _forward_flops(model, tokens, lengths.prompt + lengths.response, responses)
+    passes = max(1.0, tokens / trainer.max_tokens_per_micro_batch)
+    seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
+    seconds += _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    gathered = model.narrow * model.size.total if trainer.backend is Backend.fsdp else 0
+    return _with_collectives(seconds, passes * gathered * _ring(model.workers) / speed.link)
+
+
+def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    steps = config.algorithm.minibatches * config.algorithm.epochs
+    tokens = _rows(config) * (lengths.prompt + lengths.response) / model.workers * config.algorithm.epochs
+    responses = tokens * lengths.response / (lengths.prompt + lengths.response)
+    times = 4 if trainer.gradient_checkpointing else 3
+    compute = times * _forward_flops(model, tokens, lengths.prompt + lengths.response, responses)
+    compute += 2 * model.head * responses  # logits are computed again in the backward pass
+    passes = max(float(steps), tokens / trainer.max_tokens_per_micro_batch)
+    operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
+    seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
+    seconds += times * _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    learned = model.size.total if not trainer.lora.rank else 0
+    shards = 1 if trainer.backend is Backend.torch else trainer.fsdp.shard_size or model.workers
+    seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
+    if trainer.backend is Backend.fsdp:
+        moved = passes * ((times - 1) * model.narrow * model.size.total + 4 * learned)  # gathers, and the scatter
+    else:
+        moved = steps * 2 * 4 * learned
+    return _with_collectives(seconds, moved * _ring(model.workers) / speed.link, hidden=trainer.backend is Backend.fsdp)
+
+
+def _ring(workers: int) -> float:
+    """Return the share of a tensor that each worker of a ring sends."""
+    return (workers - 1) / workers
+
+
+def _with_collectives(compute: float, moved: float, *, hidden: bool = True) -> float:
+    return compute + (max(moved - _HIDDEN_BY_COMPUTING * compute, 0.2 * moved) if hidden else moved)
+
+
+def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    """Return the seconds of the slowest engine, in which a row takes the place of one that has ended."""
+    vllm = choose_engine(rollout.engine) is Engine.vllm
+    ranks = rollout.tensor_parallel_size
+    rows = _rows(config) / (model.workers / ranks)
+    slots = min(rows, _slots(model, rollout, speed, lengths))
+    prompts = rows / rollout.n if vllm and rollout.vllm.enable_prefix_caching else rows
+    flops, rate = ranks * _flops(model, speed), ranks * speed.memory_rate * speed.decoding
+    read = prompts * lengths.prompt
+    prefill = _forward_flops(model, read, lengths.prompt, rows) / (flops * speed.prefill)
+    steps = max(lengths.longest, rows * lengths.response / slots)
+    running = rows * lengths.response / steps
+    weights = model.narrow * (model.layers + model.head)
+    cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes * (1 if vllm else 3)  # and a copy
+    reading = (weights + cache) / rate
+    arithmetic = running * 2 * (model.layers + model.head) / (flops * speed.prefill)
+    token = reading + arithmetic if speed.cores else max(reading, arithmetic)
+    token += running * model.one.vocabulary * _SAMPLER / speed.memory_rate + speed.step
+    return prefill + steps * (token + _operations(model, speed, "step"))
+
+
+def _slots(model: _Model, rollout: RolloutConfig, speed: Speed, lengths: Lengths) -> float:
+    """Return the rows that an engine generates at once."""
+    ranks = rollout.tensor_parallel_size
+    most = float(rollout.vllm.max_num_seqs or rollout.max_rows * ranks)
+    if speed.cores:
+        return most
+    room = ranks * 0.85 * speed.memory - model.narrow * model.size.total
+    return max(1.0, min(most, room / ((lengths.prompt + lengths.response) * model.token_bytes)))
+
+
+def _transfer(model: _Model, speed: Speed) -> float:
+    """Return the seconds in which new weights are gathered and sent, or taken and loaded."""
+    return model.narrow * model.size.total / min(speed.link, speed.memory_rate / 3)
