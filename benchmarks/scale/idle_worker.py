@@ -42,6 +42,7 @@ class IdleWorker(DAGWorker):
         self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
+        self._device = None
         self.port = 0
         self.pulse = Pulse()
         worker.metrics[self.name] = lambda worker: self.pulse.read()

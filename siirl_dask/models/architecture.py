@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_storage import open_fs
-
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.models.cache import folder_here
+from siirl_dask.models.cache import open_model
+from siirl_dask.models.remote import reached
 
 Shapes = dict[str, tuple[int, ...]]
 _SIZES = {  # the key of config.json for each field of Architecture that is a size
@@ -81,11 +80,13 @@ def shapes_by_config(path: str) -> Shapes:
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    fs, folder = open_fs(folder_here(path, weights=False))
-    if not fs.exists(file := f"{folder}/config.json"):
-        return None
+    with reached(path):
+        fs, folder = open_model(path)
+        if not fs.exists(file := f"{folder}/config.json"):
+            return None
+        text = fs.cat_file(file)
     try:
-        config = json.loads(fs.cat_file(file))
+        config = json.loads(text)
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__} where an object was expected")
     except ValueError as error:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
+from fsspec import AbstractFileSystem
 from siirl_storage import join, open_fs
 
 from siirl_dask.config import ModelConfig
@@ -55,6 +56,13 @@ def folder_here(path: str, *, weights: bool) -> str:
         return path
     model = find_model(path)
     return str(fetch(model if weights or is_here(model) else model.without_weights()))
+
+
+def open_model(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return where a model's files can be read: in its folder on this host, where a URL's files have come."""
+    if is_remote(path) and is_here(model := find_model(path)):
+        path = str(fetch(model))
+    return open_fs(path)
 
 
 def local_model(model: ModelConfig, device: Device) -> ModelConfig:

@@ -14,14 +14,13 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import shapes_by_config
-from siirl_dask.models.cache import fetch, is_here
-from siirl_dask.models.remote import find_model, is_remote, reached, tag_of
+from siirl_dask.models.cache import open_model
+from siirl_dask.models.remote import reached, tag_of
 
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _STREAMS = 8  # headers read at once
@@ -78,20 +77,13 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without such files."""
     with reached(path):
-        fs, folder = _opened(path)
+        fs, folder = open_model(path)
         found = fs.glob(f"{folder}/*.safetensors", detail=True)
         if isinstance(fs, LocalFileSystem):
             return dict(shape for name in found for shape in _shapes_in(fs, name))
         with ThreadPoolExecutor(_STREAMS) as pool:
             names = [fs.unstrip_protocol(name) for name in found]
             return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values()))))
-
-
-def _opened(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return where a model's files can be read: in its folder on this host, where a URL's files have come."""
-    if is_remote(path) and is_here(model := find_model(path)):
-        path = str(fetch(model))
-    return open_fs(path)
 
 
 @lru_cache(maxsize=4096)  # a run asks for each role, and again for each worker's memory
@@ -116,7 +108,7 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 def read_widths(path: str) -> Widths | None:
     """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
     with reached(path):
-        fs, folder = _opened(path)
+        fs, folder = open_model(path)
         if not fs.exists(file := f"{folder}/config.json"):
             return None
     try:

@@ -425,14 +425,14 @@ def test_published_weights_are_shared_by_those_that_publish_them(digits):
     assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
 
 
-def test_shipped_weights_are_streamed_unless_a_later_step_loads_them(capsys, digits):
+def test_shipped_weights_are_streamed_also_where_a_later_step_loads_them(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))["phases"]["train"]
     links = {worker: chain["links"] for chain in given["chains"] for worker in chain["workers"]}
     assert links["2"][-1] == {"do": "give in parts", "what": "weights"}
     assert links["0"][-1] == {"do": "take in parts", "what": "load_weights"}
     late = " ".join(planned(capsys, *digits, "rollout.max_staleness=1").split())
-    assert "load_weights, 1 step behind (from weights)" in late
-    assert "in parts" not in late
+    assert "load_weights, 1 step behind (in parts from weights)" in late
+    assert "weights (in parts to load_weights)" in late
 
 
 def test_a_smaller_bucket_takes_less_memory(digits):
