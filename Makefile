@@ -43,10 +43,11 @@ test-gpu:
 	PYTHONPATH=.:storage$(if $(WHEELS),:$(GPU_SITE)) SIIRL_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest -m gpu \
 	  --confcutdir=tests/gpu -o timeout=1200 -p no:cacheprovider $(if $(PICK),-k "$(PICK)") tests/gpu
 
-# What takes minutes or needs programs of its own, such as Slurm: one at a time.
+# What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards.
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone"
+	$(BIN)/pytest -m "slow and alone" $$(grep -rl "mark.alone" tests)
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
 # Every kill, stop and failure of a store at every place, of which the tests above have a sample.

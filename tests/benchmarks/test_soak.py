@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.soak import measure
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 STEPS = 300
 
 

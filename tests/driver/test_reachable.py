@@ -3,12 +3,15 @@
 import os
 import sys
 
+import pytest
+
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
 from tests.conftest import Finished, digits_overrides
 
 
+@pytest.mark.slow
 def test_relative_paths_are_those_of_the_driver_for_workers_in_another_folder(
     cluster, digits_task, tmp_path, monkeypatch
 ):

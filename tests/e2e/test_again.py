@@ -47,6 +47,7 @@ def with_node(function):
     return lambda dag: dag.add(Node("trouble", function, role="reward", after="reward"))
 
 
+@pytest.mark.slow
 def test_the_next_run_begins_after_a_failed_node_a_lost_peer_ctrl_c_and_a_killed_driver(start, train, vllm):
     for function, kind in ((fails_on_one_worker, NodeError), (loses_a_peer_on_one_worker, PeerError)):
         with pytest.raises(SiirlError) as raised:

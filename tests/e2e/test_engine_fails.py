@@ -36,7 +36,9 @@ def weights_that_are_missing(folder):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        pytest.param(a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=NEEDS_VLLM),
+        pytest.param(
+            a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=[NEEDS_VLLM, pytest.mark.slow]
+        ),
         (weights_that_are_missing, "model.path="),
     ],
 )

@@ -178,6 +178,7 @@ def test_one_that_is_killed_or_stopped_is_named_and_all_others_free_what_they_ho
     print(f"| {victim} | {sign.name} | {place} | {told:.1f} | {ended:.1f} | {freed:.1f} | `{message[7:110]}` |")
 
 
+@pytest.mark.slow
 def test_a_driver_that_stood_still_and_goes_on_says_that_it_was_given_up(trapped):
     run = trapped("run.steps=100000")
     run.spring("driver", signal.SIGSTOP, "update")

@@ -64,7 +64,7 @@ def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, monkeypatch, sign):
     entered = tmp_path / "entered"
     monkeypatch.setenv("NEVER_RETURNS", str(entered))

@@ -157,7 +157,7 @@ def test_a_worker_that_dies_while_weights_come_ends_the_run(train):
     ("sign", "expected"),
     [
         (signal.SIGKILL, "worker '1'.* left the cluster during train step 1"),
-        (signal.SIGSTOP, "train step 1: worker '1'.* no sign of life within 2 s"),
+        pytest.param(signal.SIGSTOP, "train step 1: worker '1'.* no sign of life within 2 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_trainer_that_dies_or_stands_still_in_a_broadcast_ends_the_run(train, sign, expected):

@@ -11,7 +11,7 @@ from siirl_dask.testing.hosts import Lab, Names
 from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("names", Names)

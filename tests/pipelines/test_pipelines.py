@@ -67,7 +67,9 @@ def test_every_script_is_run_here():
     assert {path.stem for path in PIPELINES.glob("*.py")} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("dapo", "ppo") else ()) for name in SCRIPTS]
+)
 def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_address, tmp_path):
     command = [sys.executable, str(PIPELINES / f"{name}.py"), str(shipped(SCRIPTS[name]))]
     settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1", f"cluster.address={cluster_address}"]

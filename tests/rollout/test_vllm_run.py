@@ -12,9 +12,13 @@ PLACEMENTS = {
     "beside the policy": "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}",
     "on workers of its own": "{rollout: [0], reward: [0], policy: [1]}",
 }
+CASES = [
+    pytest.param(placement, id=name, marks=() if name == "beside the policy" else pytest.mark.slow)
+    for name, placement in PLACEMENTS.items()
+]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+@pytest.mark.parametrize("placement", CASES)
 def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement):
     overrides = [
         *digits_overrides(digits_task, tmp_path / "run"),

@@ -51,7 +51,7 @@ def test_conforms_with_a_failure_at_any_operation(check: Callable[[str], None], 
     sweep(check, plan, tmp_path)
 
 
-@pytest.mark.parametrize("target", ["file", "s3"])
+@pytest.mark.parametrize("target", ["file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_table_with_a_failure_at_any_operation_has_each_row_once(
     plan: Plan, tmp_path: Path, target: str, request: pytest.FixtureRequest
 ) -> None:
