@@ -6,33 +6,31 @@ import asyncio
 import logging
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from distributed import WorkerPlugin
-from distributed.comm.addressing import get_address_host
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
-from siirl_storage.digests import FileDigest
 
-from siirl_dask.context import Device, Rank
+from siirl_dask.context import Device
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
-from siirl_dask.errors import CheckpointError, PeerError
+from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Plan
+from siirl_dask.planner import Iteration
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker import stuck_collectives
 from siirl_dask.worker.activity import counts_as_progress
+from siirl_dask.worker.checkpoint_writer import CheckpointWriter
 from siirl_dask.worker.data_plane import DataPlane
-from siirl_dask.worker.device_shares import share_devices
-from siirl_dask.worker.devices import bind, find_devices
+from siirl_dask.worker.devices import bind
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
+from siirl_dask.worker.joined_groups import join_groups
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.kept_rows import give_back
 from siirl_dask.worker.lag import LagWindow
@@ -48,10 +46,9 @@ from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter, StageWriter
-from siirl_dask.worker.stop import StopFlag, finished
+from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.turns import Turns
-from siirl_dask.worker.weight_broadcast import Broadcast, join_broadcasts
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
 if TYPE_CHECKING:
@@ -93,10 +90,9 @@ class DAGWorker(WorkerPlugin):
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
-        self._polls: set[int] = set()
+        self._polls: frozenset[int] = frozenset()
         self._began = False
-        self._states: RoleStates | None = None
-        self._written: Future[None] | None = None
+        self._checkpoints: CheckpointWriter | None = None
         self._loaders = PhaseLoaders(self.spec.resume_from.positions if self.spec.resume_from else {})
         self.release = Release(self._free)
         releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
@@ -154,8 +150,9 @@ class DAGWorker(WorkerPlugin):
         self._began = True
         groups.leave()  # an earlier run that failed in this process may not have done so
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
-            self._device, ranks, broadcasts = self._join_groups(plan)
-        device = self._device
+            joined = join_groups(self.spec, self.worker_name, plan, self._store, self._plane.transport, self.stop)
+        self._device, self._polls = joined.device, joined.polls
+        device, ranks = joined.device, joined.ranks
         kept, self._built = self._built.on(device) if self._built else {}, None
         telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage, models=self.spec.models)
         with counts_as_progress(self.pulse):
@@ -164,10 +161,11 @@ class DAGWorker(WorkerPlugin):
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
-            self._states = RoleStates(self.spec.store, resources, side_groups, self.pulse.beat)
+            states = RoleStates(self.spec.store, resources, side_groups, self.pulse.beat)
             if self.spec.resume_from is not None:
                 with self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
-                    self._states.restore(self.spec.resume_from)
+                    states.restore(self.spec.resume_from)
+            self._checkpoints = CheckpointWriter(states, self._loaders, self._report, self._loop, self.stop)
         self._runtime = WorkerRuntime(
             device=device,
             run_url=self.spec.url,
@@ -185,7 +183,7 @@ class DAGWorker(WorkerPlugin):
             stop=self.stop,
             meter=context_meter.meter,
             stream_bytes=self.spec.data.stream_bytes,
-            broadcasts=broadcasts,
+            broadcasts=joined.broadcasts,
             pulse=self.pulse,
         )
         give_back(self._runtime, plan, self.spec.kept)
@@ -214,24 +212,8 @@ class DAGWorker(WorkerPlugin):
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
         self._enter(iteration, completed)
-        assert self._states is not None
-        if self._written is not None:
-            finished(self._written, self.stop)
-        saved = self._states.save(url)
-        self._written = asyncio.run_coroutine_threadsafe(self._report_written(iteration, saved.writes), self._loop)
-        saved_data = {**saved.as_data(), "positions": self._loaders.positions}
-        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": {}, "saved": saved_data})
-
-    async def _report_written(self, iteration: Iteration, writes: Mapping[str, Future[dict[str, FileDigest]]]) -> None:
-        try:
-            written = await asyncio.gather(*map(asyncio.wrap_future, writes.values()))
-        except CheckpointError as error:
-            self._report({"kind": "unsaved", "what": f"{iteration}: {error}"})
-        else:
-            files: dict[str, tuple[int, str]] = {}
-            for role, digests in zip(writes, written, strict=True):
-                files |= {f"{role}/{name}": (one.nbytes, one.sha256) for name, one in digests.items()}
-            self._report({"kind": "written", "sequence": iteration.sequence, "files": files})
+        assert self._checkpoints is not None
+        self._checkpoints.save(iteration, url)
 
     def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:
@@ -292,22 +274,7 @@ class DAGWorker(WorkerPlugin):
         self._loaders.close()
         if self._runtime is not None:
             self._runtime.stages.close()
-        self._runtime = self._states = None
-
-    def _join_groups(self, plan: Plan) -> tuple[Device, dict[str, Rank], dict[tuple[str, ...], Broadcast]]:
-        """Join the process groups; return this worker's device, its rank in each of its roles, and its broadcasts."""
-        name, workers, data = self.worker_name, list(self.spec.members), self.spec.data
-        timeout = groups.longest_wait(data.stall_timeout)
-        host = get_address_host(self._worker.address)
-        store = self._store.join(self._plane.transport, host, timeout, self.stop) if len(workers) > 1 else None
-        devices = find_devices(name, workers, store, timeout, self.stop, cpu=self.spec.cpu)
-        devices = share_devices(devices, plan.placement, self.spec.footprints, self.spec.device_memory)
-        if store is None:
-            return devices[name], groups.single_ranks(plan.placement), {}
-        before = stuck_collectives.polls()
-        ranks = groups.join(store, self.spec.run, name, devices, plan.placement, host, timeout)
-        self._polls = stuck_collectives.polls() - before
-        return devices[name], ranks, join_broadcasts(name, plan, devices, data, timeout, self.stop)
+        self._runtime = self._checkpoints = None
 
     def _watch_next(self) -> None:
         """Watch the next worker: a stalled one is noticed even while all others wait in a collective."""
