@@ -31,7 +31,9 @@ class Commits:
     kept: Sequence[str] = ()
     """Tables of what nodes keep for later steps."""
     _spent: set[tuple[int, str]] = field(default_factory=set)
-    """Steps and tables of stages that came to nothing before they were committed."""
+    """Steps and tables of stages that are not needed any more, and that workers may still be writing."""
+    _whole: set[tuple[int, str]] = field(default_factory=set)
+    """Steps and tables that every worker has written."""
     _there: dict[int, set[str]] = field(default_factory=dict)
     """Tables of recent steps that are committed, where nodes keep rows for later steps."""
 
@@ -44,6 +46,7 @@ class Commits:
 
     def _commit_table(self, staged: Staged) -> None:
         attempt, step, table = self.log.attempt, staged.iteration.step, staged.table
+        self._whole.add((step, table))
         if (step, table) in self._spent:
             self._remove(step, table)
             return
@@ -57,9 +60,20 @@ class Commits:
         )
         commit_table(attempt, table, step, staged.parts, about)
         for earlier in spent or ():
-            self._remove(step, earlier)
-            self._spent.add((step, earlier))  # a worker without a part of ``table`` may still be writing
+            if self._is_being_written(step, earlier):
+                self._spent.add((step, earlier))
+            else:
+                self._remove(step, earlier)
         self._remove_kept(step, table)
+
+    def _is_being_written(self, step: int, table: str) -> bool:
+        """Return whether a worker may still be writing its part: a folder that goes meanwhile would fail the run."""
+        replayed_from = {stage.step: stage.table for stage in self.log.resume.stages}.get(step)
+        if (step, table) in self._whole or table == replayed_from:
+            return False
+        if replayed_from is None or replayed_from not in self.cuts:
+            return True
+        return any(node.stored_as == table for node in self.cuts[replayed_from].dag.nodes)
 
     def _remove_kept(self, step: int, table: str) -> None:
         """Delete what nodes kept before ``step``, once that step can go on without it and has stored what they keep."""
@@ -84,5 +98,6 @@ class Commits:
         state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=self.digest)
         self.checkpoints.commit(written.url, state, written.files)
         self._spent = {(later, table) for later, table in self._spent if later > step}
+        self._whole = {(later, table) for later, table in self._whole if later > step}
         self._there = {later: tables for later, tables in self._there.items() if later > step}
         remove_old_stages(log.attempt.url, log.config.run.keep_stages)

@@ -122,9 +122,9 @@ class RunOnCluster:
         """Return where each worker was at its last heartbeat."""
         return {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
 
-    def _report_no_scheduler(self, address: str, refuses: bool) -> None:
-        what = f"the scheduler at {address} has ended: its port refuses connections"
-        if not refuses:
+    def _report_no_scheduler(self, address: str, reason: str | None) -> None:
+        what = f"the scheduler at {address} has ended: {reason}"
+        if reason is None:
             what = (
                 f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
                 f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"

@@ -15,6 +15,7 @@ from siirl_dask.coordinator.transport.liveness import answers
 
 _EVERY = 0.05  # of the patience: pause between two pings
 _REFUSALS = 3  # in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
+_REFUSES = "its port refuses connections"
 _KNOCK_TIMEOUT = 1.0  # seconds for a connection to be taken or refused
 
 
@@ -27,17 +28,19 @@ def address_of(client: Client) -> str:
 class SchedulerWatch:
     """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or silent for too long."""
 
-    def __init__(self, client: Client, patience: float, ping: str, on_end: Callable[[str, bool], None]) -> None:
+    def __init__(self, client: Client, patience: float, ping: str, on_end: Callable[[str, str | None], None]) -> None:
         """``patience`` is in seconds, ``ping`` the name of a handler on the scheduler.
 
-        ``on_end`` is called once, on the event loop, with the scheduler's address and whether its port refuses
-        connections: then its process has ended.
+        ``on_end`` is called once, on the event loop, with the scheduler's address and what shows that its process has
+        ended; None if it is only silent.
         """
         self._client = client
         self._patience = patience
         self._ping_name = ping
         self._on_end = on_end
         self._watching: Future[None] | None = None
+        self._known = ""
+        self._other_answered = False
         self._scheduler: Any = None
 
     def start(self) -> None:
@@ -52,20 +55,24 @@ class SchedulerWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
+        with suppress(OSError):  # an end that comes so soon is noticed below
+            self._known = await self._identity()
         silence = asyncio.create_task(self._wait_for_silence())
         refusal = asyncio.create_task(self._wait_for_refusal())
         try:
             done, _ = await asyncio.wait([silence, refusal], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            self._on_end(self._scheduler.address, refusal in done)
+            self._on_end(self._scheduler.address, _REFUSES if refusal in done else silence.result())
         finally:
             silence.cancel()
             refusal.cancel()
 
-    async def _wait_for_silence(self) -> None:
+    async def _wait_for_silence(self) -> str | None:
+        """Return once nobody answers, None, or somebody else does: what shows that."""
         while await answers(self._ping, self._patience):
+            if self._other_answered:
+                return "another one answers at its address"
             await asyncio.sleep(_EVERY * self._patience)
+        return None
 
     async def _wait_for_refusal(self) -> None:
         """Return once connections are refused: unlike silence, no load and no link that is down looks like that."""
@@ -77,10 +84,15 @@ class SchedulerWatch:
 
     async def _ping(self) -> bool:
         try:
-            await getattr(self._scheduler, self._ping_name)()
+            answer = await getattr(self._scheduler, self._ping_name)()  # None where the run's plugin is not there
+            if answer is not True and self._known:
+                self._other_answered = await self._identity() != self._known
         except OSError:  # no connection, which may pass
             return False
         return True
+
+    async def _identity(self) -> str:
+        return str((await self._scheduler.identity(n_workers=0))["id"])
 
 
 async def refuses(address: str) -> bool:

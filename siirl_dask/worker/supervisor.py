@@ -146,9 +146,10 @@ class Supervisor(SchedulerPlugin):
         present = [address for address in self.members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
 
-    def ping(self) -> None:
-        """Take the driver's sign of life."""
+    def ping(self) -> bool:
+        """Take the driver's sign of life, and answer it: Dask answers None for a handler that is not there."""
         self._heard = True
+        return True
 
     def readings(self) -> dict[str, tuple[int, str, bool]]:
         """Return each worker's last reading of its pulse: beats, place, and whether it waits for others."""

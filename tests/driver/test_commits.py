@@ -57,3 +57,11 @@ def test_a_start_that_was_taken_over_commits_nothing_and_deletes_no_stage(attemp
         commits.commit(later)
     assert len(there(attempt, STAGE)) == 2
     assert read_record(join(attempt.url, TABLE, "step=000001")) is None
+
+
+def test_a_stage_that_a_worker_is_still_writing_is_left_alone_until_it_is_whole(attempt, commits):
+    coming = staged(attempt, STAGE)  # another worker's part is on its way into the same folder
+    commits.commit(staged(attempt, TABLE))
+    assert len(there(attempt, STAGE)) == 1
+    commits.commit(coming)
+    assert there(attempt, STAGE) == []
