@@ -52,7 +52,7 @@ def test_a_worker_that_is_cut_off_is_named_before_the_run_is_tidied_up(cluster_o
 def test_a_driver_that_is_cut_off_from_the_scheduler_says_so(cluster_of_three, digits_on, event):
     """Its own link fails, or the scheduler's host goes down."""
     lab, cluster = cluster_of_three(count=4)
-    driver = digits_on(cluster, lab.hosts[3], "run.steps=100000")
+    driver = digits_on(cluster, lab.hosts[3], "run.steps=100000", "run.max_restarts=0")
     driver.wait_for_steps(2)
     getattr(lab, event)(lab.hosts[3] if event == "pull" else lab.hosts[0])
     line, seconds = message(driver)
