@@ -46,8 +46,8 @@ test-gpu:
 # What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards.
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone"
-	$(BIN)/pytest -m "slow and alone" $$(grep -rl "mark.alone" tests)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep"
+	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -rl "mark.alone" tests)
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
 # Every kill, stop and failure of a store at every place, of which the tests above have a sample.

@@ -19,7 +19,16 @@ def message(driver):
     raise AssertionError("".join(lines))
 
 
-@pytest.mark.parametrize(("where", "seconds"), [(1, 2), (1, 8), (1, 13), (3, 8)])
+OUTAGES = [
+    pytest.param(1, 2, marks=pytest.mark.sweep),
+    pytest.param(1, 8, marks=pytest.mark.sweep),
+    (1, 13),
+    (3, 8),
+]
+"""Host whose link is down, and for how many seconds."""
+
+
+@pytest.mark.parametrize(("where", "seconds"), OUTAGES)
 def test_a_link_that_is_down_for_less_than_the_peer_timeout_costs_nothing_but_time(
     cluster_of_three, digits_on, where, seconds
 ):
