@@ -24,9 +24,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
+from siirl_dask.context import DeviceKind
 from siirl_dask.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+BACKENDS: dict[str, str] = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
+"""Backend of torch.distributed for each kind of device."""
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
 

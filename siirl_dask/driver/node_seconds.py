@@ -35,6 +35,7 @@ from siirl_dask.schema import (
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
 _OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
+_ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
 _SAMPLER = 60  # bytes read and written for each logit that a token is drawn from
 _MODULES = 6  # times a bare operation's seconds that one takes within a model's Python; fitted on one machine
 _OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and beside the layers
@@ -201,7 +202,8 @@ def _ring(workers: int) -> float:
 
 
 def _with_collectives(compute: float, moved: float, *, hidden: bool = True) -> float:
-    return compute + (max(moved - _HIDDEN_BY_COMPUTING * compute, 0.2 * moved) if hidden else moved)
+    seen = max(moved - _HIDDEN_BY_COMPUTING * compute, (1 - _HIDDEN_BY_COMPUTING) * moved) if hidden else moved
+    return compute + seen
 
 
 def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
@@ -231,7 +233,7 @@ def _slots(model: _Model, rollout: RolloutConfig, speed: Speed, lengths: Lengths
     most = float(rollout.vllm.max_num_seqs or rollout.max_rows * ranks)
     if speed.cores:
         return most
-    room = ranks * 0.85 * speed.memory - model.narrow * model.size.total
+    room = ranks * _ENGINE_SHARE * speed.memory - model.narrow * model.size.total
     return max(1.0, min(most, room / ((lengths.prompt + lengths.response) * model.token_bytes)))
 
 

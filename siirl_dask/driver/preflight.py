@@ -20,9 +20,10 @@ from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
 from siirl_dask.planner import DAG, Footprint, Plan, Role, RoleCost
-from siirl_dask.planner.contract import options_of, preflight_of, provides_of
+from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
 from siirl_dask.planner.placement import host_notes
+from siirl_dask.planner.role_contract import preflight_of, provides_of
 from siirl_dask.worker.run_spec import serialize_phases
 
 

@@ -7,9 +7,9 @@ transformers, on the meta device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
@@ -17,6 +17,7 @@ from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached
 
 Shapes = dict[str, tuple[int, ...]]
+T = TypeVar("T")
 _SIZES = {  # the key of config.json for each field of Architecture that is a size
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -68,7 +69,7 @@ def read_architecture(path: str) -> Architecture | None:
     None without a ``config.json``, for a kind that transformers does not know, and for a model without such layers.
     ConfigError if the file is damaged.
     """
-    return None if (config := _read(path)) is None else _understood(path, config, _architecture)
+    return None if (config := read_config(path)) is None else understood(path, config, _architecture)
 
 
 def shapes_by_config(path: str) -> Shapes:
@@ -76,10 +77,15 @@ def shapes_by_config(path: str) -> Shapes:
 
     Empty without that file, and for what is no causal model that transformers knows. ConfigError if it is damaged.
     """
-    return {} if (config := _read(path)) is None else _understood(path, config, _shapes) or {}
+    return {} if (config := read_config(path)) is None else understood(path, config, _shapes) or {}
 
 
-def _read(path: str) -> dict[str, Any] | None:
+def read_config(path: str) -> dict[str, Any] | None:
+    """Read the ``config.json`` of a model's folder, on any fsspec URL; None without one.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
     with reached(path):
         fs, folder = open_model(path)
         if not fs.exists(file := f"{folder}/config.json"):
@@ -94,7 +100,8 @@ def _read(path: str) -> dict[str, Any] | None:
     return config
 
 
-def _understood(path: str, config: Mapping[str, Any], take: Any) -> Any:
+def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return ``take(config)``; ConfigError, by the model's path, for whatever it raises."""
     try:
         return take(config)
     except Exception as error:  # transformers raises many kinds of errors for a config that it refuses
@@ -104,9 +111,9 @@ def _understood(path: str, config: Mapping[str, Any], take: Any) -> Any:
 def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     text: Mapping[str, Any] = config.get("text_config", config)
     if not all(map(text.get, _SIZES.values())):
-        if (completed := _completed(config)) is None:
+        if (whole := completed(config)) is None:
             return None
-        text = completed
+        text = whole
     sizes = {field: _size(text, key) for field, key in _SIZES.items() if text.get(key) is not None}
     if len(sizes) < len(_SIZES):
         return None  # no decoder of layers that are all alike
@@ -125,8 +132,8 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Let transformers complete a config that leaves sizes out or has other names for them."""
+def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Let transformers complete a config that leaves sizes out or renames them; None for an unknown kind."""
     from transformers import CONFIG_MAPPING  # takes two seconds, and most configs do without
 
     if config.get("model_type") not in CONFIG_MAPPING:

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import shapes_by_config
+from siirl_dask.models.architecture import completed, read_config, shapes_by_config, understood
 from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached, tag_of
 
@@ -107,24 +107,10 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def read_widths(path: str) -> Widths | None:
     """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
-    with reached(path):
-        fs, folder = open_model(path)
-        if not fs.exists(file := f"{folder}/config.json"):
-            return None
-    try:
-        config = json.loads(fs.cat_file(file))
-        text = config.get("text_config", config)
-        widths = text if all(map(text.get, _WIDTHS)) else _with_defaults(config)
-    except Exception as error:  # transformers raises many kinds of errors for a config that it refuses
-        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
-    return Widths(*(value if isinstance(value := widths.get(name), int) else None for name in _WIDTHS))
+    return None if (config := read_config(path)) is None else understood(path, config, _widths)
 
 
-def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Let transformers complete a config that leaves widths out or has other names for them."""
-    from transformers import CONFIG_MAPPING  # takes two seconds, and most configs do without
-
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return config
-    text = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
-    return {name: getattr(text, name, None) for name in _WIDTHS}
+def _widths(config: Mapping[str, Any]) -> Widths:
+    text = config.get("text_config", config)
+    found = text if all(map(text.get, _WIDTHS)) else completed(config) or config
+    return Widths(*(value if isinstance(value := found.get(name), int) else None for name in _WIDTHS))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich import progress as bars
 from rich.console import Console
@@ -49,6 +50,7 @@ def transfer(what: str, nbytes: int, console: Console, enabled: bool) -> Iterato
         console.print(Text(f"{what}: {decimal(seen.nbytes)} in {seconds:.1f} s"), soft_wrap=True)
 
 
+@dataclass(slots=True)
 class _Seen:
-    nbytes = 0
-    told_at = 0.0
+    nbytes: int = 0
+    told_at: float = 0.0

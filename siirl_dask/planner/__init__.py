@@ -25,19 +25,8 @@ from siirl_dask.planner.chain import (
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.compile import compile_chains
-from siirl_dask.planner.contract import (
-    Changes,
-    Contract,
-    KeptRows,
-    Preflight,
-    RoleCost,
-    WeightSink,
-    WeightSource,
-    builds,
-    columns,
-    reads_option,
-)
-from siirl_dask.planner.dag import DAG, Node, Role, Rows
+from siirl_dask.planner.contract import Changes, Contract, KeptRows, WeightSink, WeightSource, columns, reads_option
+from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.as_json import as_data
 from siirl_dask.planner.explain.as_svg import draw
 from siirl_dask.planner.explain.as_text import describe
@@ -47,7 +36,9 @@ from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.names import resolve
+from siirl_dask.planner.node import Node, Role, Rows
 from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
+from siirl_dask.planner.role_contract import Preflight, RoleCost, builds
 from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
 
 __all__ = [

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from siirl_dask.planner.column_flow import Stage
-from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.hosts import Hosts
+from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import Schema
 
 

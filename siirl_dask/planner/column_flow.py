@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.dag import DAG, Node
+from siirl_dask.planner.dag import DAG
+from siirl_dask.planner.node import Node
 from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema
 
 DATA = "data"

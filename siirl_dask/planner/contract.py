@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.footprint import Footprint
 from siirl_dask.schema import Schema, make_schema
 
 NodeFn = Callable[..., Any]
@@ -185,86 +184,6 @@ def contract_of(fn: NodeFn) -> Contract:
         draws=changes.draws,
         carries=changes.carries,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleCost:
-    """A role's memory on each of its workers and its capabilities, as far as known before it is built."""
-
-    memory: int | None = None
-    """Bytes on a CPU; None if unknown, such as for a model whose files are not on this machine."""
-    computing: int = 0
-    """Bytes on a CPU besides, while it computes: activations. Roles of a worker compute one after the other."""
-    device: Footprint | None = None
-    """The same where the worker has an accelerator; None if unknown."""
-    checkpoint_copy: int = 0
-    """Bytes of the copy that is held while a checkpoint is written."""
-    provides: frozenset[str] = frozenset()
-    """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
-    notes: tuple[str, ...] = ()
-    """Sentences for readers of a plan."""
-    reads: tuple[str, ...] = ()
-    """Folders, local or by URL, that each worker of the role must be able to read."""
-
-
-Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]
-"""``(options, workers, config) -> RoleCost``: checks a role before anything starts.
-
-``options`` are those that are bound to the builder, ``workers`` the names of the role's workers in rank order,
-``config`` the run's Config. ConfigError or PlanError for what cannot work.
-"""
-
-
-Groups = Callable[[Mapping[str, Any], int], Mapping[str, int]]
-"""``(options, workers) -> {config key: size}``: sizes of the groups that the ranks of a role on ``workers`` form.
-
-A group is ``size`` neighbours in rank order that speak with each other all the time, such as the ranks of an engine;
-the planner puts each on one host where it can. ``options`` are those that are bound to the builder.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """The declaration that ``@builds`` puts on a builder."""
-
-    preflight: Preflight
-    provides: frozenset[str]
-    groups: Groups | None
-
-
-def builds(*, preflight: Preflight, provides: Iterable[str] = (), groups: Groups | None = None) -> Callable[[_F], _F]:
-    """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
-
-    ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
-    ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself.
-    """
-    declared = Declared(preflight, frozenset(provides), groups)
-
-    def attach(fn: _F) -> _F:
-        fn.__builds__ = declared  # type: ignore[attr-defined]
-        return fn
-
-    return attach
-
-
-def preflight_of(build: Callable[..., Any]) -> Preflight | None:
-    """Return the check that a role's builder declares, or None."""
-    declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return None if declared is None else declared.preflight
-
-
-def provides_of(build: Callable[..., Any]) -> frozenset[str]:
-    """Return the capabilities of all roles of this builder."""
-    declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return frozenset() if declared is None else declared.provides
-
-
-def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:
-    """Return the sizes of the groups of ranks that a role on ``workers`` workers forms, by their config key."""
-    declared: Declared | None = getattr(bare(build), "__builds__", None)
-    if declared is None or declared.groups is None:
-        return {}
-    return {key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1}
 
 
 def bare(fn: Any) -> Any:

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Restore, Run, Send, Stream
-from siirl_dask.planner.dag import Node
+from siirl_dask.planner.node import Node
 from siirl_dask.planner.weight_streams import run_order
 
 

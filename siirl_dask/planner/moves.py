@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Early, Edge, Input
 from siirl_dask.planner.column_flow import DATA, Stage
-from siirl_dask.planner.dag import Node, Rows
 from siirl_dask.planner.explain.tables import steps_behind
 from siirl_dask.planner.hosts import Hosts, by_host
+from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import IDENTITY, MINIBATCH, make_schema
 
 

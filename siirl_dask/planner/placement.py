@@ -7,9 +7,9 @@ from math import gcd
 
 from siirl_dask.errors import PlanError, did_you_mean
 from siirl_dask.planner.chain import Plan
-from siirl_dask.planner.contract import groups_of
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.hosts import Hosts, arrange, by_host, groups_apart
+from siirl_dask.planner.role_contract import groups_of
 
 
 def place_roles(

@@ -16,7 +16,8 @@ from typing import Any
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.column_flow import Stage, trace_columns
 from siirl_dask.planner.contract import bare, columns
-from siirl_dask.planner.dag import DAG, Node
+from siirl_dask.planner.dag import DAG
+from siirl_dask.planner.node import Node
 from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
 
 NO_DATA: Schema = make_schema({name: TYPES[name] for name in IDENTITY})

@@ -22,8 +22,9 @@ from typing import Any, get_type_hints
 from siirl_dask.coerce import Coercer
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.contract import check_options
-from siirl_dask.planner.dag import DAG, Node, Role, Rows
+from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.names import canonical, resolve
+from siirl_dask.planner.node import Node, Role, Rows
 from siirl_dask.schema import TYPES, Schema, make_schema
 
 _NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "save_as", "stage", "reads", "writes", "lag")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from siirl_dask.planner.column_flow import Stage
-from siirl_dask.planner.dag import DAG, Node, Rows
+from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.tables import short_name, steps_behind
+from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import PARAMETER_DTYPE, PARAMETER_SHAPE
 
 Placed = Mapping[str, tuple[str, ...]]
@@ -56,17 +57,20 @@ def stays(source: Stage, target: Stage, placed: Placed) -> bool:
     """Return whether each worker takes the tensors of a stream from itself, without a table: it has both roles, and all
     of the source's workers go through all tensors.
     """
-    gives, takes = source.node.weight_source, target.node.weight_sink
-    both = set(placed[source.node.role]) == set(placed[target.node.role])
-    return both and gives is not None and gives.tensors is not None and takes is not None and takes.tensors is not None
+    return set(placed[source.node.role]) == set(placed[target.node.role]) and handle_tensors(source.node, target.node)
+
+
+def handle_tensors(source: Node, target: Node) -> bool:
+    """Return whether the first node gives its weights as tensors, and the second takes them so, without a table."""
+    gives, takes = source.weight_source, target.weight_sink
+    return gives is not None and gives.tensors is not None and takes is not None and takes.tensors is not None
 
 
 def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapping[str, str]) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
     giver, taker = source.node, target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
-    gives, takes = giver.weight_source, taker.weight_sink
-    if gives is None or gives.tensors is None or takes is None or takes.tensors is None:
+    if not handle_tensors(giver, taker):
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
         return f"{functions} do not both handle tensors (@columns(stream=...))"
     if taker.lag and streams.get(giver.name) != taker.name and _fit(giver, taker):

@@ -31,8 +31,8 @@ from siirl_dask.config.file import dump, load_text
 from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
-from siirl_dask.planner.dag import STAGES
 from siirl_dask.planner.names import canonical
+from siirl_dask.planner.node import STAGES
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 

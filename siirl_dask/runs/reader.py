@@ -15,7 +15,8 @@ from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.observe.metrics import Record, read_metrics
 from siirl_dask.observe.summary import Summary, read_summary
 from siirl_dask.planner import resolve
-from siirl_dask.planner.contract import contract_of, options_of, provides_of
+from siirl_dask.planner.contract import contract_of, options_of
+from siirl_dask.planner.role_contract import provides_of
 from siirl_dask.planner.spec import bind
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config

@@ -19,7 +19,7 @@ from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
-from siirl_dask.planner.dag import STAGES
+from siirl_dask.planner.node import STAGES
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
 from siirl_dask.runs.stages import spent_by

@@ -9,7 +9,7 @@ from typing import Any
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.planner import Role, RoleCost, builds
-from siirl_dask.planner.contract import provides_of
+from siirl_dask.planner.role_contract import provides_of
 from siirl_dask.worker.role_state import ResumeFrom, RoleStates, StateStore, close_roles, has_state
 
 

@@ -23,9 +23,6 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag
 
-_BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
-
-
 _LEAST_WAIT = 3600.0  # seconds; gloo frees a thread from a peer that stands still by nothing but its timeout
 
 
@@ -133,7 +130,7 @@ def backend_of(devices: Iterable[Device]) -> str:
     devices = list(devices)
     alike = len({device.kind for device in devices}) == 1
     apart = len({device.card for device in devices}) == len(devices)
-    return _BACKENDS[devices[0].kind] if alike and apart else "gloo"
+    return collectives.BACKENDS[devices[0].kind] if alike and apart else "gloo"
 
 
 def role_backend(role: str, devices: Sequence[Device]) -> str:

@@ -28,6 +28,7 @@ from siirl_dask.context import Metric, Reduce, RowStream
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import Edge, Iteration, Stream
+from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
 from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.pulse import Pulse
@@ -41,7 +42,7 @@ def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
     clock, broadcast = Clock(runtime.meter), runtime.broadcasts.get(link.joins)
-    tensors = broadcast is not None or (link.edge is None and _handle_tensors(link))
+    tensors = broadcast is not None or (link.edge is None and handle_tensors(link.source, link.target))
     made = _made(link, calls, tensors=tensors) if link.gives else iter(())
     made = clock.timed(link.source.name, made)
     if link.edge is None:
@@ -63,11 +64,6 @@ def discard(link: Stream, calls: NodeCalls) -> None:
     stream = consume(edge, iter(()), clock) if broadcast is None else _arriving(edge, broadcast, clock)
     for _ in stream.tables:
         calls.runtime.stop.check()
-
-
-def _handle_tensors(link: Stream) -> bool:
-    source, sink = link.source.weight_source, link.target.weight_sink
-    return source is not None and source.tensors is not None and sink is not None and sink.tensors is not None
 
 
 def _edge(edge: Edge, calls: NodeCalls) -> StreamEdge:

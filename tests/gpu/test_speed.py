@@ -13,6 +13,7 @@ import torch
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Rank
+from siirl_dask.driver.speeds import TABLE
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import pack_samples
@@ -24,8 +25,6 @@ ENGINES = [Engine.transformers, pytest.param(Engine.vllm, marks=pytest.mark.gpu(
 SHAPE = {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "head_dim": 64, "intermediate": 4864}
 VOCABULARY = 151_936
 ROWS, PROMPT, RESPONSE = (4, 16, 8) if devices.ON_CPU else (64, 128, 384)
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "910B": 376e12}
-"""Dense bfloat16 FLOP a second, from the vendors' data sheets."""
 
 
 @dataclass
@@ -107,7 +106,7 @@ def _describe(step, clock, parameters):
 def _mfu(clock, parameters):
     """Model FLOPs in a second of the update, over what the device can do: 6 a parameter and token, no attention."""
     name = "" if devices.ON_CPU else torch.get_device_module(str(devices.kind())).get_device_name()
-    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    peak = next((speed.flops for known, speed in TABLE.items() if known in name.lower()), None)
     rate = 6 * parameters * clock.tokens["update"] / clock.seconds["update"]
     if peak is None:
         return f"; update at {rate / 1e12:.3f} TFLOP/s (the peak of {name or 'a CPU'} is not known here)"

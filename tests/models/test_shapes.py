@@ -22,7 +22,7 @@ def widths_of(folder, text):
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 50},
          Widths(6, 2, 96, 50)),
         ({"model_type": "never heard of", "vocab_size": 50}, Widths(None, None, None, 50)),
-        ({"model_type": "gpt2", "n_head": 6, "vocab_size": 50}, Widths(6, None, None, 50)),
+        ({"model_type": "gpt2", "n_head": 6, "vocab_size": 50}, Widths(6, 6, 4 * 768, 50)),
         ({"model_type": "llama", "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 50},
          Widths(8, 8, 96, 50)),
         (GEMMA, Widths(8, 4, 96, 262208)),

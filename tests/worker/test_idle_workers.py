@@ -51,11 +51,11 @@ def test_workers_of_other_runs_and_busy_ones_are_not_free(client):
 
     busy = client.submit(wait, workers=[workers(client)["2"]])
     with run(client, "siirl-one", "0"):
-        until(lambda: [*client.run_on_scheduler(free_workers)] == ["1"])
-        assert [*client.run_on_scheduler(free_workers, "siirl-one")] == ["0", "1"]
+        until(lambda: {*client.run_on_scheduler(free_workers)} == {"1"})
+        assert {*client.run_on_scheduler(free_workers, "siirl-one")} == {"0", "1"}
     Event("go", client=client).set()
     busy.result()
-    assert [*client.run_on_scheduler(free_workers)] == ["1", "2"]
+    assert {*client.run_on_scheduler(free_workers)} == {"1", "2"}
 
 
 def test_idle_workers_are_told_once_and_only_to_an_elastic_run(client):

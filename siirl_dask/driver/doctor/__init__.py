@@ -46,7 +46,7 @@ def _cluster(config: Config) -> Iterable[Finding]:
 
 
 def _checked(part: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return what a check finds. One that fails is a fault itself: a patient must not end its doctor."""
+    """Return what a check finds. One that raises is a fault itself, and the others go on."""
     try:
         return list(check())
     except Exception as error:

@@ -19,7 +19,6 @@ _DRIVERS = {
     "ascend": Path("/usr/local/Ascend/driver/version.info"),
 }
 _NODES = {"nvidia": re.compile(r"nvidia\d+"), "ascend": re.compile(r"davinci\d+")}
-_BACKENDS = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
 _NAMES = {"NCCL_SOCKET_IFNAME": DeviceKind.CUDA, "HCCL_SOCKET_IFNAME": DeviceKind.NPU}
 _TENSOR_CORES = (8, 0)  # Ampere: bfloat16 and FlashAttention
 _TAKEN, _OWN = 0.1, 2**30  # share of a device's memory in use that is worth a word, beyond what torch's own start takes
@@ -90,9 +89,9 @@ def _device(module: Any, kind: DeviceKind, index: int, driver: str) -> Finding:
 
 def check_backends(kind: DeviceKind) -> list[Finding]:
     """Return findings on what carries tensors between workers whose devices are of this kind, and where."""
-    from siirl_dask.collectives import LOOPBACK, backends, interface_of
+    from siirl_dask.collectives import BACKENDS, LOOPBACK, backends, interface_of
 
-    wanted, built = dict.fromkeys(("gloo", _BACKENDS[kind])), backends()
+    wanted, built = dict.fromkeys(("gloo", BACKENDS[kind])), backends()
     missing = [name for name in wanted if name not in built]
     if missing:
         cure = "pip install 'torch>=2.13,<2.14'" if kind is not DeviceKind.NPU else "pip install 'siirl_dask[npu]'"

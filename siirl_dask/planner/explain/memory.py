@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Restore, Run, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Column, Stage
-from siirl_dask.planner.dag import Rows
 from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
+from siirl_dask.planner.node import Rows
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from siirl_dask.planner.chain import Plan
 from siirl_dask.planner.column_flow import DATA
 from siirl_dask.planner.contract import option_at
-from siirl_dask.planner.dag import Node, Rows
+from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import (
     ADVANTAGES,
     COVARIANT,

@@ -16,7 +16,7 @@ from siirl_storage.parts import complete_names
 from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_of
-from siirl_dask.planner.dag import STAGES
+from siirl_dask.planner.node import STAGES
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.stages import SPENT
 

@@ -10,11 +10,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stub
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from siirl_dask.collectives import LOOPBACK, listening_at, new_subgroup
+from siirl_dask.collectives import BACKENDS, LOOPBACK, listening_at, new_subgroup
 from siirl_dask.context import Rank
 from siirl_dask.training.preflight import check_divides
-
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
@@ -98,7 +96,7 @@ def _group_of_one(kind: str) -> Any:
 
     In a run with one worker it is the default group, of which DCP's asynchronous saves want a CPU backend as well.
     """
-    backend = _BACKENDS[kind]
+    backend = BACKENDS[kind]
     if dist.is_initialized():
         # where workers share devices, the world's backend is gloo and cannot serve
         return new_subgroup([dist.get_rank()], dist.group.WORLD, backend)

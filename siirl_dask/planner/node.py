@@ -1,0 +1,206 @@
+"""Nodes and roles, of which DAGs are made; each is checked as soon as it is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.contract import (
+    Contract,
+    NodeFn,
+    WeightSink,
+    WeightSource,
+    bare,
+    check_options,
+    contract_of,
+    options_of,
+)
+from siirl_dask.planner.names import canonical_text, function_name
+from siirl_dask.schema import IDENTITY, Schema, make_schema
+
+BuildFn = Callable[..., Any]
+"""``(Device, Rank, **options) -> resource``."""
+
+STAGES = "stages"
+"""Folder of a run with the rows of nodes that are stored until a later table has them (``Node.stage``)."""
+_NAME = re.compile(r"\w[\w-]*")
+
+
+class Rows(StrEnum):
+    """Layout of a node's rows among the workers of its role."""
+
+    ANYWHERE = "anywhere"
+    """Rows stay in place; those that must move go to the least loaded worker. The only choice without parents."""
+    GROUPED = "grouped"
+    """All rows of a group on one worker, tokens balanced."""
+    BALANCED = "balanced"
+    """Tokens balanced; each mini-batch on its own if the node reads ``minibatch``."""
+    REPLICATED = "replicated"
+    """All rows on every worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """A model or an engine, which ``build(device, rank, **options)`` makes once on each of its workers."""
+
+    name: str
+    build: BuildFn
+    at: str = ""
+    """File and line of its definition, for errors."""
+
+    def __post_init__(self) -> None:
+        _check_name(f"{self.at}: role" if self.at else "role", self.name)
+        function_name(bare(self.build))
+        label = f"{self.at}: role {self.name!r}" if self.at else f"role {self.name!r}"
+        check_options(bare(self.build), options_of(self.build), label)
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal roles, written in YAML or in Python."""
+        return canonical_text({"name": self.name, "build": self.build})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Role) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One stage of the workflow: a function of a table, run on every worker of its role.
+
+    PlanError for an invalid name, parent or option. ``reads`` and ``writes`` replace those of the function's
+    ``@columns``.
+    """
+
+    name: str
+    fn: NodeFn
+    """``(Context, pa.Table, **options) -> pa.Table``, at the top level of a module."""
+    _: KW_ONLY
+    role: str
+    after: Sequence[str] = ()
+    """Name of its parent, or names of several; a tuple once the node is made."""
+    rows: Rows | str = Rows.ANYWHERE
+    """Layout of its rows among the workers of its role, or the layout's name; a ``Rows`` once the node is made."""
+    save_as: str | None = None
+    """Name of the run's table to which every worker writes its part of the output."""
+    stage: bool = False
+    """True if its rows are stored as soon as they are made, until a table that is saved further on has them: a step
+    that is cut short in between goes on from them. It changes nothing where ``save_as`` stores them anyway."""
+    lag: int = 0
+    """Steps by which its input is older than the step, so that its workers do not wait for the step's own rows."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the function, which override those bound by a partial; all options once the node is made."""
+    reads: tuple[str, ...] | None = None
+    writes: Schema | None = None
+    at: str = ""
+    """File and line of its definition, for errors."""
+
+    def __post_init__(self) -> None:
+        _check_name(f"{self.at}: node" if self.at else "node", self.name)
+        object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
+        function_name(bare(self.fn))
+        options = {**options_of(self.fn), **self.options}
+        if options:
+            object.__setattr__(self, "fn", partial(bare(self.fn), **options))
+        object.__setattr__(self, "options", options)
+        check_options(bare(self.fn), options, self.label)
+        if self.save_as is not None:
+            _check_name(f"save_as of {self.label}:", self.save_as)
+        if self.save_as == STAGES:
+            raise PlanError(f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name")
+        if not isinstance(self.stage, bool):
+            raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
+        if self.writes is not None:
+            object.__setattr__(self, "writes", make_schema({field.name: field.type for field in self.writes}))
+        object.__setattr__(self, "rows", self._checked_rows())
+        if not self.after and self.rows is not Rows.ANYWHERE:
+            raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
+        if not isinstance(self.lag, int) or self.lag < 0 or (self.lag and not self.after):
+            raise PlanError(f"{self.label} has lag={self.lag!r}: expected a number of steps, and parents to lag behind")
+        contract = self.contract
+        # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
+        if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
+            raise PlanError(f"{self.label} writes {changed} of rows that exist: only new_rows=True may")
+
+    def _checked_rows(self) -> Rows:
+        valid = [str(policy) for policy in Rows]
+        if self.rows not in valid:
+            hint = did_you_mean(str(self.rows), valid)
+            raise PlanError(f"{self.label} has rows={self.rows!r}: expected one of {valid}{hint}")
+        return Rows(self.rows)
+
+    @property
+    def label(self) -> str:
+        """Name of the node for errors, after its file and line if known."""
+        return f"{self.at}: node {self.name!r}" if self.at else f"node {self.name!r}"
+
+    @property
+    def stored_as(self) -> str | None:
+        """Folder below the run's in which its rows are stored at each step, for good or as a stage; None if nowhere."""
+        return self.save_as or (f"{STAGES}/{self.name}" if self.stage else None)
+
+    @property
+    def kept_as(self) -> str | None:
+        """Folder below the run's for the rows that it keeps for later steps; None if it keeps none."""
+        return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
+
+    @property
+    def contract(self) -> Contract:
+        """Contract of the function with its options, and with the node's own ``reads`` and ``writes``."""
+        declared = contract_of(self.fn)
+        reads = declared.reads if self.reads is None else tuple(self.reads)
+        return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
+
+    @property
+    def weight_source(self) -> WeightSource | None:
+        """WeightSource with the node's options bound; None if it has none."""
+        stream = self.contract.stream
+        return WeightSource(*self._bound(stream)) if isinstance(stream, WeightSource) else None
+
+    @property
+    def weight_sink(self) -> WeightSink | None:
+        """WeightSink with the node's options bound; None if it has none."""
+        stream = self.contract.stream
+        return WeightSink(*self._bound(stream)) if isinstance(stream, WeightSink) else None
+
+    def _bound(self, stream: WeightSource | WeightSink) -> tuple[Any, Any]:
+        tensors = None if stream.tensors is None else partial(stream.tensors, **self.options)
+        return partial(stream.tables, **self.options), tensors
+
+    def try_options(self) -> None:
+        """Raise PlanError if the node's options fail the trial that its function declares."""
+        trial = self.contract.trial
+        if trial is not None:
+            try:
+                trial(**self.options)
+            except Exception as error:  # a user's function may raise anything
+                raise PlanError(
+                    f"{self.label}: its options fail on a table without rows: {type(error).__name__}: {error}"
+                ) from error
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal nodes, written in YAML or in Python."""
+        contract = self.contract
+        writes = {f.name: str(f.type) for f in contract.writes}
+        where = (self.role, self.after, self.rows, self.save_as, self.stage)
+        return canonical_text((self.name, self.fn, *where, contract.reads, writes, self.lag))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _check_name(label: str, name: object) -> None:
+    """Refuse a name that cannot be part of file names, dotted config keys and edge names (``a->b``)."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PlanError(f"{label} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
