@@ -15,6 +15,7 @@ from siirl_storage import open_fs
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.checkpoint import metadata
 
+from siirl_dask.collectives import BACKENDS
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.training.files import checkpoint
@@ -73,7 +74,7 @@ def test_the_group_that_one_device_gets_for_fsdp_takes_asynchronous_saves(tmp_pa
     if name not in dist.Backend.backend_list:
         fake = lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size)  # noqa: E731
         dist.Backend.register_backend(name, fake, extended_api=True, devices=["cuda"])
-    monkeypatch.setitem(mesh._BACKENDS, "cuda", name)
+    monkeypatch.setitem(BACKENDS, "cuda", name)
     if dist.is_initialized():
         dist.destroy_process_group()
     group = mesh._group_of_one("cuda")
