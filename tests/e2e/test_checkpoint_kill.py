@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 
+import pytest
+
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from siirl_dask.training.files.checkpoint import read_model
 
@@ -33,6 +35,7 @@ def kill_while_it_writes(run, chance, after):
     run.process.wait()
 
 
+@pytest.mark.slow
 def test_after_kill_9_at_any_moment_it_goes_on_from_a_whole_checkpoint(start, train, tmp_path):
     chance, done, url = random.Random(5), 0, str(tmp_path / "run")
     for _ in range(KILLS):

@@ -37,9 +37,9 @@ def weights_that_are_missing(folder):
     ("wrong", "said"),
     [
         pytest.param(
-            a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=[NEEDS_VLLM, pytest.mark.slow]
+            a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=[NEEDS_VLLM, pytest.mark.sweep]
         ),
-        (weights_that_are_missing, "model.path="),
+        pytest.param(weights_that_are_missing, "model.path=", marks=pytest.mark.slow),
     ],
 )
 def test_it_is_one_error_by_name_and_no_process_is_left(start, tmp_path, wrong, said):

@@ -17,7 +17,7 @@ ONE = ["cluster.workers=1", "cluster.placement={}", "checkpoint.every=1", "check
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 
 
-@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param("local", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.sweep)])
 def url(request, tmp_path):
     return str(tmp_path / "run") if request.param == "local" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
 

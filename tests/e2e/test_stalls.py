@@ -11,6 +11,7 @@ import pytest
 TWO = ["cluster.workers=2", "cluster.placement={}"]
 
 
+@pytest.mark.slow
 def test_a_step_may_take_longer_than_the_stall_timeout_while_rows_are_scored(train):
     """Sixteen rows of a quarter of a second on each worker: one waits for the other for as long where they differ."""
     slow = ["rewards.function=tests.e2e.rewards:is_slow", "cluster.stall_timeout=1.5", "run.steps=1"]
@@ -45,9 +46,8 @@ def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_pat
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("pieces", "said"), [pytest.param(4, None, marks=pytest.mark.slow), (10**6, "is in the building of role 'slow'")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pieces", "said"), [(4, None), (10**6, "is in the building of role 'slow'")])
 def test_a_role_that_takes_long_to_build_may_as_long_as_it_says_so(digits_task, tmp_path, pieces, said):
     """A builder that tells of its progress has no limit; one that stops to is named."""
     from tests.conftest import digits_overrides

@@ -32,6 +32,7 @@ def test_a_killed_worker_ends_the_run_and_loses_no_committed_rollout(start):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
     run = start(ENDLESS, ONCE)
     run.wait_for_steps(2)
@@ -45,7 +46,7 @@ def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     """Ctrl-C at once, SIGTERM with a last checkpoint."""
     run = start(ENDLESS)
@@ -64,7 +65,8 @@ def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
 def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, monkeypatch, sign):
     entered = tmp_path / "entered"
     monkeypatch.setenv("NEVER_RETURNS", str(entered))
