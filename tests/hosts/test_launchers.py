@@ -224,6 +224,7 @@ def test_a_job_that_slurm_refuses_ends_the_run_with_what_slurm_said(lab, home):
 
 
 @needs_ssh
+@pytest.mark.sweep
 def test_ctrl_c_ends_what_was_started_over_ssh(lab, home):
     with ssh(lab, home / "daemons") as env:
         how = ("quickstart", "--cluster", CLUSTERS["ssh.yaml"], *APART, *full_paths(home), "run.steps=10000")

@@ -57,7 +57,7 @@ def test_a_worker_that_is_cut_off_is_named_before_the_run_is_tidied_up(cluster_o
     assert "worker '1'" in line
 
 
-@pytest.mark.parametrize("event", ["pull", "power_off"])
+@pytest.mark.parametrize("event", ["pull", pytest.param("power_off", marks=pytest.mark.sweep)])
 def test_a_driver_that_is_cut_off_from_the_scheduler_says_so(cluster_of_three, digits_on, event):
     """Its own link fails, or the scheduler's host goes down."""
     lab, cluster = cluster_of_three(count=4)
