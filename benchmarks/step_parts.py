@@ -27,7 +27,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
 
 from generation import endless_model
 from siirl_dask import grpo
@@ -87,9 +86,9 @@ def main() -> None:
     for size, engine in product(given.sizes, given.engine):
         with TemporaryDirectory() as folder:
             cases.append(measure(Path(folder), size, engine, given.steps))
-            Console().print(line_of(cases[-1]))
+            print(line_of(cases[-1]), flush=True)
     text = report(cases, given.steps)
-    Console().print(text)
+    print(text)
     if given.out:
         given.out.write_text(text)
 
@@ -201,7 +200,7 @@ def report(cases: Sequence[Case], steps: int) -> str:
             f"`python benchmarks/step_parts.py --steps {steps}` on {date.today():%d %B %Y}, {platform.machine()}, "
             f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end.",
             "",
-            doc[2],
+            doc[2].replace("\n", " "),
             "",
             f"| parameters | engine | rows x tokens | s a step | {' | '.join(COLUMNS)} |",
             f"|---|---|---|---:{'|---:' * len(COLUMNS)}|",

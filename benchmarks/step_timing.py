@@ -41,7 +41,7 @@ def timed(fn: Callable[..., pa.Table], name: str) -> Callable[..., pa.Table]:
             with profiled:
                 result = fn(ctx, table, **options)
         ended = time.monotonic()
-        line = {"step": ctx.step, "worker": ctx.device.worker, "node": fn.__name__, "began": began, "ended": ended}
+        line = {"step": ctx.step, "worker": ctx.device.worker, "node": name, "began": began, "ended": ended}
         if profiled is not None:
             line["operators"] = operator_seconds(profiled)
         with Path(os.environ[FOLDER], f"{ctx.device.worker}.jsonl").open("a") as file:
