@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.tasks.tiny_model import tiny_model
 
 MEDIAN, SIGMA, LONGEST = 32, 1.0, 256
 """Median, sigma and cut-off of the log-normal distribution of lengths."""
@@ -21,11 +20,9 @@ def long_tailed(rows: int, seed: int = 0) -> list[int]:
 def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
     """A model of ``sizes`` (see ``tiny_model``) whose responses end at their limit, and how many parameters it has."""
     hide()
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    from siirl_dask.tasks.tiny_model import tiny_model
 
     path = tiny_model(folder, **sizes)  # type: ignore[arg-type]  # sizes are whole numbers
     tokenizer = AutoTokenizer.from_pretrained(path)
