@@ -41,7 +41,7 @@ def _read(stage: Stage) -> list[str]:
 def _tells(maker: Stage, columns: Sequence[str], stage: Stage) -> bool:
     """Tell whether finished rows of ``maker`` can have the columns, as the node of ``stage`` reads them."""
     contract = maker.node.contract
-    if not contract.early:
+    if not contract.early or contract.carries is not None:  # what it keeps for later steps is decided at its end
         return False
     for name in columns:
         made, column = maker.produced.get(name), stage.available[name]
