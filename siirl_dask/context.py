@@ -242,6 +242,8 @@ class Context:
     """``hand_over(rows)`` lets rows go on while the node makes others: a table of their ids, groups, and the columns
     that the node declares ``early``, all as they will be in its output, and any of its others. Any thread may call it,
     once for each row at most. None where nothing is gained by it."""
+    overlap: bool = False
+    """Whether work on finished rows may begin while others are made (``run.overlap``): for a node that does both."""
     begun: Any = None
     """RowWork that the node has begun with finished rows (``@columns(by_row=...)``); None where it has not."""
     peers: Peers = field(default_factory=_NoPeers)

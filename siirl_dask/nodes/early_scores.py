@@ -33,6 +33,8 @@ class EarlyScores:
 
     def take(self, rows: pa.Table) -> None:
         """Begin to score rows. Any thread may call it."""
+        if not {*self._names} <= {*rows.column_names}:  # the node's own ``reads`` leave out an argument
+            return
         for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
             row = self._taken[row_id] = rows.select(self._names).slice(at, 1)
             self._scoring.add(row_id, partial(_as_arguments, row))

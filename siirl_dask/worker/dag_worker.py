@@ -190,6 +190,7 @@ class DAGWorker(WorkerPlugin):
             meter=context_meter.meter,
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=joined.broadcasts,
+            overlap=plan.overlap,
             pulse=self.pulse,
         )
         give_back(self._runtime, plan, self.spec.kept)

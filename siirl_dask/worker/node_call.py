@@ -84,6 +84,7 @@ class NodeCalls:
             resource=runtime.resources.get(role),
             resources=runtime.resources,
             metrics=self.metrics,
+            overlap=runtime.overlap,
         )
         if role in runtime.peers:
             context.peers = runtime.peers[role]

@@ -133,8 +133,9 @@ def expected(source, tmp_path_factory):
     return run(source, tmp_path_factory.mktemp("expected"), graph, overlap=False, steps=2)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("rewards", [{"processes": 2}, {}], ids=["pool", "async"])
+@pytest.mark.parametrize(
+    ("placement", "rewards"), [("1", {"processes": 1}), *((placement, {}) for placement in PLACEMENTS)]
+)
 def test_rewards_are_the_same_to_the_bit_with_and_without_overlap(source, tmp_path, expected, placement, rewards):
     reward = overlapping.digest if rewards else overlapping.digest_async
     for overlap in (True, False):
