@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e.test_invariance import EXACT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PLACEMENTS = {
     "1": (1, "{}"),
     "2": (2, "{}"),
@@ -13,7 +13,7 @@ PLACEMENTS = {
 
 
 def test_rewards_that_begin_early_are_the_same_to_the_bit_on_any_number_of_workers(train):
-    given = ("rewards.processes=1", "rollout.max_rows=2")
+    given = ("rewards.processes=1", "rollout.max_rows=2", "run.steps=2")
 
     def start(placement, overlap):
         workers, placed = PLACEMENTS[placement]
@@ -23,7 +23,7 @@ def test_rewards_that_begin_early_are_the_same_to_the_bit_on_any_number_of_worke
     off = start("1", overlap=False)
     for placement in PLACEMENTS:
         on = start(placement, overlap=True)
-        for step in (1, 2, 3):
+        for step in (1, 2):
             expected, got = off.table("rollouts", step), on.table("rollouts", step)
             assert got.select(EXACT).equals(expected.select(EXACT)), (placement, step)
         assert all(record["metrics"]["rows/scored_early"] > 0 for record in on.records()), placement
