@@ -37,9 +37,9 @@ from siirl_dask.rewards import RewardFn, build_scorer
 from siirl_dask.rollout import build_engine
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
-_ANSWER, _ASKED = 0.25, 4  # seconds until the judge answers, and rows that a worker asks about at a time
+_ANSWER, _ASKED = 0.25, 8  # seconds until the judge answers, and rows that a worker asks about at a time
 _COMPUTING = 0.03  # seconds of CPU time of the function
-_SIZES = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 768}
+_SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 384}
 
 
 async def judge(prompt: str, response: str, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""What a node has begun with finished rows of a node above it, on one worker in one iteration.
+"""The work that a node has begun with finished rows of a node above it, on one worker in one iteration.
 
 The node above hands each row over as soon as it has it (``Context.hand_over``), and the work on it goes on beside the
 worker's own thread. When the node's turn comes, it finds its work in ``Context.begun`` and does what is left.

@@ -38,7 +38,7 @@ class NodeCalls:
     beginning: Mapping[str, Sequence[Run]] = field(default_factory=dict)
     """Nodes that begin with finished rows of another, by that one's name."""
     begun: dict[str, EarlyWork] = field(default_factory=dict)
-    """What nodes have begun whose turn is still to come, by their names."""
+    """The work that nodes have begun whose turn is still to come, by their names."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 

@@ -63,7 +63,7 @@ def generate_and_fail(ctx, table):
 
 @columns(reads=[PROMPT], writes=WRITES, early=[RESPONSE, "length"])
 def generate_and_change(ctx, table):
-    """What is handed over is not what is returned."""
+    """It returns other rows than it hands over."""
     respond(ctx, table, [row + 1 for row in table[ROW_ID].to_pylist()])
     return respond(ctx.__class__(0, 0, ctx.rank, ctx.device, None), table, table[ROW_ID].to_pylist())
 
