@@ -52,6 +52,8 @@ class Device:
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
     stage: Callable[[str], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
     """``with device.stage("the loading of weights"):`` names a part of what a role's build does, for those who wait."""
+    bind: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    """Makes it the current device of the calling thread, which a thread that a role starts must do itself."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
 
@@ -192,6 +194,19 @@ class _NoPeers:
         return [message]
 
 
+class RowWork(Protocol):
+    """Work of a node on single rows, which has begun while other rows are still made."""
+
+    def take(self, rows: Any) -> None:
+        """Begin with finished rows: a pa.Table with the columns that the node reads, and their ids. Returns at once.
+
+        Any thread may call it.
+        """
+
+    def cancel(self) -> None:
+        """End what is under way. Called when the node is done as well, and when it never gets its turn."""
+
+
 def _draws_nothing(count: int) -> Any:
     raise TypeError("this node may not draw more prompts: declare draws=True (@columns(depends_on_options=...))")
 
@@ -224,9 +239,13 @@ class Context:
     may take over, and calls ``on_result(number, result)`` for each; see ``siirl_dask.worker.work_stealing``. All
     workers must call it. None for a role with one worker."""
     hand_over: Callable[[Any], None] | None = None
-    """``hand_over(rows)`` lets rows travel while the node makes others: a table of their ids, groups, and the columns
-    that the node declares ``early``, all as they will be in its output. Any thread may call it, once for each row at
-    most. None where nothing is gained by it."""
+    """``hand_over(rows)`` lets rows go on while the node makes others: a table of their ids, groups, and the columns
+    that the node declares ``early``, all as they will be in its output, and any of its others. Any thread may call it,
+    once for each row at most. None where nothing is gained by it."""
+    overlap: bool = False
+    """Whether work on finished rows may begin while others are made (``run.overlap``): for a node that does both."""
+    begun: Any = None
+    """RowWork that the node has begun with finished rows (``@columns(by_row=...)``); None where it has not."""
     peers: Peers = field(default_factory=_NoPeers)
     """Collectives behind ``all_sum`` and ``all_gather``."""
 

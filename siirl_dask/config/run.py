@@ -22,6 +22,10 @@ class RunConfig:
     """Seed of data order and sampling."""
     lookahead: int = 2
     """Steps that the client submits ahead, so that no worker waits for it."""
+    overlap: bool = True
+    """Begin to score responses that are finished while others are still generated, where the reward function runs in
+    processes of its own (``rewards.processes``) or is async. The rewards are the same, bit for bit.
+    """
     keep_stages: int | None = None
     """Number of newest steps whose saved rows stay, beyond those that a resume may need. None: all."""
     lease: float = 30.0

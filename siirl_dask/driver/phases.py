@@ -49,7 +49,8 @@ def plan_phases(
     for phase, (graph, dataset) in datasets.items():
         absent = {source.url for source in dataset.sources if assume_columns and not exists(source.url)}
         dataset, schema = _open(config, dataset, absent)
-        phases[phase] = (compile_chains(graph, workers, schema, config.cluster.placement, hosts), dataset)
+        plan = compile_chains(graph, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
+        phases[phase] = (plan, dataset)
     return phases
 
 

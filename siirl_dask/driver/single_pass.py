@@ -87,7 +87,8 @@ def _passes(
     progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
 
     def phases(dag: DAG, workers: list[str], hosts: Hosts | None = None) -> Phases:
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, config.cluster.placement, hosts), dataset)}
+        placement, overlap = config.cluster.placement, config.run.overlap
+        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, placement, hosts, overlap=overlap), dataset)}
 
     first, _ = dags[0]
     checked = check(config, phases(first, [str(worker) for worker in range(config.cluster.workers)]))

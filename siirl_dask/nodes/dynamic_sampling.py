@@ -18,10 +18,11 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.generate import generate
 from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, reads_expected_length
-from siirl_dask.nodes.reward import score
+from siirl_dask.nodes.reward import begin_scores, score
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
 from siirl_dask.planner import columns as declares
+from siirl_dask.rewards import Scorer
 from siirl_dask.schema import (
     ANSWER,
     GROUP_ID,
@@ -71,8 +72,7 @@ def sample_until_mixed(
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
         prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
-        rows = generate(ctx, prompts, rollout=rollout)
-        rows = score(replace(ctx, resource=ctx.resources[scorer]), rows, columns=columns)
+        rows = _sample_and_score(ctx, prompts, rollout, ctx.resources[scorer], columns)
         groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
         parts.append(rows)
         first += count
@@ -86,6 +86,20 @@ def sample_until_mixed(
         ctx.log("data/generation_rounds", len(parts))
         ctx.log("data/mixed_groups", len(groups) / first)
     return _renumbered(pa.concat_tables(parts), groups[:batch_size], rollout.n)
+
+
+def _sample_and_score(
+    ctx: Context, prompts: pa.Table, rollout: RolloutConfig, scorer: Scorer, columns: tuple[str, ...]
+) -> pa.Table:
+    """Sample responses and score them; where that can be, those that are finished while others are sampled."""
+    if not (ctx.overlap and scorer.works_beside):
+        return score(replace(ctx, resource=scorer), generate(ctx, prompts, rollout=rollout), columns=columns)
+    begun = begin_scores(scorer, columns=columns)
+    try:
+        rows = generate(replace(ctx, hand_over=begun.take), prompts, rollout=rollout)
+        return score(replace(ctx, resource=scorer, begun=begun), rows, columns=columns)
+    finally:
+        begun.cancel()
 
 
 def _mixed_groups(rows: pa.Table) -> list[int]:

@@ -65,7 +65,7 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
 
 
-@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="validation.n")
+@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="validation.n", early=EARLY)
 def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import RewardError
+from siirl_dask.nodes.early_scores import EarlyScores, arguments
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.planner import columns as declares
@@ -32,8 +34,16 @@ _SHOWN = 200  # characters of a prompt or a response in an error
 _LISTED = 3  # failed rows of a step that are logged one by one, where they are allowed
 
 
+def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
+    """Begin the work of ``score``, with the same options, on rows that come while others are generated."""
+    return EarlyScores(scorer, arguments(columns))
+
+
 @declares(
-    reads=[PROMPT, RESPONSE, ANSWER], writes=fields(REWARD, REWARD_PARTS), depends_on_options=reads_option("columns")
+    reads=[PROMPT, RESPONSE, ANSWER],
+    writes=fields(REWARD, REWARD_PARTS),
+    by_row=begin_scores,
+    depends_on_options=reads_option("columns"),
 )
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
     """Add the scorer's reward of each row; its function also gets ``columns``, by name.
@@ -41,10 +51,10 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     A row whose function fails gets a null reward and is left out of the loss, unless more rows of the step fail than
     ``rewards.max_failures`` allows: that stops the run with RewardError. A made-up score never trains.
     """
-    scorer: Scorer = ctx.resource
-    scores = scorer.score(table.select(dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])).to_pylist())
+    scores = _scores(ctx, table, table.select(arguments(columns)).to_pylist())
     failed = [index for index, result in enumerate(scores) if result.failure is not None]
     _check_failures(ctx, table, scores, failed)
+    assert len(failed) + sum(result.reward is not None for result in scores) == len(scores)
     ctx.log("reward/failures", len(failed), Reduce.SUM)
     rewards = [result.reward for result in scores]
     valid = [reward for reward in rewards if reward is not None]
@@ -55,6 +65,17 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
     parts = [[*result.parts.items()] for result in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
+
+
+def _scores(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Sequence[Score]:
+    """Return one score a row; many are there where the node has begun early."""
+    scorer: Scorer = ctx.resource
+    begun: EarlyScores | None = ctx.begun
+    if begun is not None:
+        ctx.log("rows/scored_early", begun.done, Reduce.SUM)
+        if (scores := begun.finish(table[ROW_ID].to_pylist(), rows)) is not None:
+            return scores
+    return scorer.score(rows)
 
 
 def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:

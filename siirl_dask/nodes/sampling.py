@@ -18,7 +18,6 @@ from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, Loca
 from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
-    GROUP_ID,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -37,8 +36,8 @@ SAMPLED = fields(
     SAMPLE_NUMBER, SAMPLING_SEED, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER
 )
 """The columns that ``make_requests`` and ``add_samples`` add."""
-EARLY = (PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS)
-"""The columns of a row that are known as soon as its response is: they travel while others are sampled."""
+EARLY = (PROMPT_IDS, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON)
+"""The columns of a row that are known as soon as its response is: they go on while others are sampled."""
 
 
 def make_requests(
@@ -118,16 +117,12 @@ def generate_all(
 
 def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
     """Return what is to be done with the sample of request ``order[number]``; None where nothing is."""
-    hand_over = ctx.hand_over
+    hand_over, engine = ctx.hand_over, ctx.resource
     if hand_over is None or rows is None:
         return None
-    known = rows.select([ROW_ID, GROUP_ID, PROMPT_IDS])
 
     def finished(number: int, sampled: Sampled) -> None:
-        sample, row = sampled.generation, known.slice(order[number], 1)
-        for name, values in ((RESPONSE_IDS, sample.token_ids), (ROLLOUT_LOGPROBS, sample.logprobs)):
-            row = row.append_column(name, pa.array([values], TYPES[name]))
-        hand_over(row)
+        hand_over(_with_samples(engine, rows.slice(order[number], 1), [sampled]))
 
     return finished
 
@@ -161,7 +156,18 @@ def add_samples(
 
     ``versions`` are the weights' versions of each row; None is the engine's.
     """
-    engine: RolloutEngine = ctx.resource
+    rows = _with_samples(ctx.resource, rows, sampled, versions)
+    samples = [sample.generation for sample in sampled]
+    ctx.log("samples", len(samples), Reduce.SUM)
+    ctx.log("tokens", sum(rows[TOKENS].to_pylist()), Reduce.SUM)
+    ctx.log("response/length", [len(sample.token_ids) for sample in samples])
+    ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
+    return rows
+
+
+def _with_samples(
+    engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
+) -> pa.Table:
     samples = [sample.generation for sample in sampled]
     prompts = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
     tokens = [prompt + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
@@ -176,8 +182,4 @@ def add_samples(
     rows = rows.set_column(rows.column_names.index(TOKENS), TOKENS, pa.array(tokens, pa.int64()))
     for name, values in columns.items():
         rows = rows.append_column(name, pa.array(values, TYPES[name]))
-    ctx.log("samples", len(samples), Reduce.SUM)
-    ctx.log("tokens", sum(tokens), Reduce.SUM)
-    ctx.log("response/length", [len(sample.token_ids) for sample in samples])
-    ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
     return rows

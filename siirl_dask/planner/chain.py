@@ -15,10 +15,11 @@ from siirl_dask.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """Columns of an edge that may travel row by row, while their node still makes other rows."""
+    """Columns that may go on row by row, along an edge or to a node below, while their node still makes other rows."""
 
     node: str
-    """Node that hands over its finished rows: the edge's source, or one above it on the same workers."""
+    """Node that hands over its finished rows: the edge's source or the node's parent, or one above it on the same
+    workers."""
     columns: tuple[str, ...]
 
 
@@ -80,6 +81,9 @@ class Run:
     node: Node
     inputs: tuple[Input, ...]
     columns: tuple[str, ...]
+    early: Early | None = None
+    """Node above it on this worker with whose finished rows it begins, and the columns that it takes of them; None: it
+    begins when all rows are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,8 @@ class Plan:
     """Host of each worker; empty where all are on one."""
     whole: frozenset[str] = frozenset()
     """Nodes whose tables were not to be streamed."""
+    overlap: bool = True
+    """Whether nodes may begin with finished rows of a node above."""
 
     @property
     def lagged_streams(self) -> frozenset[str]:

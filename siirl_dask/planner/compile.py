@@ -12,6 +12,7 @@ from dataclasses import replace
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
     Chain,
+    Early,
     Edge,
     Keep,
     Lagged,
@@ -32,6 +33,7 @@ from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
+from siirl_dask.planner.overlap import find_early
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.restore import frontiers, is_stored, stored_table
 from siirl_dask.planner.weight_streams import find_streams, stays, why_no_broadcast
@@ -45,12 +47,15 @@ def compile_chains(
     placement: Mapping[str, Sequence[int]] | None = None,
     hosts: Hosts | None = None,
     whole: Collection[str] = (),
+    *,
+    overlap: bool = True,
 ) -> Plan:
     """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed role is on every one.
 
     ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are ordered such that
     groups of its ranks (``@builds(groups=...)``) lie on one host where they can. ``whole`` are nodes whose tables are
-    not streamed: iterations of two plans that take rows from each other must move them alike.
+    not streamed: iterations of two plans that take rows from each other must move them alike. ``overlap``: nodes that
+    work row by row begin with rows that a node above them has finished, see ``overlap.py``.
 
     PlanError when the column contracts do not hold, or the placement names an unknown role or worker.
     """
@@ -66,8 +71,9 @@ def compile_chains(
         if stays(stages[source_node], stages[target], placed):
             moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
-    chains = _chains(workers, stages, moves, placed, streams, hosts, *_stored(dag, stages))
-    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts, frozenset(whole))
+    early = find_early(dag, stages, moves) if overlap else {}
+    chains = _chains(workers, stages, moves, placed, streams, hosts, early, *_stored(dag, stages))
+    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts, frozenset(whole), overlap)
     check_order(plan)
     return plan
 
@@ -90,12 +96,13 @@ def _chains(
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
     hosts: Hosts,
+    early: Mapping[str, Early],
     stored: Mapping[str, str],
     kept: Mapping[str, str],
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source.
 
-    ``stored`` and ``kept`` have the tables of what nodes make and keep, by node.
+    ``early`` has what nodes begin with, ``stored`` and ``kept`` the tables of what they make and keep, by node.
     """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
@@ -108,7 +115,8 @@ def _chains(
         streaming = _streaming(stage, stages[streams[name]], moves, placed, streams) if name in streams else {}
         guides = {edge.source: edge for edge in move.edges}
         before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
-        run, sends = Run(node, move.inputs, stage.outputs), [Send(edge) for edge in outgoing[name] if not streaming]
+        run = Run(node, move.inputs, stage.outputs, early.get(name))
+        sends = [Send(edge) for edge in outgoing[name] if not streaming]
         part = {worker: index for index, worker in enumerate(move.layout.holders)}
         senders = move.layout.senders(hosts)
         for index, worker in enumerate(placed[node.role]):

@@ -99,6 +99,9 @@ class Contract:
     """Role that must be on each of the node's workers, because the node uses its entry of ``ctx.resources``."""
     early: tuple[str, ...] = ()
     """Columns that it can hand over row by row, while it makes others (``Context.hand_over``)."""
+    by_row: Callable[..., Any] | None = None
+    """``(resource, **options) -> RowWork``: begins the node's work on rows that a node before it has finished, while
+    that makes others. What the node adds to a row depends on that row alone. None: it begins when all are there."""
     stream: WeightSource | WeightSink | None = None
     """Functions that give or take a model's weights piece by piece, where the plan allows it."""
     trial: Callable[..., None] | None = None
@@ -124,6 +127,7 @@ def columns(
     expand: str | None = None,
     requires: Iterable[str] = (),
     early: Iterable[str] = (),
+    by_row: Callable[..., Any] | None = None,
     trial: Callable[..., None] | None = None,
     stream: WeightSource | WeightSink | None = None,
     depends_on_options: Callable[..., Changes] | None = None,
@@ -131,11 +135,13 @@ def columns(
     """Declare a node function's contract beside its code; see Contract for each argument.
 
     ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource of a function
-    that makes no new rows.
+    that makes no new rows, and for ``by_row`` of one that does.
     """
     new_rows = new_rows or expand is not None
     if isinstance(stream, WeightSource) and not new_rows:
         raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give its table bit by bit")
+    if by_row is not None and new_rows:
+        raise TypeError("by_row=...: only a function that keeps its rows works on each by itself")
     contract = Contract(
         reads=tuple(reads),
         writes=make_schema(writes or {}),
@@ -147,6 +153,7 @@ def columns(
         expand=expand,
         requires=tuple(requires),
         early=tuple(early),
+        by_row=by_row,
         stream=stream,
         trial=trial,
         depends_on_options=depends_on_options,

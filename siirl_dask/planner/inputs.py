@@ -28,6 +28,8 @@ class PlanInputs:
     """Host of each worker; empty where all are on one."""
     whole: frozenset[str] = frozenset()
     """Nodes whose tables are not streamed."""
+    overlap: bool = True
+    """Whether nodes may begin with finished rows of a node above."""
 
     @staticmethod
     def of(plan: Plan) -> PlanInputs:
@@ -35,12 +37,12 @@ class PlanInputs:
         index = {worker: number for number, worker in enumerate(plan.chains)}
         placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
         hosts = tuple(host_of(worker, plan.hosts) for worker in index if plan.hosts)
-        return PlanInputs(plan.dag, plan.dataset, placed, hosts, plan.whole)
+        return PlanInputs(plan.dag, plan.dataset, placed, hosts, plan.whole, plan.overlap)
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""
         hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
-        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts, self.whole)
+        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts, self.whole, overlap=self.overlap)
 
 
 P = TypeVar("P")

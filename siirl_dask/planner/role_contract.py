@@ -48,6 +48,13 @@ the planner puts each on one host where it can. ``options`` are those that are b
 """
 
 
+Beside = Callable[[Mapping[str, Any]], bool]
+"""``(options) -> bool``: whether a role's object works on rows beside the worker's own thread, such as in processes.
+
+Only then does a node of the role gain by beginning with finished rows (``@columns(by_row=...)``).
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The declaration that ``@builds`` puts on a builder."""
@@ -55,15 +62,23 @@ class Declared:
     preflight: Preflight
     provides: frozenset[str]
     groups: Groups | None
+    beside: Beside | None
 
 
-def builds(*, preflight: Preflight, provides: Iterable[str] = (), groups: Groups | None = None) -> Callable[[_F], _F]:
+def builds(
+    *,
+    preflight: Preflight,
+    provides: Iterable[str] = (),
+    groups: Groups | None = None,
+    beside: Beside | None = None,
+) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
     ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
-    ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself.
+    ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself. ``beside`` tells whether
+    it works on rows while its worker does something else; None: it does not.
     """
-    declared = Declared(preflight, frozenset(provides), groups)
+    declared = Declared(preflight, frozenset(provides), groups, beside)
 
     def attach(fn: _F) -> _F:
         fn.__builds__ = declared  # type: ignore[attr-defined]
@@ -90,3 +105,9 @@ def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:
     if declared is None or declared.groups is None:
         return {}
     return {key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1}
+
+
+def works_beside(build: Callable[..., Any]) -> bool:
+    """Return whether the role of this builder works on rows while its worker does something else."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    return declared is not None and declared.beside is not None and declared.beside(options_of(build))

@@ -18,9 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
@@ -33,6 +34,8 @@ Row = Mapping[str, Any]
 """The arguments of a reward function, by name."""
 Outcome = tuple[Any, str | None]
 """The result of a reward function for one row, and None; or None, and the reason why there is none."""
+Take = Callable[[Hashable, Outcome], bool]
+"""Gets a row's key and its outcome, one call at a time; False: no other row is to be begun."""
 
 _START_TIMEOUT = 120.0  # seconds to import what the function needs
 _LONGEST = 2**20  # bytes of an answer: a few numbers by name
@@ -63,9 +66,6 @@ class Pool:
             raise ConfigError(f"the reward {function!r} cannot be sent to other processes: {error}") from error
         self._children: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()  # None: one that is not started yet
         self._processes = processes
-        self._busy: set[_Child] = set()
-        self._lock = Lock()
-        self._stopped = False
         self._threads = ThreadPoolExecutor(processes, "siirl-reward")
         # One starts now, so that a function that cannot be loaded is known before the run; in a thread of the pool,
         # because a child dies with the thread that started it.
@@ -73,13 +73,19 @@ class Pool:
         for _ in range(processes - 1):
             self._children.put(None)
 
-    def call(self, rows: Sequence[Row], timeout: float | None, take: Callable[[int, Outcome], bool]) -> None:
-        """Call the function for each row and pass ``take`` the row's index and its outcome, one call at a time.
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run ``work`` in a thread of the pool."""
+        return self._threads.submit(work)
 
-        When ``take`` returns False, no other row is begun and the children that are at work are killed.
-        """
-        self._stopped = False
-        list(self._threads.map(lambda index: self._call_one(index, rows[index], timeout, take), range(len(rows))))
+    @contextmanager
+    def child(self) -> Iterator[_Child]:
+        """Lend a child that has nothing to do; inside a thread of the pool there is always one."""
+        child = self._children.get()
+        try:
+            child = child or _Child(self._payload)
+            yield child
+        finally:
+            self._children.put(child if child is not None and child.alive else None)
 
     def close(self) -> None:
         """Kill the children."""
@@ -89,25 +95,56 @@ class Pool:
             if child is not None:
                 child.close()
 
-    def _call_one(self, index: int, row: Row, timeout: float | None, take: Callable[[int, Outcome], bool]) -> None:
+
+class PoolCalls:
+    """Calls of a pool's function for rows that come one after the other, each of at most ``timeout`` seconds.
+
+    ``take`` gets the outcomes.
+    """
+
+    def __init__(self, pool: Pool, timeout: float | None, take: Take) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._take = take
+        self._calls: list[Future[None]] = []
+        self._busy: set[_Child] = set()
+        self._lock = Lock()
+        self._stopped = False
+
+    def add(self, key: Hashable, row: Callable[[], Row]) -> None:
+        """Call the function for a row, which ``row`` gives when it is its turn. Any thread may call this."""
+        if not self._stopped:
+            self._calls.append(self._pool.submit(partial(self._call, key, row)))
+
+    def finish(self) -> None:
+        """Wait for the calls of all rows."""
+        for call in self._calls:
+            call.result()
+
+    def cancel(self) -> None:
+        """Begin no other row, and kill the children that are at work."""
+        with self._lock:
+            self._stop()
+
+    def _call(self, key: Hashable, row: Callable[[], Row]) -> None:
         if self._stopped:
             return
-        child = self._children.get()
-        try:
-            child = child or _Child(self._payload)
+        with self._pool.child() as child:
+            arguments = row()
             with self._lock:
                 if self._stopped:
                     return
                 self._busy.add(child)
-            outcome = child.call(row, timeout)
+            outcome = child.call(arguments, self._timeout)
             with self._lock:
-                self._busy.remove(child)
-                if not self._stopped and not take(index, outcome):
-                    self._stopped = True
-                    for other in self._busy:
-                        other.kill()
-        finally:
-            self._children.put(child if child is not None and child.alive else None)
+                self._busy.discard(child)
+                if not self._stopped and not self._take(key, outcome):
+                    self._stop()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for child in self._busy:
+            child.kill()
 
 
 class _Child:

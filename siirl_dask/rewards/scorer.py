@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -15,7 +13,8 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import RoleCost, builds
-from siirl_dask.rewards.process_pool import Outcome, Pool, Row, call_reward, describe_exception
+from siirl_dask.rewards.event_loop import LoopCalls
+from siirl_dask.rewards.process_pool import Outcome, Pool, PoolCalls, Row, call_reward
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra`` holds the columns that
@@ -39,14 +38,17 @@ class Score:
 
 
 class Scorer(HoldsNoGroups):
-    """Scores rows with one function: in this thread, on an event loop when it is async, or in a pool of processes."""
+    """Scores rows with one function: in this thread, on an event loop when it is async, or in a pool of processes.
 
-    def __init__(self, reward: RewardFn, config: RewardsConfig, progress: Callable[[], None] = lambda: None) -> None:
-        """``progress`` is called for each row that has its outcome."""
+    ``device`` hears of each row that has its outcome, and is bound to the thread of the event loop.
+    """
+
+    def __init__(self, reward: RewardFn, config: RewardsConfig, device: Device) -> None:
         self._reward = reward
-        self._progress = progress
+        self._progress = device.progress
+        self._bind = device.bind
         self._config = config
-        self._is_async = inspect.iscoroutinefunction(reward.func if isinstance(reward, partial) else reward)
+        self._is_async = _is_async(reward)
         if config.timeout is not None and not config.processes and not self._is_async:
             raise ConfigError(
                 f"rewards.timeout={config.timeout:g} needs rewards.processes of at least 1: "
@@ -70,69 +72,84 @@ class Scorer(HoldsNoGroups):
 
         Scoring stops as soon as more than ``max_failures`` rows have failed: the rest is left without a score.
         """
-        tally = _Tally(len(rows), self.max_failures, self._progress)
-        if self._pool is not None:
-            self._pool.call(rows, self._config.timeout, tally.take)
-        elif self._is_async:
-            with suppress(_TooManyFailures):
-                asyncio.run(self._call_concurrently(rows, tally))
+        if self.works_beside:
+            scoring = self.begin()
+            for index, row in enumerate(rows):
+                scoring.add(index, partial(_itself, row))
+            scores = scoring.finish()
         else:
+            tally = _Tally(self.max_failures, self._progress)
             for index, row in enumerate(rows):
                 if not tally.take(index, call_reward(self._reward, row)):
                     break
-        return tally.scores
+            scores = tally.scores
+        return [scores.get(index, Score()) for index in range(len(rows))]
+
+    @property
+    def works_beside(self) -> bool:
+        """Whether the function runs in processes of its own or is async, so that its caller can do something else."""
+        return self._pool is not None or self._is_async
+
+    def begin(self) -> Scoring:
+        """Begin to score rows that come one after the other; only for a scorer that ``works_beside``."""
+        assert self.works_beside
+        tally, timeout = _Tally(self.max_failures, self._progress), self._config.timeout
+        if self._pool is not None:
+            return Scoring(tally, PoolCalls(self._pool, timeout, tally.take))
+        calls = LoopCalls(self._reward, timeout, self._config.concurrency, tally.take, self._bind)
+        return Scoring(tally, calls)
 
     def close(self) -> None:
         """End the processes of the pool."""
         if self._pool is not None:
             self._pool.close()
 
-    async def _call_concurrently(self, rows: Sequence[Row], tally: _Tally) -> None:
-        """Call an async function for all rows. _TooManyFailures ends it, and asyncio cancels the calls under way."""
-        semaphore = asyncio.Semaphore(self._config.concurrency)
 
-        async def call(index: int, row: Row) -> None:
-            async with semaphore:
-                if not tally.exceeded and not tally.take(index, await self._call_async(row)):
-                    raise _TooManyFailures
-
-        await asyncio.gather(*(call(index, row) for index, row in enumerate(rows)))
-
-    async def _call_async(self, row: Row) -> Outcome:
-        limit = asyncio.timeout(self._config.timeout)
-        try:
-            async with limit:
-                return await self._reward(**row), None
-        except Exception as error:  # whatever a user's function raises is reported with its row
-            if limit.expired():
-                return None, f"took more than {self._config.timeout} s"
-            return None, describe_exception(error)
+def _itself(row: Row) -> Row:
+    return row
 
 
-class _TooManyFailures(Exception):
-    """Ends the calls of an async function."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Scores rows as they come, beside the thread that brings them."""
+
+    _tally: _Tally
+    _calls: PoolCalls | LoopCalls
+
+    def add(self, key: Hashable, row: Callable[[], Row]) -> None:
+        """Score a row, whose arguments ``row`` gives when it is its turn. Any thread may call this."""
+        self._calls.add(key, row)
+
+    @property
+    def done(self) -> int:
+        """Number of rows that have their score."""
+        return len(self._tally.scores)
+
+    def finish(self) -> dict[Hashable, Score]:
+        """Wait, and return the score of each row by its key; after too many failures some have none."""
+        self._calls.finish()
+        return self._tally.scores
+
+    def cancel(self) -> None:
+        """Score no other row, and end the calls that are under way."""
+        self._calls.cancel()
 
 
 class _Tally:
     """Collects the scores of some rows and counts the failures among them."""
 
-    def __init__(self, rows: int, max_failures: int, progress: Callable[[], None]) -> None:
+    def __init__(self, max_failures: int, progress: Callable[[], None]) -> None:
         self._progress = progress
-        self.scores = [Score()] * rows
+        self.scores: dict[Hashable, Score] = {}
         self._failures = 0
         self._max_failures = max_failures
 
-    @property
-    def exceeded(self) -> bool:
-        """True when more rows have failed than may."""
-        return self._failures > self._max_failures
-
-    def take(self, index: int, outcome: Outcome) -> bool:
+    def take(self, key: Hashable, outcome: Outcome) -> bool:
         """Note a row's outcome. Returns True when the next row may be scored."""
         self._progress()
-        self.scores[index] = _score_of(outcome)
-        self._failures += self.scores[index].failure is not None
-        return not self.exceeded
+        score = self.scores[key] = _score_of(outcome)
+        self._failures += score.failure is not None
+        return self._failures <= self._max_failures
 
 
 def _score_of(outcome: Outcome) -> Score:
@@ -160,7 +177,16 @@ def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: obj
     return RoleCost(memory=0)
 
 
-@builds(preflight=check_scorer, provides=["scorer"])
+def works_beside(options: Mapping[str, Any]) -> bool:
+    """Tell whether the scorer of these options works in processes of its own, or calls an async function."""
+    return bool(options["rewards"].processes) or _is_async(options["reward"])
+
+
+def _is_async(reward: RewardFn) -> bool:
+    return inspect.iscoroutinefunction(reward.func if isinstance(reward, partial) else reward)
+
+
+@builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)
 def build_scorer(device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]) -> Scorer:
     """Return the scorer of a role. ConfigError when ``rewards`` asks for what the function cannot do."""
-    return Scorer(reward, rewards, device.progress)
+    return Scorer(reward, rewards, device)

@@ -45,6 +45,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
     "run.url",
     "run.steps",
     "run.lookahead",
+    "run.overlap",
     "run.keep_stages",
     "run.lease",
     "run.max_restarts",

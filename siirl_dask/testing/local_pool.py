@@ -188,6 +188,7 @@ class LocalPool:
             meter=lambda name: nullcontext(),
             stream_bytes=self.stream_bytes,
             broadcasts=self._broadcasts.get(worker, {}),
+            overlap=self.plan.overlap,
         )
 
 

@@ -154,7 +154,13 @@ class DAGWorker(WorkerPlugin):
         self._device, self._polls = joined.device, joined.polls
         device, ranks = joined.device, joined.ranks
         kept, self._built = self._built.on(device) if self._built else {}, None
-        telling = replace(device, progress=self.pulse.beat, stage=self.pulse.stage, models=self.spec.models)
+        telling = replace(
+            device,
+            progress=self.pulse.beat,
+            stage=self.pulse.stage,
+            bind=partial(bind, device),
+            models=self.spec.models,
+        )
         with counts_as_progress(self.pulse):
             resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, resources)
@@ -184,6 +190,7 @@ class DAGWorker(WorkerPlugin):
             meter=context_meter.meter,
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=joined.broadcasts,
+            overlap=plan.overlap,
             pulse=self.pulse,
         )
         give_back(self._runtime, plan, self.spec.kept)

@@ -46,7 +46,10 @@ class ChainRun:
         traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
         peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
         self._begin_early(chain)
-        self._follow(chain.links)
+        try:
+            self._follow(chain.links)
+        finally:
+            self.calls.cancel_begun()
         context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
         context.log("bytes/early", traffic.early - early, Reduce.SUM)
@@ -55,11 +58,13 @@ class ChainRun:
     def _begin_early(self, chain: Chain) -> None:
         """Begin to take rows that their sources hand over, and let this worker's nodes hand over theirs."""
         runtime = self.calls.runtime
-        databuffer, handing = runtime.databuffer, dict[str, list[Edge]]()
+        databuffer, handing, beginning = runtime.databuffer, dict[str, list[Edge]](), dict[str, list[Run]]()
         for link in chain.flat:
             if isinstance(link, Send) and link.edge.early and databuffer.leaves_early(link.edge):
                 handing.setdefault(link.edge.early.node, []).append(link.edge)
-        self.calls.handing = handing
+            if isinstance(link, Run) and link.early:
+                beginning.setdefault(link.early.node, []).append(link)
+        self.calls.handing, self.calls.beginning = handing, beginning
         if coming := [link.edge for link in chain.flat if isinstance(link, Recv) and link.edge.early]:
             runtime.loop.call_soon_threadsafe(databuffer.prefetch, coming, self.calls.iteration)
 

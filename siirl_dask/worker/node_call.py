@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError
-from siirl_dask.planner import Edge, Input, Iteration, Load, Node
+from siirl_dask.planner import Edge, Input, Iteration, Load, Node, Run
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
+from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stages import SoFar
@@ -34,14 +35,24 @@ class NodeCalls:
     """Metrics logged so far."""
     handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
     """Edges whose rows can leave this worker early, by the node that hands them over."""
+    beginning: Mapping[str, Sequence[Run]] = field(default_factory=dict)
+    """Nodes that begin with finished rows of another, by that one's name."""
+    begun: dict[str, EarlyWork] = field(default_factory=dict)
+    """The work that nodes have begun whose turn is still to come, by their names."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
     def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
         """Run the node's function and return ``columns`` of its output. NodeError when it breaks its contract."""
         with self.named(node):
-            table = self.joined(inputs)
-            return checked(node, columns, table, node.fn(self.context_of(node), table))
+            table, context = self.joined(inputs), self._handing(self.context_of(node), node)
+            with self.begun.pop(node.name, nullcontext()) as context.begun:
+                return checked(node, columns, table, node.fn(context, table))
+
+    def cancel_begun(self) -> None:
+        """End what nodes have begun that never get their turn."""
+        for begun in self.begun.values():
+            begun.cancel()
 
     def kept(self, node: Node) -> pa.Table:
         """Return what a node keeps for later steps on this worker. NodeError when it does not give a table of rows."""
@@ -73,6 +84,7 @@ class NodeCalls:
             resource=runtime.resources.get(role),
             resources=runtime.resources,
             metrics=self.metrics,
+            overlap=runtime.overlap,
         )
         if role in runtime.peers:
             context.peers = runtime.peers[role]
@@ -85,22 +97,34 @@ class NodeCalls:
         context.state = self.runtime.node_state.setdefault(named, {})
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
-        if edges := self.handing.get(node.name):
-            context.hand_over = partial(self._hand_over, node, edges)
         if node.contract.draws and load is not None and self.loader is not None:
             context.draw_prompts = partial(
                 self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
             )
         return context
 
-    def _hand_over(self, node: Node, edges: Sequence[Edge], rows: pa.Table) -> None:
-        """Let finished rows travel along the edges. NodeError where a column that the node declares is missing."""
+    def _handing(self, context: Context, node: Node) -> Context:
+        """Let the node hand over its rows, where edges can take them early or another node on this worker can."""
+        edges = self.handing.get(node.name, ())
+        for run in self.beginning.get(node.name, ()):
+            self.begun[run.node.name] = EarlyWork.begin(run, self.context(run.node.role).resource)
+        begun = [self.begun[run.node.name] for run in self.beginning.get(node.name, ())]
+        if edges or begun:
+            context.hand_over = partial(self._hand_over, node, edges, begun)
+        return context
+
+    def _hand_over(self, node: Node, edges: Sequence[Edge], begun: Sequence[EarlyWork], rows: pa.Table) -> None:
+        """Let finished rows travel along the edges, and other nodes begin with them. NodeError where a column that the
+        node declares is missing.
+        """
         early = node.contract.early
         if missing := [name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names]:
             raise NodeError(f"node {node.name!r} handed over rows without {missing}: it declares early={list(early)}")
         runtime = self.runtime
         for edge in edges:
             runtime.loop.call_soon_threadsafe(runtime.databuffer.hand_over, edge, self.iteration, rows)
+        for work in begun:
+            work.take(rows)
 
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:

@@ -47,6 +47,8 @@ class WorkerRuntime:
     """Largest table of a weight stream, unless one parameter is larger."""
     broadcasts: Mapping[tuple[str, ...], Broadcast] = field(default_factory=dict)
     """Broadcasts by the workers that take part; a weight stream with one uses it."""
+    overlap: bool = True
+    """Whether nodes may begin with finished rows of a node above, see ``Plan.overlap``."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State that nodes keep from step to step (``Context.state``), by phase and name."""
     pulse: Pulse = field(default_factory=Pulse)

@@ -61,7 +61,11 @@ def source(tmp_path):
     return Source(url=str(tmp_path / "train.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=1)
 
 
-def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, **options):
+async def hard_and_easy_async(prompt, response, answer):
+    return hard_and_easy(prompt, response, answer)
+
+
+def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, overlap=True, **options):
     sample = partial(
         sample_until_mixed, rollout=RolloutConfig(n=6), **({"max_prompt_length": 4, "batch_size": 8} | options)
     )
@@ -71,8 +75,8 @@ def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, **options):
     )
     dag = DAG(roles, (Node("rollout", sample, role="rollout", save_as="rollouts"),))
     names = [f"w{i}" for i in range(workers)]
-    plan = compile_chains(dag, names, source_schema(open_source(source).schema, source))
-    url = tmp_path / f"{workers}-{steps}"
+    plan = compile_chains(dag, names, source_schema(open_source(source).schema, source), overlap=overlap)
+    url = tmp_path / f"{workers}-{steps}-{overlap}"
     with LocalPool(plan, source, str(url)) as pool:
         metrics = [pool.run(step) for step in range(1, steps + 1)]
     tables = [pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id") for step in range(1, steps + 1)]
@@ -99,6 +103,14 @@ def test_any_number_of_workers_keeps_the_same_groups_and_prompts(source, tmp_pat
     for step in range(4):
         assert several[step].equals(alone[step])
         assert others[step]["data/drawn_prompts"].value == metrics[step]["data/drawn_prompts"].value
+
+
+def test_groups_are_the_same_where_responses_are_scored_while_others_are_sampled(source, tmp_path):
+    expected, _ = run(source, 1, tmp_path)
+    for overlap in (True, False):
+        (got,), (metrics,) = run(source, 2, tmp_path, reward=hard_and_easy_async, overlap=overlap)
+        assert got.equals(expected[0])
+        assert ("rows/scored_early" in metrics) is overlap
 
 
 def test_no_prompt_is_drawn_twice_in_an_epoch(source, tmp_path):

@@ -1,6 +1,7 @@
 """exact_match, and what the scorer accepts as a reward."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -68,3 +69,40 @@ def test_a_timeout_error_of_the_function_itself_is_reported_as_such():
     own, ours = scores_of(times_out_by_itself, "x", "slow", timeout=0.2, max_failures=2)
     assert own.failure == "raised TimeoutError: the server did not answer"
     assert ours.failure == "took more than 0.2 s"
+
+
+async def cancels_itself(prompt, response, answer):
+    raise asyncio.CancelledError
+
+
+def test_an_async_function_that_is_cancelled_fails_and_leaves_no_row_without_a_score():
+    first, second = scores_of(cancels_itself, "a", "b", max_failures=2)
+    assert "raised CancelledError" in first.failure
+    assert "raised CancelledError" in second.failure
+
+
+async def gives_its_thread(prompt, response, answer):
+    return float(threading.get_ident() % 2**20)
+
+
+def test_an_async_function_runs_in_a_thread_that_has_the_worker_s_device():
+    bound = []
+    device = Device("w", bind=lambda: bound.append(threading.get_ident()))
+    scorer = build_scorer(device, Rank(), rewards=RewardsConfig(), reward=gives_its_thread)
+    (score,) = scorer.score([{"prompt": "p", "response": "r", "answer": "a"}])
+    assert [thread % 2**20 for thread in bound] == [score.reward]
+
+
+async def waits(prompt, response, answer):
+    await asyncio.Event().wait()
+
+
+def test_rows_that_are_cancelled_leave_no_thread():
+    before = threading.active_count()
+    scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(), reward=waits)
+    scoring = scorer.begin()
+    scoring.add(0, lambda: {"prompt": "p", "response": "r", "answer": "a"})
+    scoring.cancel()
+    scoring.add(1, lambda: {"prompt": "p", "response": "r", "answer": "a"})
+    assert scoring.finish() == {}
+    assert threading.active_count() == before

@@ -46,8 +46,9 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
     match link:
         case Load(name):
             return (("load", name),)
-        case Run(node):
-            return (("run", node.name),)
+        case Run(node, early=early):
+            begins = () if early is None else (("begin", f"{node.name} with finished rows of {early.node}"),)
+            return (("run", node.name), *begins)
         case Restore(node, table):
             return (("restore", f"{node.name} from {table}"),)
         case Send(edge):

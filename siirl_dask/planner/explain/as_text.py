@@ -66,7 +66,8 @@ def _chain(chain: Chain) -> str:
     def begin(name: str) -> None:
         finish()
         steps.append(name)
-        notes.update({"from": [], "in parts from": [], "to": [], "in parts to": [], "statistics to": [], "saves": []})
+        words = ("begins during", "from", "in parts from", "to", "in parts to", "statistics to", "saves")
+        notes.update({word: [] for word in words})
 
     def finish() -> None:
         text = "; ".join(f"{word} {', '.join(names)}" for word, names in notes.items() if names)
@@ -83,9 +84,10 @@ def _chain(chain: Chain) -> str:
             case Restore(node, table):
                 begin(node.name)
                 notes["from"].append(f"stored {table}")
-            case Run(node):
+            case Run(node, early=early):
                 begin(f"{node.name}, {steps_behind(node.lag)}" if node.lag else node.name)
                 notes["from"], received = received, []
+                notes["begins during"] += [] if early is None else [early.node]
             case Stream(source, target, gives, takes):
                 if gives:
                     begin(source.name)
