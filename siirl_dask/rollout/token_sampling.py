@@ -21,9 +21,10 @@ from siirl_dask.rollout.memory import sampler_chunk
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _UNITS = 2.0**40  # whole units of the largest mass; what is smaller than one is never drawn
-_LOW = 24  # bits of a total, of at most 54, that are multiplied by a random number apart from the others
+_LOW = 29  # bits of a total, of at most 60, that are multiplied by a random number apart from the others
 _NUMBER = 32  # bits of a random number
-_CANDIDATES = 256  # likeliest tokens among which top_p looks first, and then among four times as many
+_CANDIDATES = 1024  # likeliest tokens among which top_p looks first, and then among all
+_SMALL = 4096  # a vocabulary that needs no groups: fewer operations take less than what they save
 
 
 def as_seed(seed: int) -> int:
@@ -76,15 +77,15 @@ class TokenSampler:
         if temperature not in (0, 1):
             logits.div_(temperature)
         masses = _Masses(logits)
-        groups = masses.groups()
-        total = _total(groups)
+        cumulative = masses.cumulative()
+        total = cumulative[:, -1:] / _UNITS
         if temperature == 0:
             tokens = logits.argmax(dim=1, keepdim=True)
         else:
             if self._filters:
                 self._filter(masses, logits, total)
-                groups = masses.groups()
-            tokens = masses.pick(groups, *numbers)
+                cumulative = masses.cumulative()
+            tokens = masses.pick(cumulative, *numbers)
         return tokens.squeeze(1), (logits.gather(1, tokens) - total.log()).squeeze(1)
 
     def _filter(self, masses: _Masses, logits: Tensor, total: Tensor) -> None:
@@ -93,7 +94,7 @@ class TokenSampler:
         if 0 < way.top_k < logits.shape[1]:
             likeliest = logits.topk(way.top_k, dim=1).values
             masses.drop(logits < likeliest[:, -1:])
-            total = _total(masses.groups())
+            total = masses.cumulative()[:, -1:] / _UNITS
         if way.top_p < 1:
             masses.drop(logits < _nucleus(logits, likeliest, total * way.top_p))
         if way.min_p > 0:
@@ -103,13 +104,14 @@ class TokenSampler:
 class _Masses:
     """Probabilities of tokens over the likeliest one's, in about sqrt(V) groups of about as many tokens.
 
-    Group g has the tokens g, g + width, g + 2 width, and so on.
+    Group g has the tokens g, g + width, g + 2 width, and so on; in a small vocabulary each token is a group.
     """
 
     def __init__(self, logits: Tensor) -> None:
         """``logits`` [B, V] are at most 0 in each row, and 0 in one place."""
         rows, vocabulary = logits.shape
-        self._height = 1 << (isqrt(vocabulary) - 1).bit_length()  # tokens of a group: a power of two, for _halved
+        # tokens of a group: a power of two, for _halved
+        self._height = 1 if vocabulary <= _SMALL else 1 << (isqrt(vocabulary) - 1).bit_length()
         self._width = -(-vocabulary // self._height)
         every = logits.new_empty(rows, self._height * self._width)
         every[:, vocabulary:] = 0
@@ -120,15 +122,18 @@ class _Masses:
         """Set the masses of some tokens to 0. [B, V] bool."""
         self.of_tokens.masked_fill_(tokens, 0)
 
-    def groups(self) -> Tensor:
-        """Return the mass of each group. [B, width]."""
-        return _halved(self._members)
+    def cumulative(self) -> Tensor:
+        """Return the mass of each group and of all before it. [B, width]."""
+        return _cumulative(_halved(self._members))
 
-    def pick(self, groups: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def pick(self, cumulative: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Return a token by two random numbers: its group, then its place there. [B, width], [B], [B] -> [B, 1]."""
-        group = _pick(groups, first[:, None])
+        group = _pick(cumulative, first[:, None])
+        if self._height == 1:
+            return group
         members = self._members.gather(2, group[:, :, None].expand(-1, self._height, 1)).squeeze(2)
-        return _pick(members, second[:, None]) * self._width + group
+        cumulative = _cumulative(members / members.amax(dim=1, keepdim=True))
+        return _pick(cumulative, second[:, None]) * self._width + group
 
 
 def _halved(parts: Tensor) -> Tensor:
@@ -143,23 +148,21 @@ def _halved(parts: Tensor) -> Tensor:
     return total[:, 0]
 
 
-def _total(masses: Tensor) -> Tensor:
-    """Add up masses of which the largest is at least 1: in whole units, whose sum has no order. [B, n] -> [B, 1]."""
-    return (masses * _UNITS).to(torch.int64).sum(dim=1, keepdim=True).to(masses.dtype) / _UNITS
+def _cumulative(masses: Tensor) -> Tensor:
+    """Return cumulative sums in whole units, which are the same in any order. [B, n] float32 -> [B, n] int64."""
+    return (masses * _UNITS).to(torch.int64).cumsum(dim=1)
 
 
-def _pick(masses: Tensor, number: Tensor) -> Tensor:
+def _pick(cumulative: Tensor, number: Tensor) -> Tensor:
     """Return the first place whose cumulative mass exceeds ``number / 2^32`` of all. [B, n], [B, 1] -> [B, 1].
 
     A place without mass is never picked.
     """
-    units = (masses / masses.amax(dim=1, keepdim=True)).mul_(_UNITS).to(torch.int64)
-    cumulative = units.cumsum(dim=1)
     total = cumulative[:, -1:]
     high, low = total >> _LOW, total & (2**_LOW - 1)  # total * number has more than 64 bits
     target = (high * number + (low * number >> _LOW)) >> (_NUMBER - _LOW)
     place = torch.searchsorted(cumulative, target, right=True)
-    return place.clamp(max=masses.shape[1] - 1)  # only nan gets there; the engine refuses its log-probability
+    return place.clamp(max=cumulative.shape[1] - 1)  # only nan gets there; the engine refuses its log-probability
 
 
 def _nucleus(logits: Tensor, likeliest: Tensor | None, mass: Tensor) -> Tensor:
@@ -167,12 +170,18 @@ def _nucleus(logits: Tensor, likeliest: Tensor | None, mass: Tensor) -> Tensor:
 
     ``likeliest`` are the logits of the only tokens that count, in falling order; None: all.
     """
-    count, vocabulary = _CANDIDATES, logits.shape[1]
-    while True:
-        candidates = logits.topk(min(count, vocabulary), dim=1).values if likeliest is None else likeliest
-        units = (candidates.exp() * _UNITS).to(torch.int64)
-        before = units.cumsum(dim=1) - units
-        kept = (before < (mass * _UNITS).to(torch.int64)).sum(dim=1, keepdim=True)
-        if likeliest is not None or count >= vocabulary or not bool((kept == count).any()):
-            return candidates.gather(1, (kept - 1).clamp(min=0))
-        count *= 4
+    if likeliest is not None or logits.shape[1] <= _CANDIDATES:
+        return _lowest(logits.sort(dim=1, descending=True).values if likeliest is None else likeliest, mass)
+    candidates = logits.topk(_CANDIDATES, dim=1).values  # far quicker than to sort all
+    lowest = _lowest(candidates, mass)
+    if bool((short := (lowest == candidates[:, -1:]).squeeze(1)).any()):
+        lowest[short] = _lowest(logits[short].sort(dim=1, descending=True).values, mass[short])
+    return lowest
+
+
+def _lowest(falling: Tensor, mass: Tensor) -> Tensor:
+    """Return the last logit before which there is less than ``mass``. [B, k] in falling order, [B, 1] -> [B, 1]."""
+    masses = falling.exp()
+    before = _cumulative(masses) - (masses * _UNITS).to(torch.int64)
+    kept = (before < (mass * _UNITS).to(torch.int64)).sum(dim=1, keepdim=True)
+    return falling.gather(1, (kept - 1).clamp(min=0))
