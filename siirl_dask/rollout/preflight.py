@@ -127,9 +127,9 @@ def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> No
         min_p=rollout.min_p,
     )
     check_vllm_sampling(mode, way, "rollout")
-    if validation.temperature is not None:
-        way = Sampling(max_tokens=1, temperature=validation.temperature, top_p=validation.top_p)
-        check_vllm_sampling(mode, way, "validation")
+    temperature = validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
+    check_vllm_sampling(mode, way, "validation")
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:

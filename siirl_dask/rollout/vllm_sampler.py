@@ -26,10 +26,7 @@ def check_vllm_sampling(mode: str, sampling: Sampling, keys: str) -> None:
         return
     reported, expected = {
         RAW: ("before the temperature, since rollout.temperature is 1", "temperature 0 or 1"),
-        PROCESSED: (
-            "after top_p, top_k and min_p, since rollout.temperature is not 1",
-            "temperature 0, or none of them",
-        ),
+        PROCESSED: ("after all of these, since rollout.temperature is not 1", "no top_p, top_k and min_p"),
     }[mode]
     raise ConfigError(
         f"rollout.sampler=vllm: {keys} asks for temperature={sampling.temperature}, top_p={sampling.top_p}, "

@@ -121,7 +121,7 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
     gathered = _gathered(model)
     unit, root, narrow = _unit(model), model.root, model.narrow
-    at_head = {**gathered, **activations, **_head(model)}
+    at_head = {**gathered, **activations, **head_bytes(model)}
     if model.trainer.backend is Backend.torch:
         return [at_head]
     if not model.learns or model.adapters:
@@ -189,7 +189,7 @@ def _split(model: ModelOnWorkers) -> int:
     return model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
 
 
-def _head(model: ModelOnWorkers) -> dict[str, int]:
+def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     """Return what log-probs take: blocks of logits, the sum of the hidden states' gradient over them, and the head's
     gradient, in the type of its parameter. In the narrower type each block has its logits, and their gradient, too.
     """

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.token_sampling import TokenSampler, random_bits
+from siirl_dask.rollout.token_sampling import TokenSampler, _nucleus, random_bits
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=8)
 LARGE = 151_936
@@ -96,6 +96,13 @@ def test_log_probs_are_of_the_tempered_softmax_before_all_filters(way):
     torch.testing.assert_close(logprobs, expected.squeeze(1).float(), atol=3e-6, rtol=1e-6)
 
 
+def assert_kept(logits, mass, count):
+    """The lowest logit of the nucleus is that of its ``count``-th token. [V]."""
+    below = (logits - logits.max())[None]
+    lowest = _nucleus(below, None, below.double().exp().sum(1, keepdim=True).float() * mass)
+    assert lowest.item() == below.sort(descending=True).values[0, count - 1].item()
+
+
 def allowed_probabilities(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """What transformers says that tokens are drawn with. [V] -> [V] float64."""
     filters = LogitsProcessorList()
@@ -131,7 +138,16 @@ def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives_them(wa
     assert_drawn_with(allowed_probabilities(logits, **way), tokens)
 
 
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.2, "top_p": 0.9}])
+@pytest.mark.parametrize("mass", [0.3, 0.97])
+def test_top_p_keeps_what_transformers_keeps_whether_few_tokens_have_that_mass_or_many(mass):
+    """On logits of which some rows need more than the first candidates, and some do not."""
+    logits = torch.randn(6, 6000, generator=torch.Generator().manual_seed(4)) * torch.tensor([1.0, 6.0] * 3)[:, None]
+    for row in logits:
+        probabilities = allowed_probabilities(row, top_p=mass)
+        assert_kept(row, mass, int((probabilities > 0).sum()))
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "top_p": 0.6}])
 def test_tokens_of_a_large_vocabulary_are_drawn_with_their_probabilities(way):
     logits, draws = zipf(LARGE), 2000
     tokens = torch.cat([draw(logits.expand(20, -1), range(at, at + 20), **way)[0] for at in range(0, draws, 20)])
