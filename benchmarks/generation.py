@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.tasks.tiny_model import tiny_model
 
 MEDIAN, SIGMA, LONGEST = 32, 1.0, 256
 """Median, sigma and cut-off of the log-normal distribution of lengths."""
@@ -26,6 +25,8 @@ def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
         AutoTokenizer,
         GenerationConfig,
     )
+
+    from siirl_dask.tasks.tiny_model import tiny_model
 
     path = tiny_model(folder, **sizes)  # type: ignore[arg-type]  # sizes are whole numbers
     tokenizer = AutoTokenizer.from_pretrained(path)

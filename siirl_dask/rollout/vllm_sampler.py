@@ -1,4 +1,4 @@
-"""What vLLM's own sampler (``rollout.sampler=vllm``) may be asked for, by the log-probs that it reports.
+"""Refuses sampling whose log-probs vLLM's own sampler (``rollout.sampler=vllm``) does not report.
 
 Training needs log-probs under softmax(logits / temperature), before top-p, top-k and min-p. vLLM reports them before
 the temperature, or after everything, one of them for all requests of an engine.
