@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
+from sections import replace_section
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.rollout import Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling, build_engine
@@ -48,7 +49,7 @@ def main() -> None:
     text = report(rates, tokens, parameters, given)
     Console().print(text)
     if given.out:
-        given.out.write_text(text)
+        replace_section(given.out, text)
 
 
 def make_requests(rows: int) -> list[GenerationRequest]:

@@ -218,7 +218,7 @@ def _page(found: dict[int, dict[str, Taken | None]], moved: str, lengths: Sequen
 One update on one long row and {_SHORT_ROWS} short ones ({short:,} tokens together), as in a batch with a long tail: a
 model of {_HIDDEN} dimensions, 2 layers, 2 heads and a vocabulary of {_VOCABULARY:,}, in float32 on CPUs. MB are those
 by which a process rose at most above what it held with its model, optimiser and one short update; where two share, of
-the one that rose more. Most of it are chunks of logits, 128 MiB each, whatever the length: the rest is what grows.
+the one that rose more. Most of it are blocks of logits, 64 MiB each, whatever the length: the rest is what grows.
 
 * *padded*: plain transformers, rows padded to the longest, one at a time, all logits at once, two threads. Left out
   where the logits alone, their log-softmax and the gradients of both, would take more than {_LIMIT / 1e9:.0f} GB.

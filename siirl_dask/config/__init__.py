@@ -13,6 +13,7 @@ from siirl_dask.config.rollout import (
     PromptPlacement,
     RewardsConfig,
     RolloutConfig,
+    Sampler,
     VllmConfig,
     WeightSync,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "RunConfig",
+    "Sampler",
     "Schedule",
     "StorageConfig",
     "TrainerConfig",

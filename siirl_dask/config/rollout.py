@@ -19,6 +19,15 @@ class Engine(StrEnum):
     """vLLM if it is installed, else transformers."""
 
 
+class Sampler(StrEnum):
+    """Code that draws tokens; see docs/engines.md."""
+
+    exact = "exact"
+    """Ours: a token depends on its row's seed, its position and its logits alone, in any batch and with any engine."""
+    vllm = "vllm"
+    """vLLM's own, with a generator for each row."""
+
+
 class Dtype(StrEnum):
     """Number type of a model's weights."""
 
@@ -118,6 +127,9 @@ class RolloutConfig:
     """Number of likeliest tokens that may be drawn; 0: all."""
     min_p: float = 0.0
     """Least probability of a token that may be drawn, as a share of the likeliest token's; 0: any."""
+    sampler: Sampler = Sampler.exact
+    """``exact``: a sample depends on its prompt, its seed and the weights alone, with any engine and any layout of the
+    run. ``vllm``: vLLM's own sampler, with a seed for each row."""
     max_response_length: int = 256
     """Longest response, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -205,6 +217,11 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on one device; take "
                 "rollout.engine=vllm, or leave it at 1"
+            )
+        if self.sampler is Sampler.vllm:
+            raise ConfigError(
+                "rollout.sampler=vllm: it is part of vLLM, and rollout.engine is transformers; take "
+                "rollout.sampler=exact or rollout.engine=vllm"
             )
         if self.vllm.engine_kwargs:
             raise ConfigError(

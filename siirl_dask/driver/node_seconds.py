@@ -36,7 +36,7 @@ _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
 _OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
 _ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
-_SAMPLER = 60  # bytes read and written for each logit that a token is drawn from
+_SAMPLER = 40  # bytes read and written for each logit that a token is drawn from
 _MODULES = 6  # times a bare operation's seconds that one takes within a model's Python; fitted on one machine
 _OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and beside the layers
     "step": (70, 80),

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from siirl_dask.config import Dtype, RolloutConfig, parse_bytes
+from siirl_dask.config import Dtype, RolloutConfig, Sampler, parse_bytes
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint, Remedy
 
 CACHE = "KV cache"
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-_SAMPLER = 4 + 3 * 8  # bytes per logit: float32, and in float64 probabilities, their sum, and a copy
+_LOGITS = 4  # bytes of a logit
+_CHUNK = {True: 4 * 2**20, False: 256 * 2**20}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
+_CHUNK_COPIES = 2  # of a chunk's logits: probabilities, and half as much for their sums, or a mask
+_VLLM_COPIES = 4  # log-probs, probabilities, noise, and their quotient
 _GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
@@ -60,9 +63,22 @@ def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
     return replace(_footprint(engine), remedies=found)
 
 
+def sampler_chunk(*, on_cpu: bool) -> int:
+    """Return the bytes of logits that tokens are drawn from at once."""
+    return _CHUNK[on_cpu]
+
+
+def _sampler(engine: EngineOnWorkers) -> int:
+    """Return the bytes of all rows' logits in float32, and what drawing from them takes."""
+    logits = _LOGITS * engine.rows * engine.architecture.vocabulary
+    if engine.rollout.sampler is Sampler.vllm:
+        return logits * (1 + _VLLM_COPIES)
+    return logits + _CHUNK_COPIES * min(logits, sampler_chunk(on_cpu=False))
+
+
 def _footprint(engine: EngineOnWorkers) -> Footprint:
     size, rollout = _BYTES[engine.dtype] * engine.size.total, engine.rollout
-    sampler = {"sampler": _SAMPLER * engine.rows * engine.architecture.vocabulary}
+    sampler = {"sampler": _sampler(engine)}
     if not engine.vllm:
         cache = {"keys and values": engine.rows * engine.longest * engine.token_bytes}
         return Footprint(held={"weights": size}, working={**cache, **sampler}, loading=size)

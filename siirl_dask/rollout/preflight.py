@@ -8,13 +8,24 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
-from siirl_dask.config import Config, Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig, parse_bytes
+from siirl_dask.config import (
+    Config,
+    Dtype,
+    Engine,
+    ModelConfig,
+    RolloutConfig,
+    Sampler,
+    ValidationConfig,
+    VllmConfig,
+    parse_bytes,
+)
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.rollout.engine import CPU_CACHE
+from siirl_dask.rollout.engine import CPU_CACHE, Sampling
 from siirl_dask.rollout.memory import EngineOnWorkers, engine_footprint
+from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
 
 logger = logging.getLogger("siirl_dask.rollout")
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
@@ -48,6 +59,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)
+    if rollout.sampler is Sampler.vllm:
+        _check_samplings(rollout, config.validation)
     if rollout.tensor_parallel_size > 1:
         _check_workers(rollout.tensor_parallel_size, workers)
         _check_model(rollout.tensor_parallel_size, model.path)
@@ -93,12 +106,30 @@ def _check_no_vllm_options(rollout: RolloutConfig) -> None:
     options = {f"vllm.{name}": value for name, value in values.items() if value != getattr(default, name)}
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
+    if rollout.sampler is Sampler.vllm:
+        options["sampler"] = rollout.sampler
     if rollout.engine is Engine.auto and options:
         shown = ", ".join(f"rollout.{name}={value}" for name, value in options.items())
         raise ConfigError(
             f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not installed here; "
             "take rollout.engine=vllm if the workers have it, or leave this out"
         )
+
+
+def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> None:
+    """Raise ConfigError for sampling whose log-probs vLLM's own sampler does not report."""
+    mode = vllm_logprobs_mode(rollout)
+    way = Sampling(
+        max_tokens=1,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    check_vllm_sampling(mode, way, "rollout")
+    temperature = validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
+    check_vllm_sampling(mode, way, "validation")
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:

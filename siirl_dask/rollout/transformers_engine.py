@@ -106,7 +106,10 @@ class TransformersEngine(HoldsNoGroups):
             mask[row, width - len(prompt) :] = 1
         seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
         sampling = requests[0].sampling
-        sampler, ends = Sampler(seeds, sampling, begun, self._progress), self._end_tokens | {*sampling.stop_token_ids}
+        sampler, ends = (
+            ChosenTokens(seeds, sampling, begun, self._progress),
+            self._end_tokens | {*sampling.stop_token_ids},
+        )
         self._model.generate(  # type: ignore[operator]
             input_ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -146,7 +149,7 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     return network, HuggingFaceTokenizer(tokenizer, model.path)
 
 
-class Sampler(LogitsProcessor):
+class ChosenTokens(LogitsProcessor):
     """Chooses each row's next token inside ``generate`` and keeps it with its log-probability.
 
     ``begun`` is the number of response tokens that each row has already; None is 0. ``progress`` is called for each
@@ -168,12 +171,12 @@ class Sampler(LogitsProcessor):
         self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose a token for each row and mask all others. [B, T], [B, V] -> [B, V]."""
+        """Choose a token for each row and make its score the highest, in place. [B, T], [B, V] float32 -> [B, V]."""
         tokens, logprobs = self._draw(scores, self._seeds, self._begun + np.uint64(len(self._tokens)))
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
         self._progress()
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        return scores.scatter_(1, tokens[:, None], 1.0)  # the others are 0 at most
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""

@@ -4,7 +4,7 @@ held        weights, gradients and AdamW's two moments in float32, 16 bytes a pa
             adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
 gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
 activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
-log-probs   three chunks of logits in float32, and the head's gradient
+log-probs   three blocks of logits, the sum of the hidden states' gradient, and the head's gradient
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
 
 FLOAT32, BFLOAT16 = 4, 2
-LOGITS_CHUNK = 128 * 2**20
-"""Bytes of float32 logits that are computed at once; a test holds it to training/model/logprobs.py."""
-_CHUNKS = 3  # log-probs, the factor of their gradient, and the gradient by logits
+_LOGITS = {True: 64 * 2**20, False: 256 * 2**20}  # bytes of a block of float32 logits, on a CPU and elsewhere
+_LEAST_ROWS = 1024  # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
+_BLOCKS = 2  # log-probs, which their gradient replaces, and its factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,14 @@ class ModelOnWorkers:
         return self.learns and self.scores and not self.adapters
 
 
+def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
+    """Return the rows of the head [V, D] whose logits are computed at once for so many tokens.
+
+    Neither the logits nor these rows take more than a block, unless there are very many tokens.
+    """
+    return min(vocabulary, max(_LEAST_ROWS, _LOGITS[on_cpu] // (FLOAT32 * max(tokens, hidden))))
+
+
 def footprint(model: ModelOnWorkers) -> Footprint:
     """Return the memory of the model on one worker with an accelerator, without remedies."""
     offload = model.trainer.backend is Backend.fsdp and model.trainer.fsdp.offload
@@ -113,7 +121,7 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
     gathered = _gathered(model)
     unit, root, narrow = _unit(model), model.root, model.narrow
-    at_head = {**gathered, **activations, **_head(model)}
+    at_head = {**gathered, **activations, **head_bytes(model)}
     if model.trainer.backend is Backend.torch:
         return [at_head]
     if not model.learns or model.adapters:
@@ -181,15 +189,21 @@ def _split(model: ModelOnWorkers) -> int:
     return model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
 
 
-def _head(model: ModelOnWorkers) -> dict[str, int]:
-    """Return what log-probs take: chunks of logits, the head in the narrower type, and its gradient in float32."""
+def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
+    """Return what log-probs take: blocks of logits, the sum of the hidden states' gradient over them, and the head's
+    gradient, in the type of its parameter. In the narrower type each block has its logits, and their gradient, too.
+    """
     if not model.scores:
         return {}
-    one, narrow = model.architecture, model.narrow
-    logits = _CHUNKS * min(LOGITS_CHUNK, FLOAT32 * one.vocabulary * model.tokens)
-    elements = one.vocabulary * one.hidden
-    copied = narrow * elements if model.trainer.backend is Backend.torch and narrow != FLOAT32 else 0
-    parts = {"log-probs of a chunk": logits + copied}
+    one, narrow, tokens = model.architecture, model.narrow % FLOAT32, model.tokens
+    rows = logits_rows(tokens, one.hidden, one.vocabulary, on_cpu=False)
+    replica = model.trainer.backend is Backend.torch
+    block = (_BLOCKS * FLOAT32 + 2 * narrow) * rows * tokens
+    if replica:  # the head's rows in the narrower type, and their gradient
+        block += 2 * narrow * rows * one.hidden
+    parts = {"log-probs of a block": block}
+    if model.learns:
+        parts["gradient of hidden states"] = (FLOAT32 + narrow) * tokens * one.hidden
     if model.head_learns:
-        parts["head's gradient"] = (FLOAT32 + narrow) * elements
+        parts["head's gradient"] = (FLOAT32 if replica else model.narrow) * one.vocabulary * one.hidden
     return parts

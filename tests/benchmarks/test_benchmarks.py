@@ -72,3 +72,16 @@ def test_packed_and_padded_rows_are_learned_from_alike(tmp_path):
     cells = out.read_text().partition("| llama |")[2].split("|")
     packed, padded = (float(cell.replace(",", "")) for cell in cells[:2])
     assert min(packed, padded) > 0
+
+
+@pytest.mark.slow
+def test_log_probs_are_tabled_beside_other_ways_to_compute_them(tmp_path):
+    """The script itself holds results and gradients of the ways against each other."""
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n## Log-probs at a large vocabulary\n\nbefore\n\n## Next\n\nstays\n")
+    size = ["--tokens", 40, "--hidden", 16, "--vocabulary", 3000, "--rounds", 1]
+    run("logprobs.py", *size, "--out", page)
+    text = page.read_text()
+    assert "before" not in text
+    assert "| blocks of the vocabulary |" in text
+    assert text.endswith("\n\n## Next\n\nstays\n")

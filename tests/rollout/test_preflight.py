@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.commands.plan import describe_run
-from siirl_dask.config import Config, Engine
+from siirl_dask.config import Config, Engine, Sampler
 from siirl_dask.config.file import dump, load_config_file, shipped
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.preflight import check
@@ -89,6 +89,10 @@ def test_requests_for_other_weights_and_other_messages_are_refused():
             {"tensor_parallel_size": 2, "engine": Engine.transformers},
             "tensor_parallel_size=2: .*transformers generates on one device",
         ),
+        (
+            {"sampler": Sampler.vllm, "engine": Engine.transformers},
+            "sampler=vllm: .*part of vLLM, and rollout.engine is transformers; take rollout.sampler=exact",
+        ),
         ({"tensor_parallel_size": 2, "work_stealing": True}, r"work_stealing=true and .*leave work_stealing out"),
         (
             {"engine_kwargs": {"tensor_parallel_size": 4}},
@@ -127,6 +131,23 @@ def planned(digits_task, tmp_path):
         return describe_run(file.config, *dags(file))
 
     return plan
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["rollout.temperature=0.7", "rollout.top_k=9"],
+            "rollout asks for temperature=0.7, .*top_k=9.*expected no top_p",
+        ),
+        (["validation.temperature=0.5"], "validation asks for temperature=0.5, .*expected temperature 0 or 1"),
+    ],
+)
+def test_sampling_whose_log_probs_vllms_sampler_does_not_report_is_refused(planned, overrides, text):
+    with pytest.raises(ConfigError, match=rf"rollout\.sampler=vllm: {text}.*; or take rollout\.sampler=exact"):
+        planned("rollout.sampler=vllm", *overrides)
+    planned(*overrides)
+    planned("rollout.sampler=vllm", overrides[0].replace("validation.temperature=0.5", "validation.temperature=1.0"))
 
 
 def test_the_plan_says_which_workers_form_an_engine(planned):

@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu
 import torch
 from safetensors.torch import load_file, save_file
 
-from siirl_dask.config import Dtype, Engine, ModelConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, Sampler
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, RunError
-from siirl_dask.rollout import Sampling, build_engine
+from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -95,6 +95,21 @@ def test_preempted_rows_get_the_same_tokens(folder):
         crowded = engine.generate(prompts, range(20), sampling)
         alone = [engine.generate([prompts[row]], [row], sampling)[0] for row in range(20)]
     assert [sample.token_ids for sample in crowded] == [sample.token_ids for sample in alone]
+
+
+def test_vllms_own_sampler_reports_the_log_probs_that_are_trained(folder):
+    """With a seed for each row, and other random numbers for what goes on with a response."""
+    sampling = Sampling(max_tokens=8, temperature=0.7)
+    with running(folder, sampler=Sampler.vllm, temperature=0.7) as engine:
+        samples = engine.generate(PROMPTS, range(6), sampling)
+        assert samples == engine.generate(PROMPTS, range(6), sampling)
+        queue = LocalQueue([GenerationRequest([5, 6], 3, sampling, begun) for begun in (0, 0, 1)])
+        engine.serve(queue)
+        first, again, later = (sample.token_ids for sample in queue.results())
+        assert first == again != later
+        with pytest.raises(ConfigError, match=r"sampler=vllm: a request asks for temperature=0[.]7, top_p=0[.]9"):
+            engine.generate(PROMPTS, range(6), replace(sampling, top_p=0.9))
+        assert_agrees_with_trainer(engine, folder, after=(0, 1))
 
 
 def test_calls_may_differ_in_sampling_parameters(folder):

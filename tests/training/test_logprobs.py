@@ -3,6 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from siirl_dask.training.model.logprobs import token_logprobs
+from tests.training.made import Made
 
 
 def random_inputs(dtype=torch.float64, bias=True):
@@ -18,11 +19,11 @@ def plain(hidden, weight, bias, targets, temperature):
     return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_equal_the_full_computation(chunk, bias):
+def test_blocks_of_the_vocabulary_equal_the_full_computation(rows, bias):
     inputs = random_inputs(bias=bias)
-    for one, other in zip(token_logprobs(*inputs, temperature=0.7, chunk=chunk), plain(*inputs, 0.7), strict=True):
+    for one, other in zip(token_logprobs(*inputs, temperature=0.7, rows=rows), plain(*inputs, 0.7), strict=True):
         assert_close(one, other)
 
 
@@ -31,7 +32,7 @@ def test_gradients_equal_finite_differences(which):
     *leaves, targets = random_inputs()
 
     def result(*tensors):
-        logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, chunk=3)
+        logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, rows=3)
         return (logprobs, entropy, logprobs * entropy)[which]
 
     assert torch.autograd.gradcheck(result, leaves)
@@ -47,11 +48,20 @@ def test_bfloat16_hidden_states_give_float32_scores_and_gradients():
     assert_close(weight.grad, expected, atol=0.1, rtol=0.1)
 
 
-def test_logits_are_never_larger_than_a_chunk(monkeypatch):
-    monkeypatch.setattr("siirl_dask.training.model.logprobs._CHUNK_BYTES", 4 * 11 * 2)
-    sizes = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: sizes.append(len(a[0])) or linear(*a))
-    logprobs, _ = token_logprobs(*random_inputs(torch.float32), temperature=1.0)
-    logprobs.sum().backward()
-    assert max(sizes) == 2
+TOKENS, WIDTH, VOCABULARY, ROWS = 48, 64, 1500, 100
+
+
+def score_and_learn(dtype, weight_dtype):
+    """The tensors that are made for log-probs and entropy, and their gradients."""
+    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=weight_dtype, requires_grad=True)
+    with Made() as made:
+        logprobs, entropy = token_logprobs(hidden, weight, None, torch.arange(TOKENS), temperature=0.7, rows=ROWS)
+        torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    return made
+
+
+def test_the_heads_gradient_is_made_once_and_nothing_else_is_larger_than_a_block():
+    sizes = sorted(score_and_learn(torch.float32, torch.float32).sizes)
+    assert sizes[-1] == VOCABULARY * WIDTH
+    assert sizes[-2] <= ROWS * max(TOKENS, WIDTH)

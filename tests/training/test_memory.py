@@ -17,21 +17,22 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import flat
 from siirl_dask.training import PackedRows, build_trainer
 from siirl_dask.training.memory import (
-    LOGITS_CHUNK,
     ModelOnWorkers,
     activation_bytes,
     footprint,
+    head_bytes,
     held_bytes,
     layer_bytes,
     working_bytes,
 )
-from siirl_dask.training.model import logprobs
+from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.network import PolicyNetwork, recompute
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.remedies import with_remedies
 from tests.models.configs import QWEN2_5_7B, write_config
 from tests.settings import rollout_config, trainer_config
+from tests.training.made import Made
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +231,31 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.05 if dtype is Dtype.float32 else 0.09)
 
 
-def test_a_chunk_of_logits_is_that_of_the_log_probs():
-    assert logprobs._CHUNK_BYTES == LOGITS_CHUNK
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(Backend.torch, Dtype.float32), (Backend.torch, Dtype.bfloat16), (Backend.fsdp, Dtype.bfloat16)],
+)
+def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
+    monkeypatch.setattr("siirl_dask.training.memory._LOGITS", dict.fromkeys((True, False), 2**16))
+    monkeypatch.setattr("siirl_dask.training.memory._LEAST_ROWS", 50)
+    architecture, tokens = read_architecture(str(wide["llama"])), 96
+    model = ModelOnWorkers(
+        size=count_parameters(str(wide["llama"])),
+        architecture=architecture,
+        trainer=TrainerConfig(backend=backend),
+        dtype=dtype,
+        ranks=1,
+        tokens=tokens,
+    )
+    narrow = getattr(torch, dtype)
+    shape = architecture.vocabulary, architecture.hidden
+    hidden = torch.randn(tokens, architecture.hidden, dtype=narrow, requires_grad=True)
+    weight = torch.randn(shape, dtype=narrow if backend is Backend.fsdp else torch.float32, requires_grad=True)
+    with Made() as made:
+        logprobs, entropy = token_logprobs(hidden, weight, None, torch.arange(tokens), temperature=1.0)
+        torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    said = total(head_bytes(model))
+    assert 0.93 * said <= made.peak <= 1.03 * said, (made.peak, said)
 
 
 def test_a_replica_is_built_in_the_hosts_memory_first(seven):

@@ -42,7 +42,7 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group, model
 from vllm.platforms import current_platform  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
-from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: E402
+from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
 
 _FREES_WEIGHTS = 2  # the sleep level at which vLLM frees the weights
 
@@ -76,7 +76,7 @@ class VllmEngine(HoldsNoGroups):
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
-        self._numbers = count()
+        self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
         self._sleep_level = 0 if self._on_cpu else rollout.vllm.sleep_level
         self._broken = self._asleep = False
         self.version = 0
@@ -196,7 +196,9 @@ class VllmEngine(HoldsNoGroups):
         for ticket, request in queue.next(room, wait=not running) if room else ():
             self._check_room(request)
             name = str(next(self._numbers))
-            params = request_params(request.seed, request.sampling, self._end_tokens, request.begun)
+            params = request_params(
+                request.seed, request.sampling, self._end_tokens, request.begun, self._logprobs_mode
+            )
             self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt)), params)
             running[name] = ticket
         return bool(running)
@@ -216,8 +218,8 @@ class VllmEngine(HoldsNoGroups):
         """Return vLLM's output as a Generation. RunError for a log-probability that is not finite."""
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
-        assert sample.logprobs is not None
-        logprobs = [float(at[token].logprob) for at, token in zip(sample.logprobs, tokens, strict=True)]
+        logprobs = token_logprobs(sample.logprobs, self._logprobs_mode)
+        assert len(logprobs) == len(tokens)
         if not all(map(isfinite, logprobs)):
             raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
         reason = FinishReason.STOP if sample.finish_reason == "stop" else FinishReason.LENGTH

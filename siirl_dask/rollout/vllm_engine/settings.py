@@ -9,12 +9,12 @@ from typing import Any
 from vllm import EngineArgs
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from siirl_dask.config import ModelConfig, RolloutConfig, VllmConfig, parse_bytes
+from siirl_dask.config import ModelConfig, RolloutConfig, Sampler, VllmConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
-from siirl_dask.rollout.vllm_engine.token_choice import LOGPROBS_MODE, VllmTokenSampler
+from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, logprobs_mode
 
 _LONGEST_THAT_FITS = -1
 _HABIT = 0.9  # vLLM's default
@@ -29,8 +29,8 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
         "dtype": str(model.dtype),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
-        "logits_processors": [VllmTokenSampler],
-        "logprobs_mode": LOGPROBS_MODE,
+        "logits_processors": [VllmTokenSampler] if rollout.sampler is Sampler.exact else [],
+        "logprobs_mode": logprobs_mode(rollout),
         "gpu_memory_utilization": _share(rollout, device),
         "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else _own_cache(device),
         "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,

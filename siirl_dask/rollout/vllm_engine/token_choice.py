@@ -1,43 +1,76 @@
-"""Chooses tokens inside vLLM with the TokenSampler that every engine uses.
+"""Chooses tokens inside vLLM: with the TokenSampler that every engine uses, or with vLLM's own sampler.
 
-vLLM itself samples greedily from what this processor leaves: one token, whose logit is its log-probability. So a token
-depends on its row's seed and position alone, whatever else is in the batch and however often the row was preempted. Its
-log-probability is that of the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
+With TokenSampler, vLLM itself samples greedily from what a logits processor leaves: in each row the chosen token has
+the only logit above 0, or the highest, 0, which is minus its log-probability. So a token depends on its row's seed and
+position alone, whatever else is in the batch and however often the row was preempted. Its log-probability is that of
+the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from siirl_dask.config import RolloutConfig, Sampler
 from siirl_dask.rollout.engine import Sampling
-from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
+from siirl_dask.rollout.token_sampling import TokenSampler, as_seed, random_bits
+from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
 
-LOGPROBS_MODE = "processed_logits"
-"""vLLM's ``logprobs_mode``: it must report the logit that ``apply`` leaves."""
+EXACT = "processed_logits"
+"""vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that ``VllmTokenSampler.apply`` leaves."""
 _KEY = "siirl_dask"
 
 
-def request_params(seed: int, sampling: Sampling, end_tokens: list[int], begun: int = 0) -> SamplingParams:
-    """Return vLLM's parameters of one row, whose prompt ends with ``begun`` tokens of its response."""
+def request_params(
+    seed: int, sampling: Sampling, end_tokens: list[int], begun: int = 0, mode: str = EXACT
+) -> SamplingParams:
+    """Return vLLM's parameters of one row, whose prompt ends with ``begun`` tokens of its response.
+
+    ``mode`` is the engine's ``logprobs_mode``. ConfigError for sampling whose log-probs it does not report.
+    """
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": [*end_tokens, *sampling.stop_token_ids],
+        "ignore_eos": True,  # stop_token_ids has the end tokens
+        "logprobs": 0,  # the chosen token's alone
+        "flat_logprobs": True,  # lists of numbers, not an object a token
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    if mode == EXACT:
+        row = {"seed": as_seed(seed), "sampling": asdict(sampling), "begun": begun}
+        return SamplingParams(temperature=0.0, extra_args={_KEY: row}, **params)
+    check_vllm_sampling(mode, sampling, "a request")
+    # What goes on with a response must not begin again with the random numbers of its beginning.
+    bits = int(random_bits(np.array([as_seed(seed)], dtype=np.uint64), begun)[0])
     return SamplingParams(
-        temperature=0.0,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=[*end_tokens, *sampling.stop_token_ids],
-        ignore_eos=True,  # stop_token_ids has the end tokens
-        logprobs=0,  # the chosen token's alone
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={_KEY: {"seed": as_seed(seed), "sampling": asdict(sampling), "begun": begun}},
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=bits >> 1,  # torch takes no larger ones
+        **params,
     )
+
+
+def logprobs_mode(rollout: RolloutConfig) -> str:
+    """Return the ``logprobs_mode`` of the engine: what it reports as a token's log-probability."""
+    return EXACT if rollout.sampler is Sampler.exact else vllm_logprobs_mode(rollout)
+
+
+def token_logprobs(reported: FlatLogprobs, mode: str) -> list[float]:
+    """Return the log-probs of a response's tokens from what vLLM reports."""
+    return [-each for each in reported.logprobs] if mode == EXACT else list(reported.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +82,47 @@ class _Row:
     tokens: list[int]
     """Tokens generated so far: vLLM's own list, which grows."""
 
+    @property
+    def way(self) -> Sampling:
+        """The parameters that decide how a token is drawn."""
+        return replace(self.sampling, max_tokens=0, stop_token_ids=())
+
+
+class _Alike:
+    """Rows of the batch that are sampled with equal parameters."""
+
+    def __init__(self, rows: dict[int, _Row], way: Sampling) -> None:
+        self._draw = TokenSampler(way)
+        self._places = list(rows)
+        self._tokens = [row.tokens for row in rows.values()]
+        self._seeds = np.array([row.seed for row in rows.values()], dtype=np.uint64)
+        self._begun = np.array([row.begun for row in rows.values()], dtype=np.uint64)
+
+    def choose(self, logits: Tensor) -> None:
+        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V], in place."""
+        first, last = self._places[0], self._places[-1]
+        if last - first + 1 == len(self._places):  # neighbours: no copy
+            self._mark(logits[first : last + 1])
+            return
+        places = torch.tensor(self._places, device=logits.device)
+        scores = logits[places]
+        self._mark(scores)
+        logits[places] = scores
+
+    def _mark(self, scores: Tensor) -> None:
+        tokens, logprobs = self._draw(scores, self._seeds, self._positions())
+        scores.scatter_(1, tokens[:, None], -logprobs[:, None])
+
+    def _positions(self) -> NDArray[np.uint64]:
+        return self._begun + np.array([len(tokens) for tokens in self._tokens], dtype=np.uint64)
+
 
 class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
     """A vLLM logits processor; vLLM makes one and tells it which request each row of the batch belongs to."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
+        self._alike: list[_Alike] | None = None
 
     def is_argmax_invariant(self) -> bool:
         """Return False: the processor decides which token is chosen."""
@@ -64,6 +132,7 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
         """Follow the batch: rows that left, came and moved, in the order that vLLM documents."""
         if batch_update is None:
             return
+        self._alike = None
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, tokens in batch_update.added:
@@ -79,20 +148,15 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
                 self._rows[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Mask all but one token of each row, and make its log-probability its logit. [B, V] -> [B, V]."""
-        alike: dict[Sampling, list[int]] = {}
-        for index in sorted(self._rows):
-            alike.setdefault(self._rows[index].sampling, []).append(index)
-        for sampling, indices in alike.items():
-            self._choose(logits, sampling, indices)
+        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V] -> [B, V], in place."""
+        if self._alike is None:
+            self._alike = self._grouped()
+        for alike in self._alike:
+            alike.choose(logits)
         return logits
 
-    def _choose(self, logits: Tensor, sampling: Sampling, indices: list[int]) -> None:
-        rows = [self._rows[index] for index in indices]
-        positions = np.array([row.begun + len(row.tokens) for row in rows], dtype=np.uint64)
-        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        at = torch.tensor(indices, device=logits.device)
-        scores = logits if len(indices) == len(logits) else logits[at]  # all rows are sampled alike: no copy
-        tokens, logprobs = TokenSampler(sampling)(scores, seeds, positions)
-        logits[at] = -torch.inf
-        logits[at, tokens] = logprobs.to(logits.dtype)
+    def _grouped(self) -> list[_Alike]:
+        groups: dict[Sampling, dict[int, _Row]] = {}
+        for place, row in sorted(self._rows.items(), key=lambda item: item[0]):
+            groups.setdefault(row.way, {})[place] = row
+        return [_Alike(rows, way) for way, rows in groups.items()]

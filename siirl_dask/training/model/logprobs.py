@@ -1,18 +1,21 @@
-"""Log-probability and entropy of response tokens from hidden states, a chunk of tokens at a time.
+"""Log-probability and entropy of response tokens from hidden states, a block of the vocabulary at a time.
 
-The logits of all tokens are never in memory at once (4k tokens of a 32k vocabulary would take 2.5 GB with their
-gradients): the backward pass computes each chunk again.
+The logits of the whole vocabulary are never in memory at once: 4k tokens of a 152k vocabulary would take 2.5 GB, and
+their gradients as much again. Blocks are of the vocabulary rather than of tokens, so that the head's gradient, the
+largest result ([V, D]), is written once, whatever the number of blocks; what is added up over blocks is [K] numbers in
+the forward pass and [K, D] in the backward pass, which computes each block's logits again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_BYTES = 128 * 2**20  # float32 logits per chunk; glibc keeps freed blocks below 32 MiB, and memory grows tenfold
+from siirl_dask.training.memory import logits_rows
 
 
 def token_logprobs(
@@ -22,84 +25,150 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float,
-    chunk: int | None = None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs of the targets, and entropy in nats, of ``softmax((hidden @ weight.T + bias) / temperature)``.
 
     [K, D], [V, D], [V] or None, [K] -> [K], [K]. The product has the dtype of ``hidden``, all else at least float32.
-    Both results carry gradients to hidden, weight and bias.
+    Both results carry gradients to hidden, weight and bias. ``rows`` of the head make a block; None: as many as the
+    device has room for.
     """
-    chunk = chunk or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = rows or logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu")
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, chunk)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, rows)
     return result
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Compute log-probs of the whole vocabulary. [n, D], [V, D], [V] -> [n, V]."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (logits if temperature == 1 else logits.div_(temperature)).log_softmax(-1)
+class _Head:
+    """Gives the logits of one block of the vocabulary after the other, in the same memory.
 
-
-def _by_logits(
-    scores: Tensor, targets: Tensor, entropy: Tensor, by_logprob: Tensor | None, by_entropy: Tensor | None
-) -> Tensor:
-    """Compute the gradient by logits, ``onehot by_logprob - p (by_logprob + by_entropy (log p + H))``, in place.
-
-    The result takes the memory of ``scores``, which is log p: page faults of another matrix would cost as much as the
-    arithmetic. [n, V], [n, 1] each -> [n, V].
+    Page faults of new memory for each block would cost as much as the arithmetic.
     """
-    factor = torch.zeros_like(entropy) if by_logprob is None else by_logprob
-    if by_entropy is not None:
-        factor = (scores + entropy).mul_(by_entropy).add_(factor)
-    by_logits = scores.exp_().mul_(-factor)
-    return by_logits if by_logprob is None else by_logits.scatter_add_(1, targets, by_logprob)
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
+    ) -> None:
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
+        self._scale, self._rows = 1 / temperature, min(rows, len(weight))
+        self._product = hidden.new_empty(len(hidden) * self._rows)
+        self._wide = self._product if self.dtype == hidden.dtype else torch.empty_like(self._product, dtype=self.dtype)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield a block's rows, its part of the head [r, D], its logits [K, r], and its targets [K], -1 elsewhere."""
+        for start in range(0, len(self._weight), self._rows):
+            block = slice(start, min(start + self._rows, len(self._weight)))
+            part = self._weight[block].to(self._hidden.dtype)
+            product = self.like_logits(self._product, len(part))
+            if self._bias is None:
+                product.addmm_(self._hidden, part.T, beta=0, alpha=self._scale)  # beta=0 writes over what was there
+            else:
+                offsets = self._bias[block].to(self._hidden.dtype)
+                torch.addmm(offsets, self._hidden, part.T, beta=self._scale, alpha=self._scale, out=product)
+            logits = self.like_logits(self._wide, len(part))
+            if logits is not product:
+                logits.copy_(product)
+            targets = self._targets - start
+            yield block, part, logits, targets.where((targets >= 0) & (targets < len(part)), -1)
+
+    def like_logits(self, memory: Tensor, rows: int) -> Tensor:
+        """Return the first numbers of ``memory`` as a block of ``rows``. [K * r or more] -> [K, r]."""
+        return memory[: len(self._hidden) * rows].view(len(self._hidden), rows)
+
+    def scratch(self) -> Tensor:
+        """Return memory for another block. [K * r]."""
+        return torch.empty_like(self._wide)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        """Add up ``s = sum e^(l - m)`` and ``t = sum e^(l - m) (l - m)`` under the highest logit m so far.
+
+        So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost.
+        """
         ctx.set_materialize_grads(False)
-        cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            scores = _log_softmax(hidden[part], cast, cast_bias, temperature)
-            logprobs[part] = scores.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -scores.exp().mul_(scores).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logprobs, entropy
+        head = _Head(hidden, weight, bias, targets, temperature, rows)
+        highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
+        total, weighted, chosen = torch.zeros_like(highest), torch.zeros_like(highest), torch.zeros_like(highest)
+        memory = head.scratch()
+        for _, part, logits, at in head.blocks():
+            inside = at[:, None]
+            chosen = torch.where(inside >= 0, logits.gather(1, inside.clamp(min=0)), chosen)
+            higher = torch.maximum(highest, logits.amax(1, keepdim=True))
+            fall = highest - higher
+            weighted, total = (weighted + total * fall) * fall.exp(), total * fall.exp()
+            exps = torch.exp(logits.sub_(higher), out=head.like_logits(memory, len(part)))
+            total, weighted = total + exps.sum(1, keepdim=True), weighted + logits.mul_(exps).sum(1, keepdim=True)
+            highest = higher
+        entropy = total.log() - weighted / total
+        normalizer = highest + total.log()
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.temperature, ctx.rows = temperature, rows
+        return (chosen - highest - total.log()).squeeze(1), entropy.squeeze(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both over the temperature."""
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves two chunks
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block
             by_entropy = None
-        gradients = [None if each is None else each / ctx.temperature for each in (by_logprob, by_entropy)]
-        cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        for_hidden = torch.empty_like(hidden)
-        wide = torch.promote_types(weight.dtype, torch.float32)  # the sum over many chunks needs the digits
+        by_logprob, by_entropy = (None if each is None else each[:, None] for each in (by_logprob, by_entropy))
+        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.rows)
+        scale = 1 / ctx.temperature
         _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head needs no [V, D] gradient
-        for_weight = torch.zeros_like(weight, dtype=wide) if head_learns else None
-        for_bias = torch.zeros_like(bias, dtype=wide) if bias_learns else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            scores = _log_softmax(hidden[part], cast, cast_bias, ctx.temperature)
-            of_chunk = (None if each is None else each[part, None] for each in gradients)
-            by_logits = _by_logits(scores, targets[part, None], entropy[part, None], *of_chunk).to(hidden.dtype)
-            for_hidden[part] = by_logits @ cast
+        for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
+        for_weight = torch.empty_like(weight) if head_learns else None
+        for_bias = torch.empty_like(bias) if bias_learns else None
+        memory = head.scratch() if by_entropy is not None else None
+        for block, part, logits, at in head.blocks():
+            scores = logits.sub_(normalizer)
+            spare = None if memory is None else head.like_logits(memory, len(part))
+            by_logits = _by_logits(scores, at[:, None], entropy, by_logprob, by_entropy, spare).to(hidden.dtype)
+            _add_product(for_hidden, by_logits, part, scale)
             if for_weight is not None:
-                for_weight += by_logits.T @ hidden[part]
+                _write_product(for_weight[block], by_logits, hidden, scale)
             if for_bias is not None:
-                for_bias += by_logits.sum(0)
-        for_weight = None if for_weight is None else for_weight.to(weight.dtype)
-        for_bias = None if for_bias is None else for_bias.to(bias.dtype)
-        return for_hidden, for_weight, for_bias, None, None, None
+                for_bias[block] = by_logits.sum(0, dtype=head.dtype) * scale
+        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None
+
+
+def _by_logits(
+    scores: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    by_logprob: Tensor | None,
+    by_entropy: Tensor | None,
+    spare: Tensor | None,
+) -> Tensor:
+    """Compute the gradient by logits, ``onehot by_logprob - p (by_logprob + by_entropy (log p + H))``, in place.
+
+    The result takes the memory of ``scores``, which is log p; ``spare`` is written to where ``by_entropy`` is given.
+    A token whose target is -1 has it in another block. [K, r], [K, 1] each -> [K, r].
+    """
+    factor = torch.zeros_like(entropy) if by_logprob is None else -by_logprob
+    if by_entropy is not None:
+        factor = torch.add(scores, entropy, out=spare).mul_(-by_entropy).add_(factor)
+    by_logits = scores.exp_().mul_(factor)
+    if by_logprob is None:
+        return by_logits
+    return by_logits.scatter_add_(1, targets.clamp(min=0), by_logprob.where(targets >= 0, 0))
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor, scale: float) -> None:
+    """Add ``one @ other * scale`` to a total, which may be wider than both."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other, alpha=scale)
+    else:
+        total.add_(one @ other, alpha=scale)
+
+
+def _write_product(result: Tensor, by_logits: Tensor, hidden: Tensor, scale: float) -> None:
+    """Write ``by_logits.T @ hidden * scale`` to a block of the head's gradient. [K, r], [K, D] -> [r, D]."""
+    if result.dtype == hidden.dtype:
+        result.addmm_(by_logits.T, hidden, beta=0, alpha=scale)
+    else:
+        torch.mul(by_logits.T @ hidden, scale, out=result)
