@@ -132,20 +132,27 @@ def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> 
     return finished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Attributed:
     """A RequestQueue whose results carry the name of the worker that made them, and count as its progress."""
 
     queue: Any
     device: Device
+    under_way: int = 0
+    """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        self.device.progress()
+        self._note(len(requests))
         return requests
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))
+        self._note(-1)
+
+    def _note(self, more: int) -> None:
+        self.under_way += more
+        self.device.engine_has(self.under_way)
         self.device.progress()
 
 
