@@ -7,6 +7,7 @@ nanoseconds of the monotonic clock, which stands still for nobody: a worker that
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -60,21 +61,22 @@ class Entry(NamedTuple):
 
 
 class Span:
-    """A span of the chain that is under way. ``amount`` may be set until it ends."""
+    """A span that is under way; of the chain, if its thread is the chain's. ``amount`` may be set until it ends."""
 
-    __slots__ = ("_lane", "_name", "_recorder", "_sequence", "_start", "_what", "amount")
+    __slots__ = ("_beside", "_lane", "_name", "_recorder", "_sequence", "_start", "_what", "amount")
 
     def __init__(self, recorder: Recorder, lane: Lane, what: str, name: str, sequence: int | None) -> None:
         self._recorder, self._lane, self._what, self._name, self._sequence = recorder, lane, what, name, sequence
         self.amount: int | None = None
 
     def __enter__(self) -> Span:
-        self._recorder.open(self._name)
+        self._beside = not self._recorder.enter(self._name)
         self._start = time.monotonic_ns()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._recorder.close()
+        if not self._beside:
+            self._recorder.leave()
         self._recorder.add(
             self._lane,
             self._what,
@@ -82,7 +84,7 @@ class Span:
             self._start,
             amount=self.amount,
             sequence=self._sequence,
-            beside=False,
+            beside=self._beside,
         )
 
 
@@ -104,7 +106,7 @@ class _Nothing(Span):
 class Recorder:
     """Holds what one worker did since the last drain: the newest entries, and the number of those that were too many.
 
-    Any thread may add an entry; spans belong to the chain's thread. One that is not ``enabled`` records nothing.
+    Any thread may add an entry; the chain's is that of the task under way. One that is not ``enabled`` records nothing.
     """
 
     def __init__(self, *, enabled: bool = True, most: int = _MOST) -> None:
@@ -116,6 +118,7 @@ class Recorder:
         self._open: list[str] = []
         self._phase, self._sequence = START, 0
         self._idle_since: int | None = None
+        self._thread = threading.get_ident()
 
     def begin(self, phase: str, sequence: int) -> None:
         """Record what follows under another iteration."""
@@ -127,7 +130,7 @@ class Recorder:
         if not self.enabled:
             yield
             return
-        began = time.monotonic_ns()
+        began, self._thread = time.monotonic_ns(), threading.get_ident()
         if self._idle_since is not None:
             self.add(Lane.WAIT, "task", "next task", self._idle_since, began, beside=False)
         try:
@@ -137,7 +140,7 @@ class Recorder:
             self._idle_since = time.monotonic_ns()
 
     def span(self, lane: Lane, what: str, name: str = "", *, sequence: int | None = None) -> Span:
-        """Return a context manager that records a span of the chain. Without ``name`` it is that of the span around."""
+        """Return a context manager that records a span. Without ``name`` it has that of the chain's span around it."""
         if not self.enabled:
             return _Nothing()
         return Span(self, lane, what, name or next(iter(self._open[-1:]), START), sequence)
@@ -182,12 +185,15 @@ class Recorder:
             drained.append(Entry(Lane.CONTROL, "count", "dropped", True, self._phase, self._sequence, at, 0, dropped))
         return drained
 
-    def open(self, name: str) -> None:
-        """Note that a span of the chain begins."""
+    def enter(self, name: str) -> bool:
+        """Note that a span begins, and return whether it is one of the chain."""
+        if threading.get_ident() != self._thread:
+            return False
         self._open.append(name)
+        return True
 
-    def close(self) -> None:
-        """Note that the span that began last ends."""
+    def leave(self) -> None:
+        """Note that the chain's span that began last ends."""
         self._open.pop()
 
     def _put(self, entry: Entry) -> None:

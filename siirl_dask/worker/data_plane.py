@@ -152,7 +152,7 @@ class DataPlane:
         if request.op not in (Op.FETCH, Op.EARLY):
             return
         early = request.op == Op.EARLY
-        edge = request.key.edge.split("/")[1]
+        edge = next((part for part in request.key.edge.split("/") if "->" in part), request.key.edge)
         written = reply.header.get("written", 0)
         self._trace.add(
             Lane.TRANSFER,

@@ -132,9 +132,9 @@ class ChainRun:
             return self._wait(pulling)
         finally:
             made = owned[0] if owned else time.monotonic_ns()
-            of = {"sequence": iteration.sequence, "beside": False}
-            trace.add(Lane.WAIT, "rows", edge.name, began, made, **of)
-            trace.add(Lane.TRANSFER, "receive", edge.name, made, amount=traffic.total - before, **of)
+            number, moved = iteration.sequence, traffic.total - before
+            trace.add(Lane.WAIT, "rows", edge.name, began, made, sequence=number, beside=False)
+            trace.add(Lane.TRANSFER, "receive", edge.name, made, amount=moved, sequence=number, beside=False)
 
     def _moving(self, edge: Edge, what: str) -> Span:
         return self.calls.runtime.trace.span(Lane.TRANSFER, what, edge.name, sequence=self.calls.iteration.sequence)

@@ -110,8 +110,7 @@ class Pulse:
 
     def heard_by(self, device: Device) -> Device:
         """Return the device with the callables by which roles and nodes tell this pulse what they do."""
-        told = {"progress": self.beat, "stage": self.stage, "waiting": self.waiting, "engine_has": self.engine_has}
-        return replace(device, **told)
+        return replace(device, progress=self.beat, stage=self.stage, waiting=self.waiting, engine_has=self.engine_has)
 
     @property
     def place(self) -> str:
