@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,7 +112,8 @@ def generate_all(
     busy = time.perf_counter() - began
     ctx.log("rollout/busy_seconds", busy)
     ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
-    sampled = queue.results()
+    with ctx.device.waiting():
+        sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
     return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
 
@@ -142,7 +144,8 @@ class _Attributed:
     """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
+        with self.device.waiting() if wait else nullcontext():
+            requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
         self._note(len(requests))
         return requests
 
