@@ -128,6 +128,7 @@ class Recorder:
     def task(self) -> Iterator[None]:
         """Record a task of the chain, and the wait for it since the one before."""
         if not self.enabled:
+            self._idle_since = None
             yield
             return
         began, self._thread = time.monotonic_ns(), threading.get_ident()

@@ -32,7 +32,7 @@ from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
-from siirl_dask.planner.node import STAGES, TRACE
+from siirl_dask.planner.node import STAGES
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
@@ -203,7 +203,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     """
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
-    remove_steps(url, {*tables, TRACE, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
+    remove_steps(url, {*tables, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
     remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):

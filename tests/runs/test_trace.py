@@ -12,6 +12,7 @@ from siirl_dask.observe.trace_table import trace_table
 from siirl_dask.planner.node import TRACE
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.folder import CONFIG_FILE, remove_run
+from siirl_dask.runs.tables import tables_of
 from siirl_dask.runs.trace import read_trace, slowest_of
 from siirl_dask.trace import Entry, Lane
 from tests.observe.traces import check_events
@@ -83,7 +84,7 @@ def test_check_finds_a_damaged_part_and_reading_it_says_so(tmp_path):
 
 def test_a_fresh_start_removes_the_trace(tmp_path):
     put(tmp_path, 1, 0)
-    remove_run(str(tmp_path), [])
+    remove_run(str(tmp_path), tables_of([]))
     assert not [*tmp_path.rglob("*.parquet")]
 
 
