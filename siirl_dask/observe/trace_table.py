@@ -87,6 +87,7 @@ def read_spans(parts: Iterable[tuple[int, pa.Table]]) -> list[TraceSpan]:
             TraceSpan(step, worker, Lane(lane), what, name, beside, phase, number, start + shift, duration, amount)
             for worker, lane, what, name, beside, phase, number, start, duration, amount in zip(*columns, strict=True)
         ]
+    spans.reverse()  # of two that are as long, the one that ended later is around the other
     return sorted(spans, key=lambda span: (span.start, -span.duration))
 
 

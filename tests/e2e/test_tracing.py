@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.trace import read_trace
@@ -47,6 +49,7 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
     assert {event["args"]["step"] for own in slices.values() for _, _, event in own} == {2, 3}
 
 
+@pytest.mark.slow
 def test_without_a_trace_a_run_leaves_none(train):
     done = train("plain", "cluster.workers=1", "cluster.placement={}", "run.steps=1", "observe.trace=false")
     assert not (done.url / "trace").exists()

@@ -4,7 +4,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.errors import DataError
@@ -18,6 +18,7 @@ SECOND = 10**9
 
 
 @given(chains())
+@settings(max_examples=40)
 def test_every_nanosecond_of_a_chain_is_counted_once(spans):
     covered = max(one.end for one in spans)
     assert sum(left for _, left in chain_times(spans)) == covered
@@ -26,6 +27,7 @@ def test_every_nanosecond_of_a_chain_is_counted_once(spans):
 
 
 @given(chains("0"), chains("1"), st.data())
+@settings(max_examples=30)
 def test_any_spans_become_slices_that_nest(first, second, data):
     beside = [
         span("0", Lane.TRANSFER, "a->b", *data.draw(st.tuples(st.integers(0, 300), st.integers(0, 300))), beside=True)

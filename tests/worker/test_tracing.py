@@ -2,6 +2,7 @@
 
 import time
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -34,7 +35,7 @@ def slow_on_one_worker(ctx, table):
 def pool(tmp_path):
     """Two workers that generate, one of them slow, and two that take their rows."""
     rows = {"prompt": [f"p{i}" for i in range(8)], "answer": ["x"] * 8}
-    pq.write_table(pq.pa.table(rows), tmp_path / "data.parquet")
+    pq.write_table(pa.table(rows), tmp_path / "data.parquet")
     source = Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=0)
     nodes = (
         Node("rollout", fill, role="rollout", options={"tokens": 3}),
