@@ -1,6 +1,6 @@
-"""What the trace of a run costs: seconds of the quickstart's steps with it and without, in turns within one run.
+"""The trace of a run costs time: seconds of the quickstart's steps with it and without, in turns within one run.
 
-    python benchmarks/trace_overhead.py [--steps 240] [--block 6]
+    python benchmarks/trace_overhead.py [--steps 240] [--block 6] [--folder FOLDER]
 
 Blocks of steps are recorded and not recorded by turns, on all workers alike. Runs differ from one another by more than
 the trace costs; neighbouring blocks of one run do not. The first step of each block is left out: while it goes on, the
@@ -54,14 +54,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--block", type=int, default=6)
+    parser.add_argument("--folder", help="where the task is made, if it is not there, and the run stays")
     chosen = parser.parse_args()
-    with TemporaryDirectory() as folder, closing(DaskCluster(WORKERS)) as cluster:
+    with TemporaryDirectory() as new, closing(DaskCluster(WORKERS)) as cluster:
+        folder = chosen.folder or new
         cluster.client.run(record_in_turns, chosen.block)
         given = [f"run.url={folder}/run", f"data.url={folder}/sorting/train.parquet", f"run.steps={chosen.steps}"]
         given += [f"model.path={folder}/sorting/model", f"cluster.address={cluster.client.scheduler.address}"]
         given += ["validation.url=null", "validation.test_url=null", "checkpoint.every=0", "observe.progress=false"]
         file = load_config_file(shipped("quickstart.yaml"), given)
-        run(file.config, *dags(file))
+        run(file.config, *dags(file), fresh=True)
         lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
         on, off = compare({line["step"]: line["seconds"] for line in lines}, chosen.block)
         trace = read_trace(f"{folder}/run", range(2, chosen.steps))

@@ -67,9 +67,9 @@ class Bottleneck:
     seconds: float
     """Seconds in which any worker was there."""
     start: NodeTime | None
-    """What took longest of the run's start; None where the steps do not begin with one."""
+    """The part of the run's start that took longest; None where the steps do not begin with one."""
     workers: Sequence[WorkerTime]
-    """By name."""
+    """Sorted by name, numbers by value."""
     nodes: Sequence[NodeTime]
     """The slowest first."""
     uneven: NodeTime | None

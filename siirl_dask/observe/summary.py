@@ -100,7 +100,7 @@ class Summary:
     restarts: Sequence[Restart] = ()
     """Failures after which this start of the run went on by itself, and changes of the number of workers."""
     slowest: Slowest | None = None
-    """What took longest; null without a trace (``observe.trace``)."""
+    """The node that took longest; null without a trace (``observe.trace``)."""
     version: str = __version__
     """Version of siirl_dask that ended the run."""
 

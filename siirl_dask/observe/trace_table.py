@@ -36,7 +36,7 @@ nanoseconds since the epoch by the scheduler's clock."""
 
 
 class TraceSpan(NamedTuple):
-    """What a worker did from ``start`` to ``end``, in nanoseconds of a clock that all workers share."""
+    """One thing that a worker did, from ``start`` to ``end``, in nanoseconds of a clock that all workers share."""
 
     step: int
     worker: str

@@ -33,7 +33,7 @@ MOST_BYTES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What the workers of a run did in some of its steps."""
+    """Spans of all workers of a run, in some of its steps."""
 
     spans: Sequence[TraceSpan]
     """In the order of their starts, by one clock."""
