@@ -45,7 +45,7 @@ def record_in_turns(block: int) -> None:
 
 
 def is_recorded(block: int) -> bool:
-    """Return whether a block's steps are recorded: first, then not, not, then again, so that no trend favours either."""
+    """Return whether a block is recorded. Every other pair begins with one that is not, so that no trend matters."""
     return block % 4 in (0, 3)
 
 
