@@ -95,7 +95,7 @@ def test_a_fresh_start_removes_the_trace(tmp_path):
         (["--steps", "9:8"], "the first step comes after the last"),
         (["--steps", "two"], "expected A:B or one step"),
         (["-o", "/proc/none/trace.json"], "-o '/proc/none/trace.json': the trace cannot be written"),
-        (["--output-file", "x"], "unrecognized arguments: --output-file x; did you mean '--output'"),
+        (["--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean '--steps'"),
     ],
 )
 def test_what_the_command_cannot_do_is_said(tmp_path, arguments, said, capsys):
