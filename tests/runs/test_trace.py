@@ -95,7 +95,7 @@ def test_a_fresh_start_removes_the_trace(tmp_path):
         (["--steps", "9:8"], "the first step comes after the last"),
         (["--steps", "two"], "expected A:B or one step"),
         (["-o", "/proc/none/trace.json"], "-o '/proc/none/trace.json': the trace cannot be written"),
-        (["--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean '--steps'"),
+        (["--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean '--step'"),
     ],
 )
 def test_what_the_command_cannot_do_is_said(tmp_path, arguments, said, capsys):
