@@ -157,7 +157,7 @@ def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: _Causes) -> Wo
 
 
 class _Causes:
-    """Finds the worker that a wait was for: the last to publish its rows, or the one that waited least itself."""
+    """Finds the worker that a wait was for: the last to publish rows or weights, or the one that waited least itself."""
 
     def __init__(self, spans: Sequence[TraceSpan]) -> None:
         self._published: dict[tuple[str, int], TraceSpan] = {}
@@ -173,7 +173,11 @@ class _Causes:
 
     def of(self, wait: TraceSpan) -> str:
         key = wait.name, wait.sequence
-        if wait.what == "rows" and (last := self._published.get(key)) is not None and last.end > wait.start:
+        if (
+            wait.what in ("rows", "weights")
+            and (last := self._published.get(key)) is not None
+            and last.end > wait.start
+        ):
             return last.worker
         if wait.what == "peers" and len(waited := self._peers[key]) > 1:
             least = min(waited, key=lambda worker: waited[worker])

@@ -195,9 +195,9 @@ class Clock:
         """Count the time inside under the name of a node."""
         return self._counted(name, self._trace.span(Lane.COMPUTE, "node", name))
 
-    def moving(self, name: str) -> AbstractContextManager[Span]:
+    def moving(self, name: str, what: str = "weights") -> AbstractContextManager[Span]:
         """Count the time inside under the name of an edge."""
-        return self._counted(name, self._trace.span(Lane.TRANSFER, "weights", name, sequence=self._sequence))
+        return self._counted(name, self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence))
 
     @contextmanager
     def _counted(self, name: str, span: Span) -> Iterator[Span]:
@@ -236,7 +236,7 @@ def produce(made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterato
         table = next(made, None)
         if table is None:
             return
-        with clock.moving(edge.edge.name) as sent:
+        with clock.moving(edge.edge.name, "publish") as sent:
             sent.amount = table.nbytes
             edge.publish(number, table)
         del table  # it is freed once it is acknowledged
