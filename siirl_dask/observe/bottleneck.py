@@ -157,7 +157,7 @@ def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: _Causes) -> Wo
 
 
 class _Causes:
-    """Finds the worker that a wait was for: the last to publish rows or weights, or the one that waited least itself."""
+    """Finds the worker that a wait was for: the last to publish rows or weights, or the one that waited least."""
 
     def __init__(self, spans: Sequence[TraceSpan]) -> None:
         self._published: dict[tuple[str, int], TraceSpan] = {}
