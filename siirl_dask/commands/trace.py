@@ -22,7 +22,7 @@ from siirl_dask.trace import Lane
 
 _NODES, _WORKERS = 8, 40  # rows of a table
 _WIDEST = 1000  # characters of a table's line
-_TOLD = 0.01  # share of the time from which it matters how a node's workers differ
+_TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
 
 
@@ -82,8 +82,7 @@ def _told(one: NodeTime, found: Bottleneck) -> str:
 def _node_table(found: Bottleneck) -> Table:
     table = _table("node", "slowest on", "seconds a step", "share", "times the others")
     for one in found.nodes[:_NODES]:
-        told = one.times_others is not None and one.share >= _TOLD  # else it is chance
-        times = f"{one.times_others:.2f}" if told else ""
+        times = "" if one.times_others is None or one.share < _TOLD else f"{one.times_others:.2f}"
         table.add_row(printable(one.node), printable(one.worker), f"{one.seconds:.3f}", f"{one.share:.0%}", times)
     return table
 

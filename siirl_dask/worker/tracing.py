@@ -22,7 +22,7 @@ from siirl_dask.worker.clock import ClockOffset, clock_id
 from siirl_dask.worker.run_spec import RunSpec
 
 logger = logging.getLogger("siirl_dask.worker")
-_MOST = 20_000  # entries of a step; about 300 kB
+_MOST = 2**15  # entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte
 _LAST_SECONDS = 5.0  # for the last part, when the run is over
 
 
