@@ -24,10 +24,6 @@ def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
 
     from siirl_dask.tasks.tiny_model import tiny_model
 
-    from siirl_dask.tasks.tiny_model import tiny_model
-
-    from siirl_dask.tasks.tiny_model import tiny_model
-
     path = tiny_model(folder, **sizes)  # type: ignore[arg-type]  # sizes are whole numbers
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.eos_token = None

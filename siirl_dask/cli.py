@@ -19,6 +19,7 @@ from siirl_dask.commands.script import (
     train,
 )
 from siirl_dask.commands.steps import steps_between
+from siirl_dask.commands.trace import add_trace, show_trace
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.errors import did_you_mean
@@ -69,6 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     add_cluster_option(quick)
     add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
+    add_trace(commands.add_parser("trace", help="say where a run's time goes and who is slow; write it for Perfetto"))
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
     whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
     _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
@@ -202,6 +204,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             quickstart(shipped("quickstart.yaml"), overrides_of(chosen))
         case "rollouts":
             show_rollouts(chosen)
+        case "trace":
+            show_trace(chosen)
         case "check":
             sys.exit(check(chosen.run))
         case "eval":

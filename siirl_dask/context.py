@@ -28,6 +28,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(count: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """The device on which a worker computes."""
@@ -54,6 +58,11 @@ class Device:
     """``with device.stage("the loading of weights"):`` names a part of what a role's build does, for those who wait."""
     bind: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
     """Makes it the current device of the calling thread, which a thread that a role starts must do itself."""
+    waiting: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
+    """``with device.waiting():`` says that what is inside waits for other workers, as a collective does. The run's
+    trace tells it from computing."""
+    engine_has: Callable[[int], None] = field(default=_ignore, compare=False, repr=False)
+    """To be called with the number of requests that this worker's engine has under way, when it changes."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
 

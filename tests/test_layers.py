@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"siirl_storage"},
-    {"errors", "schema", "context", "coerce", "collectives", "models", "config"},
+    {"errors", "schema", "context", "coerce", "collectives", "trace", "models", "config"},
     {"planner"},
     {"algorithms", "rewards"},
     {"coordinator", "rollout", "training", "observe"},
@@ -54,6 +54,7 @@ NEEDS_ONLY = {
     "errors": set(),
     "schema": {"pyarrow"},
     "context": set(),
+    "trace": set(),
     "coerce": set(),
     "collectives": {"torch", "psutil"},
     "config": {"omegaconf", "yaml"},

@@ -211,10 +211,12 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ObserveConfig:
-    """``observe``: progress, TensorBoard and the dashboard."""
+    """``observe``: progress, the trace, TensorBoard and the dashboard."""
 
     progress: bool = True
     """Show a progress bar on the terminal."""
+    trace: bool = True
+    """Write what each worker did in each step, for ``siirl-dask trace``."""
     tensorboard: bool = False
     """Write TensorBoard event files to the run's folder; needs the extra ``tensorboard``."""
     dashboard_port: int = 0

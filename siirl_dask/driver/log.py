@@ -21,6 +21,7 @@ from siirl_dask.observe import (
     Progress,
     Record,
     Restart,
+    Slowest,
     Status,
     Summary,
     TensorBoardLog,
@@ -31,6 +32,7 @@ from siirl_dask.observe import (
 )
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
+from siirl_dask.runs.trace import slowest_of
 
 
 @dataclass(slots=True)
@@ -165,12 +167,18 @@ class RunLog:
                 scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
             ),
             restarts=self.restarts,
+            slowest=self._slowest(),
         )
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps:
                 plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
         return summary
+
+    def _slowest(self) -> Slowest | None:
+        """Return what took longest in the last steps; None where nothing is recorded, or another start has the run."""
+        known = self._started and self.steps and self.config.observe.trace and self.attempt.holds()
+        return slowest_of(self.config.run.url) if known else None
 
     def _tally(self, record: Record) -> None:
         step, metrics = record["step"], record["metrics"]

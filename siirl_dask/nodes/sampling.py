@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -110,7 +111,8 @@ def generate_all(
     busy = time.perf_counter() - began
     ctx.log("rollout/busy_seconds", busy)
     ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
-    sampled = queue.results()
+    with ctx.device.waiting():
+        sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
     return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
 
@@ -127,20 +129,28 @@ def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> 
     return finished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Attributed:
     """A RequestQueue whose results carry the name of the worker that made them, and count as its progress."""
 
     queue: Any
     device: Device
+    under_way: int = 0
+    """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
-        requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        self.device.progress()
+        with self.device.waiting() if wait else nullcontext():
+            requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
+        self._note(len(requests))
         return requests
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))
+        self._note(-1)
+
+    def _note(self, more: int) -> None:
+        self.under_way += more
+        self.device.engine_has(self.under_way)
         self.device.progress()
 
 

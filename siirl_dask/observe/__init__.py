@@ -20,7 +20,16 @@ from siirl_dask.observe.metrics import (
 from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.report import Report, Sample, render_report
-from siirl_dask.observe.summary import Accuracy, BytesPerStep, Restart, Status, Summary, read_summary, write_summary
+from siirl_dask.observe.summary import (
+    Accuracy,
+    BytesPerStep,
+    Restart,
+    Slowest,
+    Status,
+    Summary,
+    read_summary,
+    write_summary,
+)
 from siirl_dask.observe.tensorboard import TensorBoardLog
 
 __all__ = [
@@ -36,6 +45,7 @@ __all__ = [
     "Report",
     "Restart",
     "Sample",
+    "Slowest",
     "Status",
     "Summary",
     "TensorBoardLog",

@@ -72,6 +72,10 @@ def _numbers(summary: Summary) -> Table:
         "worker to worker": _size(moved.peers),
         "scheduler and client": _size(moved.scheduler_and_client),
     }
+    if (slow := summary.slowest) is not None:
+        rows["slowest"] = (
+            f"node {printable(slow.node)} on worker {printable(slow.worker)}, {slow.share:.0%} of the time"
+        )
     if scores.first is None and scores.last is None:
         rows["validation accuracy"] = _score(None)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)

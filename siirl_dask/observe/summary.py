@@ -66,6 +66,20 @@ class Restart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slowest:
+    """The node that took longest in the last steps, on the worker where it did."""
+
+    node: str
+    worker: str
+    share: float
+    """Share of the time of these steps, without waits for other workers."""
+    times_others: float | None = None
+    """Its time divided by the median of the other workers' that run the node; null if there are none."""
+    steps: int
+    """Steps that were looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """The content of ``summary.json``."""
 
@@ -85,6 +99,8 @@ class Summary:
     bytes_per_step: BytesPerStep = field(default_factory=BytesPerStep)
     restarts: Sequence[Restart] = ()
     """Failures after which this start of the run went on by itself, and changes of the number of workers."""
+    slowest: Slowest | None = None
+    """The node that took longest; null without a trace (``observe.trace``)."""
     version: str = __version__
     """Version of siirl_dask that ended the run."""
 
@@ -109,6 +125,8 @@ def read_summary(url: str) -> Summary:
         known["validation"] = Accuracy(**_known(Accuracy, known["validation"]))
         known["bytes_per_step"] = BytesPerStep(**_known(BytesPerStep, known["bytes_per_step"]))
         known["restarts"] = tuple(Restart(**_known(Restart, one)) for one in known.get("restarts", ()))
+        if known.get("slowest") is not None:
+            known["slowest"] = Slowest(**_known(Slowest, known["slowest"]))
         return Summary(**known)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: the run is under way, was killed, or is elsewhere") from error

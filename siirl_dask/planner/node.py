@@ -28,6 +28,8 @@ BuildFn = Callable[..., Any]
 
 STAGES = "stages"
 """Folder of a run with the rows of nodes that are stored until a later table has them (``Node.stage``)."""
+TRACE = "trace"
+"""Table of a run with what each worker did."""
 _NAME = re.compile(r"\w[\w-]*")
 
 
@@ -113,8 +115,8 @@ class Node:
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
-        if self.save_as == STAGES:
-            raise PlanError(f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name")
+        if taken := {STAGES: "the folder of stages", TRACE: "the table of the run's trace"}.get(self.save_as or ""):
+            raise PlanError(f"save_as of {self.label}: {self.save_as!r} is {taken}: choose another name")
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if self.writes is not None:

@@ -14,12 +14,12 @@ from enum import StrEnum
 
 from fsspec import AbstractFileSystem
 from siirl_storage import StorageError, open_fs, remove_file
-from siirl_storage.committed import by_folder, is_numbered, record_name, recorded_parts
+from siirl_storage.committed import by_folder, is_numbered, newest_parts, record_name, recorded_parts
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
-from siirl_dask.planner.node import STAGES
+from siirl_dask.planner.node import STAGES, TRACE
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
 from siirl_dask.runs.stages import spent_by
@@ -112,6 +112,11 @@ def _of_tables(fs: AbstractFileSystem, root: str, files: Mapping[str, int], repl
             continue
         if REPLAY.fullmatch(table):
             yield from _leftovers(folder, names, names if replays else (), Reason.REPLAYED)
+            continue
+        if table == TRACE:
+            counted = newest_parts(names)
+            older = [name for name in names if is_numbered(name) and name not in counted]
+            yield from _leftovers(folder, names, older, Reason.SUPERSEDED)
             continue
         parts = recorded_parts(fs, root, folder, names)
         listed = {part.path for part in parts or ()} | {record_name(names)}

@@ -16,6 +16,7 @@ from siirl_storage import Part, commit_parts, join, open_fs, remove_file, remove
 
 from siirl_dask.coordinator.stored_rows import step_folder, step_of
 from siirl_dask.planner import DAG
+from siirl_dask.planner.node import TRACE
 from siirl_dask.runs.attempt import Attempt
 
 _TEST = "test"  # the table of the test phase
@@ -24,9 +25,9 @@ REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
-    """Return the tables that a run stores, by their folders: those of its nodes, and that of the test phase."""
+    """Return the tables that a run stores, by their folders: those of its nodes, of the test phase, and the trace."""
     tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.kept_as))
-    return {_TEST, *filter(None, tables)}
+    return {_TEST, TRACE, *filter(None, tables)}
 
 
 def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]) -> None:

@@ -34,9 +34,11 @@ from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Reques
 from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
+from siirl_dask.trace import Recorder
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter
@@ -79,6 +81,8 @@ class LocalPool:
     prefetch: bool | None = None
     """See ``data.prefetch``."""
     limits: Limits = field(default_factory=Limits)
+    trace: bool = False
+    """Record what each worker does in ``traces``."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)
     transport: LocalTransport = field(init=False)
 
@@ -91,6 +95,7 @@ class LocalPool:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.workers = tuple(self.plan.chains)
+        self.traces = {worker: Recorder(enabled=self.trace) for worker in self.workers}
         self._peers = {role: ThreadPeers(len(workers)) for role, workers in self.plan.placement.items()}
         self._stealings: dict[str, StealService] = {}
         self._windows: dict[str, Window] = {}
@@ -141,7 +146,9 @@ class LocalPool:
             history.begin(iteration, iteration.sequence)
             self._loop.call_soon_threadsafe(self._windows[worker].begin, iteration.sequence)
             calls = NodeCalls(self._runtimes[worker], iteration, self._loaders[worker])
-            return ChainRun(calls, history).run(self.plan.chains[worker])
+            self.traces[worker].begin(str(iteration.phase), iteration.sequence)
+            with self.traces[worker].task():
+                return ChainRun(calls, history).run(self.plan.chains[worker])
         except BaseException as error:
             self._first = self._first or error
             reason = f"worker {worker!r} failed"
@@ -169,7 +176,8 @@ class LocalPool:
         return databuffer
 
     def _runtime(self, worker: str) -> WorkerRuntime:
-        device = Device(worker)
+        pulse = Pulse(self.traces[worker])
+        device = pulse.heard_by(Device(worker))
         roles = {role.name: role for role in self.plan.dag.roles}
         own = {name: members for name, members in self.plan.placement.items() if worker in members}
         ranks = {name: Rank(members.index(worker), len(members)) for name, members in own.items()}
@@ -189,6 +197,7 @@ class LocalPool:
             stream_bytes=self.stream_bytes,
             broadcasts=self._broadcasts.get(worker, {}),
             overlap=self.plan.overlap,
+            pulse=pulse,
         )
 
 

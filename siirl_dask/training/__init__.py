@@ -62,7 +62,7 @@ def build_trainer(
     from siirl_dask.training.policy import Policy  # imports transformers
 
     with device.stage("the loading of weights"):
-        return Policy(backend, model, trainer, rank, temperature=rollout.temperature)
+        return Policy(backend, model, trainer, rank, temperature=rollout.temperature, waiting=device.waiting)
 
 
 @builds(preflight=check_reference, groups=trainer_groups)
@@ -84,7 +84,7 @@ def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: Tra
     from siirl_dask.training.critic import ValueCritic
 
     with device.stage("the loading of weights"):
-        return ValueCritic(backend, trainer, rank)
+        return ValueCritic(backend, trainer, rank, waiting=device.waiting)
 
 
 def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,19 @@ from siirl_dask.training.trainer import PackedRows, ValueBatch
 class ValueCritic(HoldsNoGroups):
     """A Critic whose head begins at 0: every value is 0 until the first update."""
 
-    def __init__(self, backend: ModelBackend, trainer: TrainerConfig, rank: Rank) -> None:
+    def __init__(
+        self,
+        backend: ModelBackend,
+        trainer: TrainerConfig,
+        rank: Rank,
+        *,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``waiting()`` is entered for what waits for other ranks."""
         self._backend = backend
         self._network = backend.network(partial(ValueNetwork, adapters=trainer))
         parameters = self._network.trainable()
-        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks)
+        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
 
     @torch.no_grad()
     def values(self, rows: PackedRows) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, TypeVar
@@ -76,10 +77,13 @@ class Learner:
         rank: Rank,
         *,
         shard_ranks: Sequence[int] | None = None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
-        gradients over ``rank.group``; None where every rank holds the whole model.
+        gradients over ``rank.group``; None where every rank holds the whole model. ``waiting()`` is entered for what
+        waits for other ranks.
         """
+        self._waiting = waiting
         self._group: Any = None
         self._cpu_group: Any = None
         self.join_group(rank)
@@ -97,7 +101,8 @@ class Learner:
         the last three are there.
         """
         counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
-        totals = [Totals(*count) for count in all_reduce(counts, self._cpu_group).tolist()]
+        with self._waiting():
+            totals = [Totals(*count) for count in all_reduce(counts, self._cpu_group).tolist()]
         sums: dict[str, float] = {}
         steps: list[tuple[float, float]] = []
         tokens = learned = 0
@@ -165,7 +170,9 @@ class Learner:
                 weighted.backward()
             for name, value in {**result.metrics, _LOSS: weighted}.items():
                 sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
-        reduced = all_sum(self._cpu_group, torch.stack(list(sums.values())).tolist())
+        own = torch.stack(list(sums.values())).tolist()
+        with self._waiting():
+            reduced = all_sum(self._cpu_group, own)
         values = dict(zip(sums, reduced, strict=True))
         loss = values.pop(_LOSS)
         return values, loss
@@ -173,10 +180,12 @@ class Learner:
     def _norm(self) -> float:
         """Sum the gradients over all ranks, if the model has not, and return their norm."""
         if self._shard_ranks is None:
-            self._gradients.reduce(self._group)
+            with self._waiting():
+                self._gradients.reduce(self._group)
             return sqrt(float(self._gradients.squares()))
         squares = float(self._gradients.squares(len(self._shard_ranks)))
-        return sqrt(*all_sum(self._cpu_group, [squares], ranks=self._shard_ranks))
+        with self._waiting():
+            return sqrt(*all_sum(self._cpu_group, [squares], ranks=self._shard_ranks))
 
     def _may_step(self, which: str, loss: float, norm: float) -> bool:
         """Return whether the numbers are finite. TrainingError, on every rank, after too many in a row that are not."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,13 +80,21 @@ class Policy(Reference):
     """A Trainer that learns. Its ranks begin with the weights of one folder and learn together."""
 
     def __init__(
-        self, backend: ModelBackend, model: ModelConfig, trainer: TrainerConfig, rank: Rank, *, temperature: float
+        self,
+        backend: ModelBackend,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        rank: Rank,
+        *,
+        temperature: float,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """``waiting()`` is entered for what waits for other ranks."""
         super().__init__(backend, model, temperature=temperature, adapters=trainer)
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks)
+        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens without the adapters, so with the folder's weights. TypeError without adapters."""

@@ -22,6 +22,7 @@ from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration
+from siirl_dask.trace import Lane
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker import stuck_collectives
 from siirl_dask.worker.activity import counts_as_progress
@@ -48,6 +49,7 @@ from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.supervisor import ABORT
+from siirl_dask.worker.tracing import Tracing
 from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
@@ -86,7 +88,8 @@ class DAGWorker(WorkerPlugin):
         set_retry_seconds(self.spec.retry_seconds)
         self.stop = StopFlag()
         self.turns = Turns(self.stop)
-        self.pulse = Pulse()
+        self.tracing = Tracing(self.spec, str(worker.name))
+        self.pulse = Pulse(self.tracing.recorder)
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
@@ -109,12 +112,14 @@ class DAGWorker(WorkerPlugin):
         edges = {f"{name}/{edge.name}": edge for name, (plan, _) in self._phases.items() for edge in plan.edges}
         self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
         hosts = self._phases[self.spec.builds_from][0].hosts
-        self._plane = DataPlane(worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts)
+        self._plane = DataPlane(
+            worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts, self.pulse.trace
+        )
         nodes = {f"{name}/{node.name}" for name, (plan, _) in self._phases.items() for node in plan.dag.nodes}
         self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
         await self._plane.start(self._handle)
         self.port = self._plane.port
-        worker.metrics[self.name] = lambda worker: self.pulse.read()
+        worker.metrics[self.name] = self._heartbeat
         self._watching = asyncio.create_task(self._watch_scheduler())
 
     async def teardown(self, worker: Worker) -> None:
@@ -154,13 +159,7 @@ class DAGWorker(WorkerPlugin):
         self._device, self._polls = joined.device, joined.polls
         device, ranks = joined.device, joined.ranks
         kept, self._built = self._built.on(device) if self._built else {}, None
-        telling = replace(
-            device,
-            progress=self.pulse.beat,
-            stage=self.pulse.stage,
-            bind=partial(bind, device),
-            models=self.spec.models,
-        )
+        telling = replace(self.pulse.heard_by(device), bind=partial(bind, device), models=self.spec.models)
         with counts_as_progress(self.pulse):
             resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, resources)
@@ -169,11 +168,13 @@ class DAGWorker(WorkerPlugin):
             side_groups = {role: rank.side_group for role, rank in ranks.items()}
             states = RoleStates(self.spec.store, resources, side_groups, self.pulse.beat)
             if self.spec.resume_from is not None:
-                with self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
+                loading = self.pulse.trace.span(Lane.STORAGE, "read", "checkpoint")
+                with loading, self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
                     states.restore(self.spec.resume_from)
-            self._checkpoints = CheckpointWriter(states, self._loaders, self._report, self._loop, self.stop)
+            given = (self._report, self._loop, self.stop, self.pulse.trace)
+            self._checkpoints = CheckpointWriter(states, self._loaders, *given)
         self._runtime = WorkerRuntime(
-            device=device,
+            device=telling,
             run_url=self.spec.url,
             stages=self._stage_writer(),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
@@ -213,8 +214,18 @@ class DAGWorker(WorkerPlugin):
         if spec.attempt is None:
             return PlainWriter(spec.url)
         return StageWriter(
-            run_url=spec.url, attempt=spec.attempt, durability=spec.durability, report=self._report, stop=self.stop
+            run_url=spec.url,
+            attempt=spec.attempt,
+            durability=spec.durability,
+            report=self._report,
+            stop=self.stop,
+            trace=self.pulse.trace,
         )
+
+    def finish(self) -> None:
+        """Write the rest of the trace, and free the roles, now or as this task ends."""
+        self.tracing.finish()
+        self.release.end(0.0)
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
@@ -225,6 +236,7 @@ class DAGWorker(WorkerPlugin):
     def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
+        self.tracing.begin(iteration)
         self._loop.call_soon_threadsafe(self._watch_next)  # not earlier: building roles may keep a peer from answering
         needed = self._lag_window.begin(iteration, completed)
         self._loop.call_soon_threadsafe(self._plane.begin, iteration.sequence, needed)
@@ -245,6 +257,11 @@ class DAGWorker(WorkerPlugin):
         logger.error("run %s is stopped: %s", self.spec.run, reason)
         self.abort(reason)
         await asyncio.to_thread(self.release.end, _PATIENCE)
+
+    def _heartbeat(self, worker: Worker) -> list[Any]:
+        """Return the pulse for a heartbeat. The one before has compared this host's clock with the scheduler's."""
+        self.tracing.compare(worker.scheduler_delay)
+        return self.pulse.read()
 
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
@@ -279,6 +296,7 @@ class DAGWorker(WorkerPlugin):
 
     def _forget(self) -> None:
         self._loaders.close()
+        self.tracing.close()
         if self._runtime is not None:
             self._runtime.stages.close()
         self._runtime = self._checkpoints = None

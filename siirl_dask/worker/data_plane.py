@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
 from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
+from siirl_dask.trace import Lane, Recorder
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -87,6 +89,7 @@ class DataPlane:
         edges: Mapping[str, Edge],
         settings: DataSettings,
         hosts: Hosts | None = None,
+        trace: Recorder | None = None,
     ) -> None:
         self.port = 0
         """Port of this worker's listener, once it has started."""
@@ -94,6 +97,7 @@ class DataPlane:
         self._worker = worker
         self._run = run
         self._limits = settings.limits
+        self._trace = trace or Recorder(enabled=False)
         self._streams = DaskStreams(worker, run, members, self._answer, settings.peer_timeout)
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
@@ -134,11 +138,30 @@ class DataPlane:
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:
             return Reply()
+        began = time.monotonic_ns()
         try:
-            return await self._handler(request)
+            reply = await self._handler(request)
         except PeerError as error:
             logger.warning("refused a request of run %s: %s", self._run, error)
             raise
+        self._record(request, reply, began)
+        return reply
+
+    def _record(self, request: Request, reply: Reply, began: int) -> None:
+        """Record rows that leave; early ones at the time when they do, since their request waits for them."""
+        if request.op not in (Op.FETCH, Op.EARLY):
+            return
+        early = request.op == Op.EARLY
+        edge = next((part for part in request.key.edge.split("/") if "->" in part), request.key.edge)
+        written = reply.header.get("written", 0)
+        self._trace.add(
+            Lane.TRANSFER,
+            "send early" if early else "send",
+            edge,
+            time.monotonic_ns() if early else began,
+            amount=reply.nbytes + (written if isinstance(written, int) else 0),
+            sequence=request.key.sequence,
+        )
 
     def check(self) -> None:
         """Raise ConfigError if this machine lacks the spill folder that the settings name."""

@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
 from siirl_dask.planner import (
@@ -26,6 +28,7 @@ from siirl_dask.planner import (
     Send,
     Stream,
 )
+from siirl_dask.trace import Lane, Span
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -78,28 +81,32 @@ class ChainRun:
                 case Load(name, columns, index, count):
                     assert self.calls.loader is not None
                     self.calls.loaded = link
-                    with _Timed(self.calls, name):
+                    with _Timed(self.calls, name), runtime.trace.span(Lane.STORAGE, "read", name):
                         tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)
                 case Restore(node, table, schema, index, count):
-                    with _Timed(self.calls, node.name), self.calls.named(node):
+                    reading = runtime.trace.span(Lane.STORAGE, "read", table)
+                    with _Timed(self.calls, node.name), reading, self.calls.named(node):
                         folder = step_folder(runtime.run_url, table, iteration.step)
                         tables[node.name] = read_stored_rows(folder, schema, index, count, runtime.read_limit)
                 case Run(node, inputs, columns):
-                    with _Timed(self.calls, node.name):
+                    with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name):
                         tables[node.name] = self.calls.call(node, inputs, columns)
                 case Stream():
                     weight_stream.run(link, self.calls)
                 case Send(edge):
-                    self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
+                    with self._moving(edge, "publish"):
+                        self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
                 case Recv(edge, guide):
                     with _Timed(self.calls, edge.name):
-                        tables[edge.name] = self._wait(databuffer.pull(edge, guide, iteration))
+                        tables[edge.name] = self._receive(edge, guide)
                 case Save(node, table):
-                    with runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
+                    writing = runtime.trace.span(Lane.STORAGE, "save", table)
+                    with writing, runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
                         runtime.stages.save(link, iteration, tables[node], self.calls.so_far())
                 case Keep(node, table):
                     if runtime.stages.reports:
-                        runtime.stages.save(link, iteration, self.calls.kept(node), self.calls.so_far())
+                        with runtime.trace.span(Lane.STORAGE, "save", table):
+                            runtime.stages.save(link, iteration, self.calls.kept(node), self.calls.so_far())
                 case Report(table):
                     runtime.stages.note(table, iteration, self.calls.so_far())
                 case Drop(table):
@@ -120,8 +127,25 @@ class ChainRun:
             if isinstance(link, Stream):
                 weight_stream.discard(link, self.calls)
 
+    def _receive(self, edge: Edge, guide: Edge) -> pa.Table:
+        """Pull the edge's rows; the wait until they are made is recorded apart from their transfer."""
+        runtime, iteration = self.calls.runtime, self.calls.iteration
+        trace, traffic, owned = runtime.trace, runtime.databuffer.traffic, list[int]()
+        began, before = time.monotonic_ns(), traffic.total
+        pulling = runtime.databuffer.pull(edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()))
+        try:
+            return self._wait(pulling)
+        finally:
+            made = owned[0] if owned else time.monotonic_ns()
+            number, moved = iteration.sequence, traffic.total - before
+            trace.add(Lane.WAIT, "rows", edge.name, began, made, sequence=number, beside=False)
+            trace.add(Lane.TRANSFER, "receive", edge.name, made, amount=moved, sequence=number, beside=False)
+
+    def _moving(self, edge: Edge, what: str) -> Span:
+        return self.calls.runtime.trace.span(Lane.TRANSFER, what, edge.name, sequence=self.calls.iteration.sequence)
+
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        with self.calls.runtime.pulse.waiting():
+        with self.calls.runtime.pulse.waiting(""):
             return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
 
 

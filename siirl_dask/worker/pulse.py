@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
+
+from siirl_dask.context import Device
+from siirl_dask.trace import Lane, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,11 @@ class Reading:
 
 
 class Pulse:
-    """Counts what gets done on a worker, from any thread."""
+    """Counts what gets done on a worker, from any thread, and has it recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Recorder | None = None) -> None:
+        self.trace = trace or Recorder(enabled=False)
+        """Records waits, stages and beats."""
         self._next = count(1)
         self._beats = 0
         self._later: Pulse | None = None
@@ -49,6 +54,7 @@ class Pulse:
     def beat(self) -> None:
         """Note that something got done."""
         self._beats = next(self._next)  # one step of the interpreter: several threads may call it
+        self.trace.count(Lane.COMPUTE, "progress", self._beats)
         if self._later is not None:
             self._later.beat()
 
@@ -58,7 +64,9 @@ class Pulse:
         return self._beats
 
     def pass_on(self, later: Pulse) -> None:
-        """Count for ``later`` as well: objects that were built with this pulse go on in another run."""
+        """Count for ``later`` as well, and wait for it alone: objects that were built with this pulse go on in another
+        run.
+        """
         self._later = later
 
     @contextmanager
@@ -75,18 +83,34 @@ class Pulse:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Name a part of the place where the task is, while inside."""
-        with self.at(f"{self.place}: {name}" if self.place else name):
+        with self.at(f"{self.place}: {name}" if self.place else name), self.trace.span(Lane.COMPUTE, "stage", name):
             yield
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Say, while inside, that the task waits for other workers."""
+    def waiting(self, what: str = "peers") -> Iterator[None]:
+        """Say, while inside, that the task waits for other workers; ``what`` for, or nothing where others record it."""
+        if self._later is not None:
+            with self._later.waiting(what):
+                yield
+            return
         self._waits += 1
         try:
-            yield
+            if what:
+                with self.trace.span(Lane.WAIT, what):
+                    yield
+            else:
+                yield
         finally:
             self._waits -= 1
             self.beat()
+
+    def engine_has(self, requests: int) -> None:
+        """Note how many requests this worker's engine has under way."""
+        self.trace.count(Lane.ENGINE, "requests", requests)
+
+    def heard_by(self, device: Device) -> Device:
+        """Return the device with the callables by which roles and nodes tell this pulse what they do."""
+        return replace(device, progress=self.beat, stage=self.stage, waiting=self.waiting, engine_has=self.engine_has)
 
     @property
     def place(self) -> str:

@@ -22,6 +22,7 @@ from siirl_storage.digests import FileDigest
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Role
+from siirl_dask.trace import Lane
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.pulse import Pulse
 
@@ -182,6 +183,7 @@ def build_roles(
                 continue
             with (
                 pulse.at(f"the building of role {name!r}"),
+                pulse.trace.span(Lane.COMPUTE, "start", f"role {name}"),
                 named_errors(f"role {name!r}, worker {device.worker!r}", RunError),
             ):
                 resources[name] = resource = build[name](device, rank)

@@ -54,6 +54,8 @@ class RunSpec:
     """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
+    trace: bool = False
+    """Whether workers write what they did into the run's table ``trace``."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
@@ -96,6 +98,7 @@ class RunSpec:
             footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,
+            trace=config.observe.trace and attempt is not None,
             store=store,
             resume_from=resume_from,
             follows=follows,

@@ -10,6 +10,7 @@ from typing import Any
 
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
+from siirl_dask.trace import Recorder
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
@@ -53,3 +54,8 @@ class WorkerRuntime:
     """State that nodes keep from step to step (``Context.state``), by phase and name."""
     pulse: Pulse = field(default_factory=Pulse)
     """Counts what gets done, and knows the node whose function is running."""
+
+    @property
+    def trace(self) -> Recorder:
+        """Records where the time goes."""
+        return self.pulse.trace

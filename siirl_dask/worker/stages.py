@@ -7,6 +7,7 @@ it as soon as it is written, also while the step goes on: what a step has stored
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Keep, Save
+from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.stop import StopFlag, finished
 
 
@@ -45,6 +47,7 @@ class StageWriter:
     report: Callable[[dict[str, Any]], None]
     """Sends an event to the driver, from any thread."""
     stop: StopFlag
+    trace: Recorder = field(default_factory=lambda: Recorder(enabled=False))
     _writing: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "siirl-stages"))
 
@@ -65,12 +68,14 @@ class StageWriter:
         event = _event(iteration, link.table, done)
 
         def write() -> None:
+            began = time.monotonic_ns()
             try:
                 part = stage_part(folder, self.attempt, link.index, rows)
             except Exception as error:  # each store has errors of its own; the chain may be far away, or at its end
                 what = f"{iteration}: its rows could not be stored in {folder}: {type(error).__name__}: {error}"
                 self.report({"kind": "unstored", "what": what})
                 raise
+            self.trace.add(Lane.STORAGE, "write", link.table, began, amount=part.nbytes)
             self.report({**event, "part": json.dumps(part_entry(part))})
 
         self.wait()

@@ -42,7 +42,7 @@ def save_worker(plugin: str, turn: int, iteration: _Fields, completed: int, url:
 
 def finish_worker(plugin: str, turn: int) -> None:
     """Free the roles, now or as this task ends."""
-    _call(plugin, turn, lambda running: running.release.end(0.0))
+    _call(plugin, turn, lambda running: running.finish())
 
 
 def port_of(plugin: str, dask_worker: Worker) -> int:
@@ -72,7 +72,8 @@ def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
 
 def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
     """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
-    with running.turns.take(turn), running.release.task(), running.pulse.at("a task of the run"):
+    place = running.pulse.at("a task of the run")
+    with running.turns.take(turn), running.release.task(), running.tracing.task(), place:
         running.bind_device()
         work(running)
 

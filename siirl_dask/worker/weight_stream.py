@@ -30,6 +30,7 @@ from siirl_dask.errors import NodeError
 from siirl_dask.planner import Edge, Iteration, Stream
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
+from siirl_dask.trace import Lane, Recorder, Span
 from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag, finished, wait_for
@@ -41,7 +42,7 @@ _MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as lon
 def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
-    clock, broadcast = Clock(runtime.meter), runtime.broadcasts.get(link.joins)
+    clock, broadcast = _clock(calls), runtime.broadcasts.get(link.joins)
     tensors = broadcast is not None or (link.edge is None and handle_tensors(link.source, link.target))
     made = _made(link, calls, tensors=tensors) if link.gives else iter(())
     made = clock.timed(link.source.name, made)
@@ -59,11 +60,15 @@ def run(link: Stream, calls: NodeCalls) -> None:
 def discard(link: Stream, calls: NodeCalls) -> None:
     """Take all of a stream that comes from other workers, and leave it."""
     assert link.edge is not None, "what is of an earlier iteration comes from other workers"
-    clock, edge = Clock(calls.runtime.meter), _edge(link.edge, calls)
+    clock, edge = _clock(calls), _edge(link.edge, calls)
     broadcast = calls.runtime.broadcasts.get(link.joins)
     stream = consume(edge, iter(()), clock) if broadcast is None else _arriving(edge, broadcast, clock)
     for _ in stream.tables:
         calls.runtime.stop.check()
+
+
+def _clock(calls: NodeCalls) -> Clock:
+    return Clock(calls.runtime.meter, calls.runtime.trace, calls.iteration.sequence)
 
 
 def _edge(edge: Edge, calls: NodeCalls) -> StreamEdge:
@@ -102,7 +107,7 @@ def _arriving(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> RowStream
 
 @contextmanager
 def _waiting(edge: StreamEdge, clock: Clock) -> Iterator[None]:
-    with clock.running(edge.edge.name), edge.pulse.waiting():
+    with clock.moving(edge.edge.name), edge.pulse.waiting("weights"):
         yield
 
 
@@ -161,7 +166,7 @@ class StreamEdge:
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
-        with self.pulse.waiting():
+        with self.pulse.waiting("acks"):
             wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
 
     def ask_for(self, number: int) -> Future[pa.Table]:
@@ -171,26 +176,36 @@ class StreamEdge:
 
     def wait_for(self, coming: Future[pa.Table]) -> pa.Table:
         """Return a table that was asked for. Aborted when the worker is told to stop."""
-        with self.pulse.waiting():
+        with self.pulse.waiting("weights"):
             return finished(coming, self.stop)
 
 
 class Clock:
-    """Sums seconds by name; time under an inner name does not count for the outer one."""
+    """Sums seconds by name; time under an inner name does not count for the outer one. All of them are recorded."""
 
-    def __init__(self, meter: Callable[[str], AbstractContextManager[object]]) -> None:
-        self._meter = meter
+    def __init__(
+        self, meter: Callable[[str], AbstractContextManager[object]], trace: Recorder | None = None, sequence: int = 0
+    ) -> None:
+        self._meter, self._sequence = meter, sequence
+        self._trace = trace or Recorder(enabled=False)
         self._seconds: dict[str, float] = {}
         self._within = [0.0]
 
+    def running(self, name: str) -> AbstractContextManager[Span]:
+        """Count the time inside under the name of a node."""
+        return self._counted(name, self._trace.span(Lane.COMPUTE, "node", name))
+
+    def moving(self, name: str, what: str = "weights") -> AbstractContextManager[Span]:
+        """Count the time inside under the name of an edge."""
+        return self._counted(name, self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence))
+
     @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """Count the time inside under ``name``."""
+    def _counted(self, name: str, span: Span) -> Iterator[Span]:
         started = time.perf_counter()
         self._within.append(0.0)
         try:
-            with self._meter(name):
-                yield
+            with self._meter(name), span:
+                yield span
         finally:
             passed = time.perf_counter() - started
             self._seconds[name] = self._seconds.get(name, 0.0) + passed - self._within.pop()
@@ -215,13 +230,14 @@ class Clock:
 def produce(made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterator[None]:
     """Make and publish one table each time the iterator is advanced."""
     for number in count():
-        with clock.running(edge.edge.name):
+        with clock.moving(edge.edge.name):
             if number >= _MAX_UNACKED:
                 edge.wait_until_acked(number - _MAX_UNACKED)
         table = next(made, None)
         if table is None:
             return
-        with clock.running(edge.edge.name):
+        with clock.moving(edge.edge.name, "publish") as sent:
+            sent.amount = table.nbytes
             edge.publish(number, table)
         del table  # it is freed once it is acknowledged
         yield
@@ -238,8 +254,10 @@ def consume(edge: StreamEdge, produced: Iterator[None], clock: Clock) -> RowStre
         return edge.ask_for(number)
 
     def wait_for(coming: Future[pa.Table]) -> pa.Table:
-        with clock.running(edge.edge.name):
-            return edge.wait_for(coming)
+        with clock.moving(edge.edge.name) as received:
+            table = edge.wait_for(coming)
+            received.amount = table.nbytes
+            return table
 
     index = wait_for(ask_for(0))
     return RowStream(index, check_order(index, _following(index.num_rows, ask_for, wait_for), edge.edge.source))

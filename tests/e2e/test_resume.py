@@ -129,7 +129,10 @@ def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew
     anew = train("run", *ONE, "run.steps=1", *validated)
     parts = {path.relative_to(anew.url).as_posix() for path in anew.url.rglob("part-*")}
     part = "part-0002-00000.parquet"
-    assert parts == {f"rollouts/step=000001/{part}", *(f"validation/step=00000{step}/{part}" for step in (0, 1))}
+    assert parts == {
+        f"rollouts/step=000001/{part}",
+        *(f"{table}/step=00000{step}/{part}" for table in ("validation", "trace") for step in (0, 1)),
+    }
     steps = [[record["step"] for record in anew.records(phase)] for phase in ("train", "validation")]
     assert steps == [[1], [0, 1]]
     more = train("run", *ONE, "run.steps=2", *validated)

@@ -73,6 +73,7 @@ class Sweep:
 
     def arguments(self, url, *overrides):
         given = ["checkpoint.every=1", "checkpoint.keep=1", "cluster.workers=1", "cluster.placement={}"]
+        given.append("observe.trace=false")  # a thread writes it, at no place of its own among the operations
         address = f"cluster.address={self.address}"
         return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address, *overrides]
 
@@ -197,6 +198,15 @@ def test_checkpoints_that_cannot_be_deleted_cost_no_run(sweep, straight):
     url = sweep.place()
     sweep.plan.set(always="rm */step=??????-????", but=BEAT)
     sweep.run(url, "storage.retry_seconds=0.2")
+    sweep.plan.set(but=BEAT)
+    check_equal(url, straight[0])
+
+
+def test_a_trace_that_cannot_be_written_costs_no_run(sweep, straight):
+    url = sweep.place()
+    sweep.plan.set(always="* */trace/*", but=BEAT)
+    sweep.run(url, "storage.retry_seconds=0.2", "observe.trace=true")
+    assert any("/trace/" in path for _, path, _ in sweep.plan.operations())
     sweep.plan.set(but=BEAT)
     check_equal(url, straight[0])
 

@@ -11,7 +11,7 @@ import pytest
 
 from siirl_dask import __version__
 from siirl_dask.errors import DataError
-from siirl_dask.observe import Accuracy, BytesPerStep, Restart, Status, Summary, read_summary, write_summary
+from siirl_dask.observe import Accuracy, BytesPerStep, Restart, Slowest, Status, Summary, read_summary, write_summary
 
 
 def summary(**changes: object) -> Summary:
@@ -55,6 +55,7 @@ def test_the_file_has_the_documented_keys_and_nulls(url):
         "validation": {"first": 0.5, "last": 0.8125, "test": None},
         "bytes_per_step": {"peers": 1.5e6, "scheduler_and_client": None},
         "restarts": [],
+        "slowest": None,
         "version": __version__,
     }
 
@@ -63,6 +64,12 @@ def test_restarts_are_read_as_they_were_written(url):
     restarts = (Restart(cause="worker '1' left", steps=7, silence=0.4, seconds=1.3, steps_again=1),)
     write_summary(url, summary(restarts=restarts))
     assert read_summary(url).restarts == restarts
+
+
+def test_what_took_longest_is_read_as_it_was_written(url):
+    slowest = Slowest(node="rollout", worker="3", share=0.6, times_others=1.2, steps=8)
+    write_summary(url, summary(slowest=slowest))
+    assert read_summary(url).slowest == slowest
 
 
 def test_a_field_that_a_newer_version_added_is_left_out(url):

@@ -159,6 +159,8 @@ def test_a_stage_travels_with_the_dag_and_decides_no_result():
         replace(SAMPLE, stage="yes")
     with pytest.raises(PlanError, match="'stages' is the folder of stages: choose another name"):
         replace(SAMPLE, save_as="stages")
+    with pytest.raises(PlanError, match="'trace' is the table of the run's trace: choose another name"):
+        replace(SAMPLE, save_as="trace")
 
 
 def test_run_again_makes_anew_what_its_nodes_write_and_takes_the_rest_from_the_table():

@@ -21,7 +21,7 @@ Requests between workers go through ``transport``. All of them but the ack are r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import pyarrow as pa
@@ -170,13 +170,22 @@ class Databuffer:
         if self._slots.aborted is not None:
             raise Aborted(self._slots.aborted)
 
-    async def pull(self, edge: Edge, guide: Edge, iteration: Iteration, part: int | None = None) -> pa.Table:
+    async def pull(
+        self,
+        edge: Edge,
+        guide: Edge,
+        iteration: Iteration,
+        part: int | None = None,
+        on_owned: Callable[[], object] = lambda: None,
+    ) -> pa.Table:
         """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
 
+        ``on_owned`` is called when all sources have made their rows, and these are known, before they are fetched.
         PeerError when a source cannot give them, Aborted when the run is stopped.
         """
         try:
             share, row_lengths = await self._assign_share(edge, guide, iteration, part)
+            on_owned()
             key = self.key(edge, iteration, part)
             origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
             async with self._early.arrived(key) as early:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsspec import AbstractFileSystem
 from siirl_storage import CorruptPart, Part, StorageError, TooLarge, parse_part_name
-from siirl_storage.committed import by_folder, is_numbered, newest_record, record_name
+from siirl_storage.committed import by_folder, is_numbered, newest_parts, newest_record, record_name
 from siirl_storage.digests import digest_file
 from siirl_storage.files import at, list_files
 from siirl_storage.formats import read_footer
@@ -16,7 +16,7 @@ from siirl_storage.parts import complete_names
 from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_of
-from siirl_dask.planner.node import STAGES
+from siirl_dask.planner.node import STAGES, TRACE
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.stages import SPENT
 
@@ -88,7 +88,7 @@ def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, in
     if record is not None:
         listed = {part.path for part in record.parts}
         return _Folder(path, record.parts, len(set(there) - listed), SPENT in record.about)
-    complete = complete_names(there) or []
+    complete = newest_parts(there) if path.startswith(f"{TRACE}/") else complete_names(there) or []
     parts = [Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups) for name in complete]
     return _Folder(path, tuple(parts), len(there) - len(parts))
 

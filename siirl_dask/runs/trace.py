@@ -1,0 +1,151 @@
+"""Reads what the workers of a run did, from its table ``trace``; also while the run goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+from siirl_storage import StorageError, join, open_fs
+from siirl_storage.committed import by_folder, newest_parts
+from siirl_storage.files import at, list_files
+from siirl_storage.formats import read_footer
+from siirl_storage.reading import read_rows
+
+from siirl_dask.coordinator.stored_rows import step_of
+from siirl_dask.errors import DataError
+from siirl_dask.observe.bottleneck import find_bottleneck
+from siirl_dask.observe.summary import Slowest
+from siirl_dask.observe.trace_table import SCHEMA, TraceSpan, read_spans
+from siirl_dask.planner.node import TRACE
+from siirl_dask.runs.rollouts import in_words
+
+logger = logging.getLogger("siirl_dask.runs")
+_READERS = 16
+_MOST_BYTES = 2**27  # of a part, decoded; a worker writes some hundred kilobytes
+_GLANCE_BYTES, _GLANCE_PARTS = 2**22, 64
+MOST_BYTES = 2**25
+"""Bytes of parts, about a million and a half spans, that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Spans of all workers of a run, in some of its steps."""
+
+    spans: Sequence[TraceSpan]
+    """In the order of their starts, by one clock."""
+    steps: Sequence[int]
+    """Steps that were read, ascending."""
+    all_steps: Sequence[int]
+    """Steps of which the run has a trace, ascending."""
+
+
+def slowest_of(url: str) -> Slowest | None:
+    """Return what took longest in the last steps of the run at ``url``; None where its trace cannot tell.
+
+    Few steps are read, so that it takes a second at most where a store is far away.
+    """
+    try:
+        trace = read_trace(url, most_bytes=_GLANCE_BYTES, most_parts=_GLANCE_PARTS)
+    except DataError as error:
+        logger.info("nothing is known of what took longest: %s", error)
+        return None
+    found = find_bottleneck(trace.spans)
+    if (slowest := found.slowest) is None:
+        return None
+    return Slowest(
+        node=slowest.node,
+        worker=slowest.worker,
+        share=slowest.share,
+        times_others=slowest.times_others,
+        steps=len(trace.steps),
+    )
+
+
+def read_trace(
+    url: str, steps: range | None = None, *, most_bytes: int = MOST_BYTES, most_parts: int | None = None
+) -> Trace:
+    """Return the trace of the run at ``url``: of ``steps``, or without them of the newest ones that fit into
+    ``most_bytes`` and ``most_parts``, one at least.
+
+    Of a step that several starts of the run have done, the last start counts. DataError where there is no trace or no
+    such step, where the steps have more than ``most_bytes``, and for damaged parts.
+    """
+    try:
+        fs, root = open_fs(join(url, TRACE))
+        files = list_files(fs, root)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
+    parts = _parts(files)
+    if not parts:
+        raise DataError(
+            f"{url!r} holds no trace: expected the folder of a run that has finished a step with observe.trace=true"
+        )
+    if steps is None:
+        chosen = _newest(parts, files, most_bytes, most_parts)
+    else:
+        chosen = _asked(url, parts, files, steps, most_bytes)
+    paths = [(step, at(root, path)) for step in chosen for path in parts[step]]
+    with ThreadPoolExecutor(_READERS) as pool:  # on an object store each costs a round trip
+        tables = pool.map(lambda item: (item[0], _read(fs, item[1])), paths)
+        spans = read_spans(tables)
+    return Trace(spans, chosen, sorted(parts))
+
+
+def _parts(files: Mapping[str, int]) -> dict[int, list[str]]:
+    """Return the paths of the parts that count, by step."""
+    found = {}
+    for folder, names in by_folder(files).items():
+        step = step_of(folder)
+        if step is not None and (newest := newest_parts(names)):
+            found[step] = [f"{folder}/{name}" for name in newest]
+    return found
+
+
+def _newest(
+    parts: Mapping[int, Sequence[str]], files: Mapping[str, int], most_bytes: int, most_parts: int | None
+) -> list[int]:
+    """Return the newest steps that fit, ascending, one at least."""
+    newest, nbytes, count = list[int](), 0, 0
+    for step in sorted(parts, reverse=True):
+        nbytes += sum(files[path] for path in parts[step])
+        count += len(parts[step])
+        if newest and (nbytes > most_bytes or (most_parts is not None and count > most_parts)):
+            break
+        newest.append(step)
+    return newest[::-1]
+
+
+def _asked(
+    url: str, parts: Mapping[int, Sequence[str]], files: Mapping[str, int], steps: range, most_bytes: int
+) -> list[int]:
+    """Return those of the steps that there are, ascending. DataError for none, or for too many."""
+    sizes = {step: sum(files[path] for path in paths) for step, paths in parts.items()}
+    chosen = sorted(step for step in parts if step in steps)
+    if not chosen:
+        raise DataError(
+            f"{url!r} has no trace of {in_words(steps)}: it has {len(parts)} steps, {min(parts)} to {max(parts)}"
+        )
+    if (total := sum(sizes[step] for step in chosen)) > most_bytes and len(chosen) > 1:
+        raise DataError(
+            f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} that are read at once: "
+            "ask for fewer steps"
+        )
+    return chosen
+
+
+def _read(fs: AbstractFileSystem, path: str) -> pa.Table:
+    try:
+        footer = read_footer(fs, path)
+        groups = range(len(footer.groups))
+        tables = [
+            read_rows(fs, path, index, footer.schema.names, footer.groups, max_bytes=_MOST_BYTES) for index in groups
+        ]
+    except StorageError as error:
+        raise DataError(f"a part of the trace cannot be read: {error}") from error
+    return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
