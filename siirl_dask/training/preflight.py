@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from siirl_dask.config import Backend, Config, Dtype, ModelConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import Backend, Config, DevicePreference, Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes, read_widths
@@ -41,6 +41,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     _check_layout(trainer, model, len(workers))
+    _check_liger(trainer, config)
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(reads=(model.path,))
@@ -80,6 +81,7 @@ def _check_learner(
     _check_layout(trainer, model, len(workers))
     if trainer.lora.rank and find_spec("peft") is None:
         raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
+    _check_liger(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
     size = count_parameters(model.path)
@@ -175,6 +177,30 @@ def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> N
     if trainer.backend is not Backend.torch:
         check_workers(trainer, workers)
         check_heads(trainer, model.path)
+
+
+def _check_liger(trainer: TrainerConfig, config: Config) -> None:
+    """Check that workers can run Liger's kernels, as far as that is known here. ConfigError if they cannot.
+
+    Devices of other machines, and those that ``cluster.device_memory`` speaks of, are checked by the workers.
+    """
+    if not trainer.liger:
+        return
+    if find_spec("liger_kernel") is None:
+        raise ConfigError("trainer.liger=true needs liger-kernel: pip install 'siirl_dask[liger]'")
+    cluster = config.cluster
+    if cluster.device is DevicePreference.cpu:
+        raise ConfigError(
+            f"trainer.liger=true: Liger's kernels need a GPU, and cluster.device={cluster.device}: leave one out"
+        )
+    if not (cluster.exists or cluster.spec or cluster.device_memory):
+        import torch  # seconds, for which nobody else waits
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.liger=true: Liger's kernels need a GPU, and torch sees none on this machine: leave it out "
+                "(to plan for GPUs, say cluster.device_memory=80GB)"
+            )
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:

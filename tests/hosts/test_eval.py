@@ -1,4 +1,4 @@
-"""``siirl-dask eval`` on several hosts: a checkpoint's weights come through the run's store, which keeps none of them."""
+"""``siirl-dask eval`` on several hosts: a checkpoint's weights come through the run's store, and do not stay there."""
 
 import json
 import sys
