@@ -17,7 +17,10 @@ from siirl_dask.planner import Footprint, Remedy
 
 CACHE = "KV cache"
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-_SAMPLER = 4 + 3 * 8  # bytes per logit: float32, and in float64 probabilities, their sum, and a copy
+_LOGIT = 2 * 4  # bytes per logit: in float32, and a copy of those rows that are sampled alike
+SAMPLED = 64 * 2**20
+"""Bytes of float64 probabilities that are drawn from at once; a test holds it to token_sampling.py."""
+_DRAWING = 4  # arrays of as many bytes: log-probs, probabilities, their sums, and what filters sort
 _GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
@@ -62,7 +65,7 @@ def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
     size, rollout = _BYTES[engine.dtype] * engine.size.total, engine.rollout
-    sampler = {"sampler": _SAMPLER * engine.rows * engine.architecture.vocabulary}
+    sampler = {"sampler": sampler_bytes(engine.rows, engine.architecture.vocabulary)}
     if not engine.vllm:
         cache = {"keys and values": engine.rows * engine.longest * engine.token_bytes}
         return Footprint(held={"weights": size}, working={**cache, **sampler}, loading=size)
@@ -86,6 +89,11 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
         least=blocks * engine.token_bytes,
         share=None if given else share,
     )
+
+
+def sampler_bytes(rows: int, vocabulary: int) -> int:
+    """Return the bytes of a batch's logits, and of what the sampler makes of a part of them at a time."""
+    return _LOGIT * rows * vocabulary + _DRAWING * min(SAMPLED, 8 * rows * vocabulary)
 
 
 def _workspace(engine: EngineOnWorkers) -> int:

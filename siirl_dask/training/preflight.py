@@ -22,7 +22,7 @@ from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _GRADIENT = 4  # part of _LEARNS that no checkpoint has
-_GATHERED = 4 * 4  # bytes per element of the largest parameter: embeddings and head, and the gradients of both
+_ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
@@ -47,7 +47,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
         return RoleCost(reads=(model.path,))
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(size, model, trainer, len(workers), config, "trainer", learns=False)
-    memory = held + _gathered(size, trainer)
+    memory = held + _gathered(size, trainer, learns=False)
     return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,))
 
 
@@ -94,7 +94,7 @@ def _check_learner(
     if config.checkpoint.every and config.checkpoint.asynchronous:
         learned = whole if adapters is None else adapters.total
         copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
-    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer)
+    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer, learns=True)
     computing, device = _passes(size, model, trainer, len(workers), config, key)
     return RoleCost(
         memory=memory,
@@ -116,7 +116,7 @@ def _passes(
     *,
     learns: bool = True,
 ) -> tuple[int, Footprint | None]:
-    """Return the bytes of a pass on a CPU, besides gathered layers, and the memory on an accelerator.
+    """Return the bytes of a pass on a CPU, without gathered layers and their gradients, and the memory on a device.
 
     0 and None for an architecture that is not known.
     """
@@ -130,7 +130,9 @@ def _passes(
     most = -(-rows // workers) * longest
 
     def tokens(trainer: TrainerConfig) -> int:
-        return min(max(trainer.max_tokens_per_micro_batch, longest), max(most, longest))
+        row = -(-longest // trainer.fsdp.sequence_parallel)  # whose ranks share the tokens of a row
+        rows = max(most * trainer.fsdp.tensor_parallel, row)  # whose ranks all compute the rows of each
+        return min(max(trainer.max_tokens_per_micro_batch, row), rows)
 
     def adapters(trainer: TrainerConfig) -> int:
         found = count_adapters(model.path, trainer)
@@ -147,7 +149,8 @@ def _passes(
         learns=learns,
         scores=key != "critic",
     )
-    passing = sum(each for part, each in working_bytes(on_workers).items() if not part.startswith("gathered"))
+    counted = ("gathered", "gradients of")  # by _gathered
+    passing = sum(each for part, each in working_bytes(on_workers).items() if not part.startswith(counted))
     return passing, with_remedies(on_workers, key, tokens, adapters)
 
 
@@ -241,12 +244,12 @@ def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
     return total if trainer.backend is Backend.torch else -(-total // (trainer.fsdp.shard_size or workers))
 
 
-def _gathered(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, with
-    their gradients.
+def _gathered(size: ModelSize, trainer: TrainerConfig, *, learns: bool) -> int:
+    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, and if
+    the model learns as much for their gradients.
     """
     if trainer.backend is not Backend.fsdp:
         return 0
     # layers join a group until it has gather_size, so the last one may exceed it
     unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + 4 * size.layer
-    return _GATHERED * size.largest + 2 * min(unit, 4 * size.total)
+    return (2 if learns else 1) * (_ENDS * size.largest + min(unit, 4 * size.total))
