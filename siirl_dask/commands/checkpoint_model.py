@@ -17,6 +17,7 @@ from siirl_dask.commands.export import put_folder, write_folder
 from siirl_dask.config import ClusterConfig
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.reader import Run
+from siirl_dask.runs.retention import MODEL
 
 logger = logging.getLogger("siirl_dask.commands")
 
@@ -32,7 +33,7 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
         with TemporaryDirectory() as folder:
             yield folder
         return
-    url = join(absolute(store), f".model-{uuid4().hex[:16]}")  # workers may run in other folders
+    url = join(absolute(store), f"{MODEL}{uuid4().hex[:16]}")  # workers may run in other folders
     fs, path = open_fs(url)
     try:
         yield path if isinstance(fs, LocalFileSystem) else url
