@@ -20,7 +20,7 @@ _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOGIT = 2 * 4  # bytes per logit: in float32, and a copy of those rows that are sampled alike
 SAMPLED = 64 * 2**20
 """Bytes of float64 probabilities that are drawn from at once; a test holds it to token_sampling.py."""
-_DRAWING = 4  # arrays of as many bytes: log-probs, probabilities, their sums, and what filters sort
+_DRAWING = 5  # arrays of as many bytes: log-probs, probabilities, their sums, and what filters sort
 _GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30

@@ -17,7 +17,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes, read_widths
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.memory import ModelOnWorkers, working_bytes
+from siirl_dask.training.memory import ModelOnWorkers, passing_bytes
 from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
@@ -149,9 +149,7 @@ def _passes(
         learns=learns,
         scores=key != "critic",
     )
-    counted = ("gathered", "gradients of")  # by _gathered
-    passing = sum(each for part, each in working_bytes(on_workers).items() if not part.startswith(counted))
-    return passing, with_remedies(on_workers, key, tokens, adapters)
+    return passing_bytes(on_workers), with_remedies(on_workers, key, tokens, adapters)
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:

@@ -54,10 +54,10 @@ def test_drawing_takes_what_is_said_and_not_for_all_rows_at_once(monkeypatch, sa
     with Peak(logits) as peak:
         TokenSampler(sampling)(logits, np.arange(rows, dtype=np.uint64), 3)
     drawing = sampler_bytes(rows, vocabulary) - sampler_bytes(0, vocabulary) - 8 * logits.numel()
-    assert drawing == 4 * 8 * logits.numel(), "all rows fit into one part by default"
-    assert 1.5 * part < peak.most < 4 * part + 10**5
+    assert drawing == 5 * 8 * logits.numel(), "all rows fit into one part by default"
+    assert 1.5 * part < peak.most < 5 * part
 
 
 def test_a_part_of_the_rows_is_that_of_the_sampler():
     assert token_sampling._CHUNK_BYTES == SAMPLED
-    assert sampler_bytes(1000, 152_064) == 8 * 1000 * 152_064 + 4 * SAMPLED
+    assert sampler_bytes(1000, 152_064) == 8 * 1000 * 152_064 + 5 * SAMPLED
