@@ -1,4 +1,4 @@
-"""What torch.compile gains on a CPU: a trainer with ``trainer.compile`` and without, FlexAttention against the loop.
+"""Measures torch.compile on a CPU: a trainer with ``trainer.compile`` and without, and FlexAttention against the loop.
 
     python benchmarks/compiled.py [--rows 4] [--length 512] [--rounds 5]
 

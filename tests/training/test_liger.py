@@ -1,7 +1,5 @@
 """Liger's kernels in a model's modules. They need a GPU; functions that compute what they document stand in."""
 
-import os
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -122,27 +120,3 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     else:
         with pytest.raises(ConfigError, match=said):
             plan()
-
-
-def test_ligers_own_kernels_compute_the_same_in_tritons_interpreter(tmp_path):
-    """Where liger-kernel is installed; the interpreter runs Triton's programs on a CPU, one operation at a time."""
-    pytest.importorskip("liger_kernel")
-    pytest.importorskip("triton")
-    program = """
-import sys, torch
-from types import SimpleNamespace
-from siirl_dask.models.broken_imports import hide; hide()
-from transformers import AutoModelForCausalLM
-from siirl_dask.training.model.liger import use_liger
-plain, fused = (AutoModelForCausalLM.from_pretrained(sys.argv[1]) for _ in "ab")
-use_liger(fused.modules(), SimpleNamespace(type="cuda"))
-tokens = torch.arange(6)[None] * 7
-for model in (plain, fused):
-    model(tokens, use_cache=False).logits.logsumexp(-1).sum().backward()
-for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
-    torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
-"""
-    folder = tiny_model(tmp_path / "model", family="qwen3", layers=1)
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", program, folder], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
