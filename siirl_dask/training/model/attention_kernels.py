@@ -47,7 +47,9 @@ def kernel_of(
     """
     if device.type != "cuda":
         return None
-    properties, chosen, failure = torch.cuda.get_device_properties(device), None, None
+    properties = torch.cuda.get_device_properties(device)
+    chosen: FlashKernel | FlexKernel | None = None
+    failure: str | None = None
     if takes_varlen(dtype, width, value_width):
         has_flash = torch.backends.cuda.is_flash_attention_available()
         chosen = choose_kernel((properties.major, properties.minor), has_flash)

@@ -101,14 +101,14 @@ def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width:
     """
     ends = torch.tensor([0, 5, _BLOCK + 20], dtype=torch.int32, device=device)
     runs = ((1, 5), (1, _BLOCK + 15))
-    heads = [
+    query, key, value = (
         torch.zeros(1, count, _BLOCK + 20, each, dtype=dtype, device=device, requires_grad=True)
         for count, each in ((2, width), (1, width), (1, value_width))
-    ]
+    )
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("error", "flex_attention called without torch.compile")
-            attend_flex(kernel, *heads, ends, Packing(runs), None, None).sum().backward()
+            attend_flex(kernel, query, key, value, ends, Packing(runs), None, None).sum().backward()
     except Exception as error:  # the compiler's and Triton's: no program for this device, too little shared memory, ...
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
