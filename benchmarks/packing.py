@@ -119,7 +119,7 @@ def _measure(family: str, folder: str, rows: PackedRows, given: argparse.Namespa
     cuts = _cuts(rows, given.micro_batch)
     all_as_long = _Padded(folder, cuts, int(rows.offsets.diff().max()))
     each_its_own = _Padded(folder, cuts, None)
-    batch = _batch(trainer, rows)
+    batch = make_batch(trainer, rows)
     off = (all_as_long.logprobs(rows) - batch.old_logprobs).abs().max().item()
     assert off < 1e-5, f"{family}: log-probs from padded rows are off by {off}"
     updates: dict[str, Callable[[], float]] = {
@@ -140,7 +140,7 @@ def _measure(family: str, folder: str, rows: PackedRows, given: argparse.Namespa
     return rates
 
 
-def _batch(trainer: Trainer, rows: PackedRows) -> TrainBatch:
+def make_batch(trainer: Trainer, rows: PackedRows) -> TrainBatch:
     """Return a batch with the current policy's log-probs and advantages of 1 and -1 by row."""
     logprobs = trainer.logprobs(rows).logprobs
     signs = 1.0 - 2.0 * (torch.arange(len(rows)) % 2)

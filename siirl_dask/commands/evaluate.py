@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 
 from siirl_storage import join, open_table, set_retry_seconds
 
-from siirl_dask.commands.export import check_unused, write_folder
+from siirl_dask.commands.checkpoint_model import folder_for_workers, write_checkpoint
+from siirl_dask.commands.export import check_unused
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.coordinator.source import Source, open_source, source_schema
 from siirl_dask.coordinator.stored_rows import step_folder
+from siirl_dask.driver.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import HUB, is_remote
@@ -31,13 +33,14 @@ from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
 from siirl_dask.planner.names import function_name
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
-from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.reader import Run, Scoring, is_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import ANSWER, GROUP_ID, PROMPT, Schema
 
 TABLE = "generations"
 _REWARD = "rewards.function="
+_FOLDER = "evaluations"
+_ARGUMENTS = {"model.path": "its first argument", "data.url": "--data", "run.url": "--out"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,28 +68,40 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     step = Run(request.model).checkpoint_step(request.step) if run else None
     out = request.out or _default_out(request, step)
     check_unused(out, "--out")
-    with TemporaryDirectory() as folder:
-        settings = {**_settings(request.data, out), "model.path": folder if run else request.model}
-        overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
-        config = Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
-        set_retry_seconds(config.storage.retry_seconds)
-        own = not run or any(text.startswith(_REWARD) for text in request.overrides)
-        scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
+    config = _config(request, out, run)
+    set_retry_seconds(config.storage.retry_seconds)
+    own = not run or any(text.startswith(_REWARD) for text in request.overrides)
+    scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
+    with ExitStack() as over:
+        if run:
+            store = request.out or join(request.model, _FOLDER)
+            config.model.path = over.enter_context(folder_for_workers(config.cluster, store))
         dag, source = _planned(config, scoring)
-        if step is not None:
-            write = partial(_write_model, Path(folder), request.model)
+        if run:
+            write = partial(write_checkpoint, request.model, config.model.path)
             step = with_whole_checkpoint(request.model, request.step, ["policy"], write)
-            out = request.out or _default_out(request, step)  # the newest may be another one by now
-            check_unused(out, "--out")
-            config.run.url = out
-        logged = one_pass(config, dag, source, step or 0)
+            if request.out is None:  # the newest may be another one by now
+                config.run.url = out = _default_out(request, step)
+                check_unused(out, "--out")
+        try:
+            logged = one_pass(config, dag, source, step or 0, passing=[config.model.path] if run else ())
+        except Unreachable as error:
+            kept = ", as are the weights of the run's checkpoint while it lasts" if run else ""
+            raise ConfigError(f"{error}; what an evaluation writes is below --out, here {out!r}{kept}") from error
     result = _eval_result(request, config, scoring, step, logged)
     write_eval_result(out, result)
     return result, out
 
 
-def _write_model(folder: Path, run: str, found: Checkpoint) -> None:
-    write_folder(folder, run, Run(run).config, found, role="policy")
+def _config(request: EvalRequest, out: str, run: bool) -> Config:
+    """Return the configuration of the evaluation: that of a run, or the defaults, with the request's overrides."""
+    for text in request.overrides:
+        key, _, value = text.partition("=")
+        if key in _ARGUMENTS:
+            raise ConfigError(f"{text}: eval takes {value!r} as {_ARGUMENTS[key]}, and {key} from there")
+    settings = {**_settings(request.data, out), **({} if run else {"model.path": request.model})}
+    overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
+    return Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
 
 
 def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
@@ -135,9 +150,9 @@ def _default_out(request: EvalRequest, step: int | None) -> str:
     """Return ``RUN/evaluations/test-step000010`` for a run, ``evaluations/MODEL-test`` for a model."""
     data = PurePosixPath(request.data).stem
     if step is not None:
-        return join(request.model, "evaluations", f"{data}-step{step:06d}")
+        return join(request.model, _FOLDER, f"{data}-step{step:06d}")
     name = PurePosixPath(request.model).name if is_remote(request.model) else Path(request.model).resolve().name
-    return join("evaluations", f"{name}-{data}")
+    return join(_FOLDER, f"{name}-{data}")
 
 
 def _settings(data: str, out: str) -> Mapping[str, object]:

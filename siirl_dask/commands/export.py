@@ -47,7 +47,7 @@ def export(
     def write(found: Checkpoint) -> None:
         with TemporaryDirectory() as folder:
             write_folder(Path(folder), run, config, found, role=role, ema=ema, dtype=dtype, adapter=adapter)
-            _put(Path(folder), to)
+            put_folder(Path(folder), to)
 
     return with_whole_checkpoint(run, step, [role], write)
 
@@ -111,7 +111,8 @@ def check_unused(url: str, option: str) -> None:
     check_writable(url, write=False, option=option)
 
 
-def _put(folder: Path, url: str) -> None:
+def put_folder(folder: Path, url: str) -> None:
+    """Copy the files of a model's local folder to ``url``, those without which nothing loads it last."""
     fs, path = open_fs(url)
     fs.makedirs(path, exist_ok=True)
     for file in sorted(folder.iterdir(), key=lambda file: file.name in _LAST):

@@ -90,7 +90,7 @@ class FsdpConfig:
     and of the model's attention heads."""
     tensor_parallel: int = 1
     """Ranks that share the heads and the feed-forward width of each layer; a divisor of the role's ranks and of the
-    model's key heads. Excludes adapters, ``compile`` and the options above but ``gather_size``."""
+    model's key heads. Excludes adapters, ``compile``, ``liger`` and the options above but ``gather_size``."""
 
     def __post_init__(self) -> None:
         parse_bytes("trainer.fsdp.gather_size", self.gather_size)
@@ -143,6 +143,8 @@ class TrainerConfig:
     """Compute layers again in the backward pass instead of keeping their activations."""
     compile: bool = False
     """Compile the layers with torch.compile, which takes minutes before the first step."""
+    liger: bool = False
+    """Compute norms and feed-forward layers with the Triton kernels of liger-kernel, on GPUs."""
     lr: float = 1e-6
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -181,6 +183,10 @@ class TrainerConfig:
         if self.backend is Backend.torch and (options := self.fsdp.needs_fsdp):
             raise ConfigError(f"{options[0]}: the backend torch does not have it; take trainer.backend=fsdp")
         self._check_tensor_parallel()
+        if self.liger and self.compile:
+            raise ConfigError(
+                "trainer.liger=True with trainer.compile=True: both fuse the same operations; leave one of them out"
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -198,6 +204,7 @@ class TrainerConfig:
             "fsdp.offload": self.fsdp.offload,
             "fsdp.sequence_parallel": self.fsdp.sequence_parallel > 1,
             "compile": self.compile,
+            "liger": self.liger,
             "lora.rank": self.lora.rank,
         }
         if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from distributed import Client
@@ -16,11 +18,13 @@ from siirl_dask.models.cache import fetch, is_here
 from siirl_dask.models.remote import HUB, RemoteModel, find_model, is_remote
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Plan
-from siirl_dask.worker.reach import bring_models
+from siirl_dask.worker.reach import bring_models, forget_models
 
+logger = logging.getLogger("siirl_dask.driver")
 Models = Mapping[str, RemoteModel]
 """Models by URL, with the files that they have there now: every host gets these."""
 _NAMED = 4  # sentences in a message
+_FORGET_TIMEOUT = 10.0  # seconds for the workers to delete what their hosts have fetched
 
 
 def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
@@ -84,3 +88,20 @@ def fetch_on_workers(
         raise ConfigError("; ".join(problems[:_NAMED]) + more)
     if came:
         progress.note(f"hosts have fetched {decimal(came)} in {time.monotonic() - began:.1f} s")
+
+
+@contextmanager
+def forgotten(client: Client, members: Mapping[str, str], models: Sequence[RemoteModel]) -> Iterator[None]:
+    """At the end, have the workers' hosts delete the copies of models that they fetched. What stays is in the log."""
+    try:
+        yield
+    finally:
+        if models:
+            try:
+                call = partial(client.run, forget_models, models, workers=[*members.values()])
+                answers = complete(client, call, timeout=_FORGET_TIMEOUT)
+                stay = {f"on host {host!r}: {why}" for host, why in answers.values() if why}
+            except Exception as error:  # a worker or the scheduler has gone: what ended the pass is the error to tell
+                stay = {f"on some host: {type(error).__name__}: {error}"}
+            for told in sorted(stay):
+                logger.warning("a copy of the model %s may stay in the cache %s", models[0].url, told)

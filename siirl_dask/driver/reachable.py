@@ -18,10 +18,14 @@ from siirl_dask.worker.reach import find_unreachable
 _NAMED = 4  # sentences in a message; it counts the others
 
 
+class Unreachable(ConfigError):
+    """A worker cannot read or write something that the driver can."""
+
+
 def check_reachable(
     client: Client, members: Mapping[str, str], phases: Phases, reads: Mapping[str, Sequence[str]], run_url: str
 ) -> None:
-    """Raise ConfigError, by worker, host and path, unless each worker reaches its files as this process does.
+    """Raise Unreachable, by worker, host and path, unless each worker reaches its files as this process does.
 
     ``reads`` has the folders that the workers of each role read. Workers that load prompts read the datasets, and all
     write below ``run_url``.
@@ -43,7 +47,7 @@ def check_reachable(
             "; expected what the configuration names (model.path, data.url, run.url, ...) at the same place on every "
             "host: on a file system that all share, or a URL such as s3://...; a model of the hub is hf://org/name"
         )
-        raise ConfigError("; ".join(problems[:_NAMED]) + more + expected)
+        raise Unreachable("; ".join(problems[:_NAMED]) + more + expected)
 
 
 def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distributed import Client
@@ -14,7 +14,7 @@ from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opene
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models
+from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import hosts_of, members
@@ -44,14 +44,17 @@ class StoredPass:
     """States that the roles get when a node asks for them; None for those they are built with."""
 
 
-def one_pass(config: Config, dag: DAG, source: Source, step: int) -> dict[str, float | None]:
+def one_pass(
+    config: Config, dag: DAG, source: Source, step: int, *, passing: Collection[str] = ()
+) -> dict[str, float | None]:
     """Run every worker through ``dag`` once, over all of ``source``, and return the logged metrics.
 
     Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the samples' seeds.
-    UserError before anything starts; Interrupted on Ctrl-C.
+    ``passing`` are models that nobody uses afterwards: hosts that fetched them delete their copies. UserError before
+    anything starts; Interrupted on Ctrl-C.
     """
     dataset = opened(source)
-    ((done,), _), *_ = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset))
+    ((done,), _), *_ = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset), passing)
     check_prompts(done, config.data.max_prompt_length)
     return values(done.metrics)
 
@@ -79,7 +82,11 @@ def _past_roles(config: Config, dag: DAG, found: Checkpoint | None) -> tuple[Rol
 
 
 def _passes(
-    config: Config, dags: Sequence[tuple[DAG, Sequence[int]]], dataset: Dataset, schema: Schema
+    config: Config,
+    dags: Sequence[tuple[DAG, Sequence[int]]],
+    dataset: Dataset,
+    schema: Schema,
+    passing: Collection[str] = (),
 ) -> list[tuple[list[Done], list[str]]]:
     """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily."""
     hide()
@@ -102,16 +109,16 @@ def _passes(
             hosts = hosts_of(named)
             actual = phases(first, list(named), hosts)
             check_reachable(client, named, actual, checked.reads, config.run.url)
-            fetch_on_workers(
-                client, config.cluster, named, actual[Phase.EVALUATION][0], checked.reads, models, progress
-            )
-            progress.note(f"dashboard  {client.dashboard_link}")
-            results = []
-            for dag, steps in dags:
-                planned = phases(dag, list(named), hosts)
-                spec = RunSpec.of(config, named, planned, models=models, footprints=checked.footprints)
-                results.append(_run_steps(config, client, spec, steps))
-            return results
+            with forgotten(client, named, [model for url, model in models.items() if url in passing]):
+                plan, _ = actual[Phase.EVALUATION]
+                fetch_on_workers(client, config.cluster, named, plan, checked.reads, models, progress)
+                progress.note(f"dashboard  {client.dashboard_link}")
+                results = []
+                for dag, steps in dags:
+                    planned = phases(dag, list(named), hosts)
+                    spec = RunSpec.of(config, named, planned, models=models, footprints=checked.footprints)
+                    results.append(_run_steps(config, client, spec, steps))
+                return results
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 from fsspec import AbstractFileSystem
-from siirl_storage import join, open_fs
+from siirl_storage import join, open_fs, remove_tree
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
@@ -83,7 +83,7 @@ def fetch(model: RemoteModel, progress: Progress = lambda nbytes: None) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
+        with FileLock(_lock_of(folder)):
             if not folder.is_dir():
                 _fill(model, folder, progress)
     except OSError as error:  # of this host's disk: those of the store are told by ``reached``
@@ -104,15 +104,34 @@ def is_here(model: RemoteModel) -> bool:
     return all(isinstance(try_to_load_from_cache(name.repo, file, revision=model.commit), str) for file in files)
 
 
+def forget(model: RemoteModel) -> None:
+    """Delete what ``fetch`` has brought of a model that is not of the hub, all or a part of it. OSError if some stays.
+
+    Others may forget it at the same time; nobody may fetch it.
+    """
+    folder = folder_of(model)
+    for tree in (folder, _part_of(folder)):
+        remove_tree(*open_fs(str(tree)))
+    _lock_of(folder).unlink(missing_ok=True)
+
+
 def folder_of(model: RemoteModel) -> Path:
     """Return where ``fetch`` puts the files of a model that is not of the hub."""
     readable = re.sub(r"[^\w.-]+", "-", model.url)[-60:].strip("-.")
     return cache_folder() / f"{readable}-{model.key}"
 
 
+def _part_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
 def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
     """Bring all files into ``folder``, which is not there before they are whole. Files that came before stay."""
-    part = folder.with_name(f"{folder.name}.partial")
+    part = _part_of(folder)
     part.mkdir(exist_ok=True)
     missing = [file for file in model.files if not (part / file.name).is_file()]
     needed, free = sum(file.nbytes for file in missing), shutil.disk_usage(part).free

@@ -27,6 +27,10 @@ from siirl_dask.runs.tables import REPLAY
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)
 
+MODEL = ".model-"
+"""Begin of the name of a folder that holds a checkpoint's weights while an evaluation goes on."""
+_IN_MODEL = re.compile(rf"(?:.+/)?{re.escape(MODEL)}[0-9a-f]+/.+", re.ASCII)
+
 
 class Reason(StrEnum):
     """Why a file is not needed."""
@@ -92,7 +96,7 @@ def remove_old_stages(url: str, keep: int | None) -> None:
 
 def _temporary(files: Mapping[str, int]) -> Iterator[Leftover]:
     for path, nbytes in files.items():
-        if _TEMPORARY.fullmatch(path.rpartition("/")[2]):
+        if _TEMPORARY.fullmatch(path.rpartition("/")[2]) or _IN_MODEL.fullmatch(path):
             yield Leftover(path, nbytes, Reason.UNFINISHED)
 
 

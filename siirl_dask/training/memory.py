@@ -116,6 +116,13 @@ def working_bytes(model: ModelOnWorkers) -> dict[str, int]:
     return max(_moments(model), key=lambda parts: sum(parts.values()))
 
 
+def passing_bytes(model: ModelOnWorkers) -> int:
+    """Return the bytes of the peak of a pass without gathered weights and their gradients."""
+    gathered = ("gathered", "gradients of")
+    moments = ({part: each for part, each in one.items() if not part.startswith(gathered)} for one in _moments(model))
+    return max(sum(parts.values()) for parts in moments)
+
+
 def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     """Return the bytes of the moments that may be the peak: at the head, at the last layer, after the first one."""
     activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from siirl_dask.context import Rank
 from siirl_dask.training.parallel.own_rows import TensorParallelRows
 from siirl_dask.training.parallel.ulysses import Route
 from siirl_dask.training.trainer import PackedRows
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Ints = NDArray[np.int64]
 Runs = tuple[tuple[int, int], ...]
@@ -30,6 +34,8 @@ class Packing:
     ends: Tensor | None = None
     """[R + 1] int32 on the device, cu_seqlens: a copy to a device waits for it, so one serves all layers. None on a
     CPU, where attention needs none."""
+    masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """FlexAttention's masks by window, which the first layer makes for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from siirl_dask.config import Backend, Config, Dtype, ModelConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import Backend, Config, DevicePreference, Dtype, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes, read_widths
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.memory import ModelOnWorkers, working_bytes
+from siirl_dask.training.memory import ModelOnWorkers, passing_bytes
 from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _GRADIENT = 4  # part of _LEARNS that no checkpoint has
-_GATHERED = 4 * 4  # bytes per element of the largest parameter: embeddings and head, and the gradients of both
+_ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
@@ -41,12 +41,13 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     _check_layout(trainer, model, len(workers))
+    _check_liger(trainer, config)
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(reads=(model.path,))
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(size, model, trainer, len(workers), config, "trainer", learns=False)
-    memory = held + _gathered(size, trainer)
+    memory = held + _gathered(size, trainer, learns=False)
     return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,))
 
 
@@ -80,6 +81,7 @@ def _check_learner(
     _check_layout(trainer, model, len(workers))
     if trainer.lora.rank and find_spec("peft") is None:
         raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
+    _check_liger(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
     size = count_parameters(model.path)
@@ -92,7 +94,7 @@ def _check_learner(
     if config.checkpoint.every and config.checkpoint.asynchronous:
         learned = whole if adapters is None else adapters.total
         copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
-    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer)
+    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer, learns=True)
     computing, device = _passes(size, model, trainer, len(workers), config, key)
     return RoleCost(
         memory=memory,
@@ -114,7 +116,7 @@ def _passes(
     *,
     learns: bool = True,
 ) -> tuple[int, Footprint | None]:
-    """Return the bytes of a pass on a CPU, besides gathered layers, and the memory on an accelerator.
+    """Return the bytes of a pass on a CPU, without gathered layers and their gradients, and the memory on a device.
 
     0 and None for an architecture that is not known.
     """
@@ -128,7 +130,9 @@ def _passes(
     most = -(-rows // workers) * longest
 
     def tokens(trainer: TrainerConfig) -> int:
-        return min(max(trainer.max_tokens_per_micro_batch, longest), max(most, longest))
+        row = -(-longest // trainer.fsdp.sequence_parallel)  # whose ranks share the tokens of a row
+        rows = max(most * trainer.fsdp.tensor_parallel, row)  # whose ranks all compute the rows of each
+        return min(max(trainer.max_tokens_per_micro_batch, row), rows)
 
     def adapters(trainer: TrainerConfig) -> int:
         found = count_adapters(model.path, trainer)
@@ -145,8 +149,7 @@ def _passes(
         learns=learns,
         scores=key != "critic",
     )
-    passing = sum(each for part, each in working_bytes(on_workers).items() if not part.startswith("gathered"))
-    return passing, with_remedies(on_workers, key, tokens, adapters)
+    return passing_bytes(on_workers), with_remedies(on_workers, key, tokens, adapters)
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
@@ -175,6 +178,30 @@ def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> N
     if trainer.backend is not Backend.torch:
         check_workers(trainer, workers)
         check_heads(trainer, model.path)
+
+
+def _check_liger(trainer: TrainerConfig, config: Config) -> None:
+    """Check that workers can run Liger's kernels, as far as that is known here. ConfigError if they cannot.
+
+    Devices of other machines, and those that ``cluster.device_memory`` speaks of, are checked by the workers.
+    """
+    if not trainer.liger:
+        return
+    if find_spec("liger_kernel") is None:
+        raise ConfigError("trainer.liger=true needs liger-kernel: pip install 'siirl_dask[liger]'")
+    cluster = config.cluster
+    if cluster.device is DevicePreference.cpu:
+        raise ConfigError(
+            f"trainer.liger=true: Liger's kernels need a GPU, and cluster.device={cluster.device}: leave one out"
+        )
+    if not (cluster.exists or cluster.spec or cluster.device_memory):
+        import torch  # seconds, for which nobody else waits
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.liger=true: Liger's kernels need a GPU, and torch sees none on this machine: leave it out "
+                "(to plan for GPUs, say cluster.device_memory=80GB)"
+            )
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:
@@ -215,12 +242,12 @@ def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
     return total if trainer.backend is Backend.torch else -(-total // (trainer.fsdp.shard_size or workers))
 
 
-def _gathered(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, with
-    their gradients.
+def _gathered(size: ModelSize, trainer: TrainerConfig, *, learns: bool) -> int:
+    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, and if
+    the model learns as much for their gradients.
     """
     if trainer.backend is not Backend.fsdp:
         return 0
     # layers join a group until it has gather_size, so the last one may exceed it
     unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + 4 * size.layer
-    return _GATHERED * size.largest + 2 * min(unit, 4 * size.total)
+    return (2 if learns else 1) * (_ENDS * size.largest + min(unit, 4 * size.total))

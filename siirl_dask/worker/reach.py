@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs, write_atomic
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.cache import fetch, is_here
+from siirl_dask.models.cache import fetch, forget, is_here
 from siirl_dask.models.remote import RemoteModel
 
 
@@ -41,6 +41,20 @@ async def bring_models(models: Sequence[RemoteModel]) -> tuple[str, int, str]:
 
     problem = await asyncio.to_thread(bring)
     return socket.gethostname(), sum(came), problem
+
+
+async def forget_models(models: Sequence[RemoteModel]) -> tuple[str, str]:
+    """Delete the copies of models that ``bring_models`` brought to this host; return its name, and why one stays."""
+
+    def delete() -> str:
+        try:
+            for model in models:
+                forget(model)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    return socket.gethostname(), await asyncio.to_thread(delete)
 
 
 def _look(reads: Mapping[str, str], run_url: str, probe: str) -> list[str]:

@@ -6,8 +6,11 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from siirl_storage import open_fs
 
 from siirl_dask.cli import main
+from siirl_dask.commands.checkpoint_model import folder_for_workers
+from siirl_dask.config import ClusterConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
@@ -54,6 +57,8 @@ REFUSED = {
     "is a Hugging Face folder, and has no step 3": [*MODEL, "--step", "3"],
     "there is something at 'run' already: choose another --out": [*MODEL, "--out", "run"],
     "unknown group 'rolout'": [*MODEL, "rolout.n=3"],
+    "model.path=other: eval takes 'other' as its first argument": [*MODEL, "model.path=other"],
+    "data.url=other: eval takes 'other' as --data": [*MODEL, "data.url=other"],
 }
 
 
@@ -89,6 +94,25 @@ def test_a_run_whose_reward_is_not_here_asks_for_one(digits_task, tmp_path):
     file.write_text('{"roles": {}, "nodes": []}')
     with pytest.raises(ConfigError, match="has no reward function: name one with --reward"):
         open_run(str(tmp_path / "run")).scoring()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError])
+def test_weights_for_workers_on_other_hosts_do_not_outlive_an_evaluation_that_ends_early(error, store_url):
+    def end_early():
+        with folder_for_workers(ClusterConfig(address="tcp://10.0.0.1:8786"), store_url) as folder:
+            fs, path = open_fs(folder)
+            assert not fs.exists(path)
+            fs.makedirs(path, exist_ok=True)
+            for name in ("config.json", "model.safetensors"):
+                fs.pipe_file(f"{path}/{name}", b"{}")
+            raise error
+
+    fs, path = open_fs(store_url)
+    fs.makedirs(path, exist_ok=True)
+    fs.pipe_file(f"{path}/own", b"")
+    with pytest.raises(error):
+        end_early()
+    assert [name.rpartition("/")[2] for name in fs.find(path)] == ["own"]
 
 
 EVAL_RESULT = EvalResult(

@@ -81,3 +81,6 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(
     found = json.loads(fs.cat_file(f"{path}/eval/metrics.json"))
     assert (found["prompts"]["all"], found["samples"]) == (6, 12)
     assert found["temperature"] == 1.0, "the run validated greedily, which several samples cannot be"
+    assert not [name for name in fs.find(path) if "/.model-" in name], "the weights of the checkpoint stay in the store"
+    there = [folder for folder in (tmp_path / "cache" / "models").iterdir() if folder.is_dir()]
+    assert there == [fetched], "the weights of the checkpoint stay on a host"

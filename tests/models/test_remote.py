@@ -13,7 +13,7 @@ import pytest
 from siirl_storage import open_fs
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.cache import FOLDER, cache_folder, fetch, folder_here, is_here
+from siirl_dask.models.cache import FOLDER, cache_folder, fetch, folder_here, forget, is_here
 from siirl_dask.models.remote import find_model, hub_name
 from siirl_dask.models.shapes import count_parameters, read_widths
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -55,6 +55,23 @@ def test_a_model_comes_once_however_many_ask_for_it_at_once(remote, model):
     assert files(*folders) == files(model)
     assert sum(came) == found.nbytes, "it was fetched more than once"
     assert is_here(found)
+
+
+def test_a_model_that_is_forgotten_leaves_nothing_and_other_models_stay(remote, model):
+    found = find_model(remote)
+    other = fetch(found.without_weights())
+    before = set(cache_folder().rglob("*"))
+    fetch(found)
+    with ThreadPoolExecutor(4) as pool:  # the workers of a host
+        assert [*pool.map(lambda _: forget(found), range(4))] == [None] * 4
+    assert set(cache_folder().rglob("*")) == before
+    assert (other / "config.json").is_file()
+    fs, path = open_fs(remote)
+    fs.rm_file(f"{path}/tokenizer.json")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        fetch(found)  # a part has come
+    forget(found)
+    assert set(cache_folder().rglob("*")) == before
 
 
 def test_a_model_that_lacks_a_file_is_not_there_and_the_next_try_fetches_what_is_missing(remote, model, tmp_path):

@@ -8,9 +8,25 @@ from dataclasses import replace
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Chain, Node, Role, Rows, Run, Sizes, Stream, compile_chains, describe, draw, usage
+from siirl_dask.planner import (
+    DAG,
+    Chain,
+    Node,
+    Role,
+    Rows,
+    Run,
+    Sizes,
+    Stream,
+    WeightSink,
+    WeightSource,
+    columns,
+    compile_chains,
+    describe,
+    draw,
+    usage,
+)
 from siirl_dask.planner.deadlock import check_order
-from tests.planner.random_dags import SOURCE, build, gives, same_rows, takes
+from tests.planner.random_dags import SOURCE, build, from_parts, gives, in_parts, same_rows, takes
 
 WORKERS = ("w0", "w1", "w2")
 PLACED = {"learns": [0, 1], "samples": [1, 2]}
@@ -91,3 +107,36 @@ def test_a_worker_needs_memory_for_a_few_parts_and_not_for_the_table(plan):
     assert tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]  # its largest row
     assert tables[10**6] == [5 * 1000 + others[0], 9000 + others[1]]  # half of the rows, all of them
     assert {used.moving for used in needs[1200].values()} == {0}
+
+
+def as_tensors(ctx, table): ...
+
+
+def from_tensors(ctx, parts): ...
+
+
+@columns(new_rows=True, passes=False, stream=WeightSource(in_parts, as_tensors))
+def gives_tensors(ctx, table): ...
+
+
+@columns(stream=WeightSink(from_parts, from_tensors))
+def takes_tensors(ctx, table): ...
+
+
+def test_weights_that_stay_on_their_worker_take_no_tables_and_other_tables_two_parts():
+    def most(give, take, workers, part):
+        nodes = (
+            Node("give", give, role="both", writes=SOURCE),
+            Node("take", take, role="both", after="give", rows=Rows.REPLICATED, reads=("d0", "d2")),
+        )
+        plan = compile_chains(DAG((Role("both", build),), nodes), WORKERS[:workers], SOURCE)
+        assert plan.streams == {"give": "take"}
+        return {used.tables for used in usage(plan, replace(SIZES, part=part)).values()}
+
+    (loaded,) = most(gives_tensors, takes_tensors, 1, 1000)
+    assert loaded < 200, "the prompts alone"
+    assert most(gives_tensors, takes_tensors, 3, 1000) == {loaded}
+    assert most(gives, takes, 1, 1000) == {2 * 1000 + loaded}
+    assert most(gives, takes, 1, 10**6) == {9000 + loaded}, "all of it at the most"
+    (apart,) = most(gives, takes, 3, 1000)
+    assert apart > 6 * 1000, "each worker sends its share and takes those of the others"

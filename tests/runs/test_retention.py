@@ -122,3 +122,12 @@ def test_a_run_that_is_under_way_is_not_cleaned_and_a_dry_run_deletes_nothing(tm
     assert clean(url, dry_run=True, keep_stages=None, replays=False) == "nothing to delete"
     with pytest.raises(ConfigError, match="holds no run"):
         clean(str(tmp_path / "nope"), dry_run=True, keep_stages=None, replays=False)
+
+
+def test_the_weights_that_a_killed_evaluation_left_may_go_and_what_it_wrote_stays(tmp_path):
+    url = str(tmp_path / "run")
+    fs, root = open_fs(url)
+    left, kept = "evaluations/.model-0123456789abcdef/config.json", "evaluations/test-step000002/metrics.json"
+    for file in (left, kept):
+        write_atomic(fs, f"{root}/{file}", b"{}")
+    assert [(one.path, one.reason) for one in find_leftovers(url)] == [(left, Reason.UNFINISHED)]

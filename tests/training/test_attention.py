@@ -1,6 +1,7 @@
 """Packed attention in one call for all rows, as on GPUs, against one call per length.
 
 ``varlen_attn`` needs a GPU, so a function of its signature that takes the rows one by one stands in for it.
+``flex_attention`` computes without gradients on a CPU.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows
-from siirl_dask.training.model import attention, network
-from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, row_ends, takes_varlen
-from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, flash_kernel
+from siirl_dask.training.model import attention, attention_kernels, flex, network
+from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, row_ends
+from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, kernel_of, takes_varlen
+from siirl_dask.training.model.flex import FlexKernel, attend_flex, row_mask, why_not
 from siirl_dask.training.model.network import rounding
 from siirl_dask.training.packing import Packing
 from tests.settings import trainer_config
@@ -93,21 +96,21 @@ def test_varlen_attn_accepts_the_arguments(window):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "widths", "taken"),
+    ("dtype", "widths", "taken"),
     [
-        ("cuda", torch.bfloat16, (128, 128), True),
-        ("cuda", torch.float16, (64, 64), True),
-        ("cuda", torch.bfloat16, (256, 256), True),
-        ("cuda", torch.float32, (128, 128), False),
-        ("cuda", torch.bfloat16, (80, 80), False),
-        ("cuda", torch.bfloat16, (512, 512), False),
-        ("cuda", torch.bfloat16, (192, 128), False),
-        ("cpu", torch.bfloat16, (128, 128), False),
-        ("npu", torch.bfloat16, (128, 128), False),
+        (torch.bfloat16, (128, 128), True),
+        (torch.float16, (64, 64), True),
+        (torch.bfloat16, (256, 256), True),
+        (torch.float32, (128, 128), False),
+        (torch.bfloat16, (80, 80), False),
+        (torch.bfloat16, (512, 512), False),
+        (torch.bfloat16, (192, 128), False),
     ],
 )
-def test_varlen_attn_is_used_where_it_is_supported(device, dtype, widths, taken):
-    assert takes_varlen(device, dtype, *widths) == taken
+def test_varlen_attn_is_used_where_it_is_supported(dtype, widths, taken):
+    assert takes_varlen(dtype, *widths) == taken
+    for device in ("cpu", "xpu"):
+        assert kernel_of(torch.device(device), dtype, *widths) is None
 
 
 def as_flash_attn(*arguments, softmax_scale, causal, window_size):
@@ -148,16 +151,133 @@ def test_the_best_kernel_that_is_installed_for_the_device_is_chosen(
             assert_close(attend_varlen(kernel.attend, *random_heads(runs, 2), Packing(runs), None, window), expected)
 
 
-def test_the_log_says_which_kernel_computes(monkeypatch, caplog):
-    properties = SimpleNamespace(major=8, minor=0, name="A device")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    flash_kernel.cache_clear()
+@pytest.fixture
+def a_device(monkeypatch):
+    """Stands for a GPU on which FlexAttention fails as it is told, if at all."""
+
+    def make(capability, no_flex=None):
+        properties = SimpleNamespace(major=capability[0], minor=capability[1], name="A device")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(attention_kernels, "why_not", lambda *tried: no_flex)
+        monkeypatch.setattr(attention_kernels, "find_spec", lambda package: package)  # triton is not on every CPU
+        kernel_of.cache_clear()
+        return torch.device("cuda:3")
+
+    yield make
+    kernel_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "widths", "no_flex", "said"),
+    [
+        ((8, 0), torch.bfloat16, (64, 64), None, "heads of 64 in bfloat16, is computed by FlashAttention-2 (torch)"),
+        ((8, 0), torch.float32, (64, 64), None, "heads of 64 in float32, is computed by FlexAttention (torch)"),
+        ((9, 0), torch.bfloat16, (192, 128), None, "heads of 192 in bfloat16, is computed by FlexAttention (torch)"),
+        ((7, 5), torch.float16, (64, 64), None, "heads of 64 in float16, is computed by FlexAttention (torch)"),
+        (
+            (7, 0),
+            torch.float32,
+            (64, 64),
+            "RuntimeError: too old",
+            "heads of 64 in float32, is computed by torch's scaled_dot_product_attention, a call for each row length; "
+            "FlexAttention does not run: RuntimeError: too old",
+        ),
+        (
+            (9, 0),
+            torch.bfloat16,
+            (8, 8),
+            None,
+            "heads of 8 in bfloat16, is computed by torch's scaled_dot_product_attention, a call for each row length; "
+            "FlexAttention does not run: it takes heads of 16 to 256",
+        ),
+    ],
+)
+def test_the_log_says_which_kernel_computes(a_device, caplog, capability, dtype, widths, no_flex, said):
+    device = a_device(capability, no_flex)
     with caplog.at_level("INFO"):
         for _ in range(2):
-            flash_kernel(torch.device("cuda:3"))
-    flash_kernel.cache_clear()
-    assert caplog.messages == ["packed attention on cuda:3 (A device) is computed by FlashAttention-2 (torch)"]
+            chosen = kernel_of(device, dtype, *widths)
+    assert caplog.messages == [f"packed attention on cuda:3 (A device), {said}"]
+    assert (chosen is None) == ("scaled_dot" in said)
+
+
+def test_flex_attention_is_left_alone_where_a_first_call_fails():
+    """It has no backward on a CPU; where it is not compiled, it would make a matrix of all tokens by all tokens."""
+    told = why_not(FlexKernel(flex_attention), torch.device("cpu"), torch.float32, 16, 16)
+    assert told.startswith("NotImplementedError: FlexAttention does not support backward on CPU")
+    assert why_not(FlexKernel(by_its_mask), torch.device("cpu"), torch.float32, 16, 24) is None
+
+
+def by_its_mask(query, key, value, *, block_mask, scale, enable_gqa):
+    """Compute what torch documents for ``flex_attention``, from the mask's function alone."""
+    mask = create_mask(block_mask.mask_mod, 1, 1, query.shape[2], key.shape[2], device="cpu")
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300)), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 300),
+)
+def test_flex_attention_computes_the_blocks_that_rows_need_and_masks_no_whole_one(runs, window):
+    tokens = sum(count * length for count, length in runs)
+    mask = row_mask(row_ends(tuple(runs), torch.device("cpu")), tokens, window)
+    seen = create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0]
+    pad = -tokens % 128
+    wide = torch.nn.functional.pad(seen, (0, pad, 0, pad))
+    beyond = torch.nn.functional.pad(torch.zeros_like(seen), (0, pad, 0, 0), value=False)
+    beyond = torch.nn.functional.pad(beyond, (0, 0, 0, pad), value=True)  # queries after the last are never written
+    some = in_blocks(wide).any(-1)
+    whole = in_blocks(wide | beyond).all(-1)
+    partial, full = (chosen(*each) for each in ((mask.kv_num_blocks, mask.kv_indices), full_blocks(mask)))
+    assert not (partial & full).any()
+    assert torch.equal(partial | full, some)
+    assert torch.equal(full, whole & some & ~torch.eye(len(full), dtype=torch.bool))
+
+
+def in_blocks(matrix):
+    blocks = len(matrix) // 128
+    return matrix.view(blocks, 128, blocks, 128).transpose(1, 2).flatten(2)
+
+
+def full_blocks(mask):
+    return mask.full_kv_num_blocks, mask.full_kv_indices
+
+
+def chosen(counts, indices):
+    """Return which blocks of keys each block of queries has, [B, B]."""
+    found = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        found[row, indices[0, 0, row, :count].long()] = True
+    return found
+
+
+@settings(deadline=None, max_examples=20)
+@given(runs=RUNS, heads=st.sampled_from([1, 2, 4]), window=st.none() | st.integers(1, 10))
+def test_one_call_of_flex_attention_equals_a_call_per_length(runs, heads, window):
+    packed = random_heads(runs, heads)
+    expected, _ = packed_attention(
+        torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=0.3, sliding_window=window
+    )
+    ends = row_ends(tuple(runs), torch.device("cpu"))
+    output = attend_flex(FlexKernel(by_its_mask), *packed, ends, Packing(tuple(runs)), 0.3, window)
+    assert_close(output[None], expected)
+    given, wanted = (torch.autograd.grad(each.square().sum(), packed) for each in (output, expected))
+    for one, other in zip(given, wanted, strict=True):
+        assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_all_layers_share_a_mask_of_torchs_flex_attention_and_log_probs_are_those_of_the_loop(monkeypatch, tmp_path):
+    trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
+    rows = random_rows([(2, 1), (2, 2), (1, 150)])
+    expected = trainer.logprobs(rows).logprobs
+    made = []
+    monkeypatch.setattr(attention, "kernel_of", lambda *heads: FlexKernel(flex_attention))
+    monkeypatch.setattr(flex, "row_mask", lambda *given: made.append(row_mask(*given)) or made[-1])
+    assert_close(trainer.logprobs(rows).logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert len(made) == 1
 
 
 def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, tmp_path):
@@ -169,8 +289,7 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
         return reference_varlen(query, key, value, ends, *others, **options)
 
     trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
-    monkeypatch.setattr(attention, "takes_varlen", lambda *arguments: True)
-    monkeypatch.setattr(attention, "flash_kernel", lambda device: FlashKernel("a test's", kernel))
+    monkeypatch.setattr(attention, "kernel_of", lambda *heads: FlashKernel("a test's", kernel))
     made = []
     monkeypatch.setattr(network, "ends_for_kernels", lambda *given: made.append(row_ends(*given)) or made[-1])
     trainer.logprobs(random_rows([(2, 1), (2, 2), (1, 4)]))

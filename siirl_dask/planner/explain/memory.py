@@ -14,10 +14,12 @@ from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Restor
 from siirl_dask.planner.column_flow import DATA, Column, Stage
 from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
+from siirl_dask.planner.weight_streams import handle_tensors
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
 _GIVEN, _TAKEN = 4, 3  # pieces of a streamed table at once: see worker/weight_stream.py
+_PASSED = 2  # on a worker that makes and takes all of them itself: the next one is made while a row of the last is used
 _BUFFERS = 2  # of a broadcast at once, on either side: see worker/weight_broadcast.py
 _READ = 2  # batches in memory: the step's, and the next one's, which is read ahead
 
@@ -67,11 +69,8 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 peak, node = max((peak, node), (now, ran.name), key=lambda pair: pair[0])
                 live[ran.name] = weigh.outputs[ran.name]
                 unknown |= dict.fromkeys(weigh.unknown[ran.name])
-            case Stream(source, target, gives, takes):
-                moved = weigh.buffers(link, chain.worker)
-                if moved is None:
-                    moved = gives * weigh.given(source.name) + takes * weigh.taken(link)
-                now = sum(live.values()) + moved
+            case Stream(source, target, gives):
+                now = sum(live.values()) + weigh.streamed(link, chain.worker)
                 peak, node = max((peak, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
                 unknown |= dict.fromkeys(weigh.unknown[source.name] if gives else ())
             case Send(edge) if edge.moves:
@@ -108,21 +107,21 @@ class _Weighing:
             sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
-    def buffers(self, link: Stream, worker: str) -> int | None:
-        """Return the bytes of a broadcast's buffers on a worker; None for a stream that is no broadcast."""
-        if not (self._sizes.buffers and link.joins):
-            return None
+    def streamed(self, link: Stream, worker: str) -> int:
+        """Return the bytes of a stream's pieces on a worker, or of a broadcast's buffers.
+
+        Tensors that stay on their worker are those of its role: no table of them is made.
+        """
         name = link.source.name
-        total = self._sizes.totals.get(name, self.made[name])
-        return min(total, _BUFFERS * self._part(name)) if worker in link.joins else 0
-
-    def given(self, source: str) -> int:
-        """Return the bytes of a stream's pieces on a worker that makes them, at most the worker's share."""
-        return min(self.made[source], _GIVEN * self._part(source))
-
-    def taken(self, link: Stream) -> int:
-        """Return the bytes of a stream's pieces on a worker that receives them; 0 where they are made."""
-        return 0 if link.edge is None else min(self.received[link.edge.name], _TAKEN * self._part(link.source.name))
+        part, made = self._part(name), self.made[name]
+        if link.edge is None:
+            return 0 if handle_tensors(link.source, link.target) else min(made, _PASSED * part)
+        if self._sizes.buffers and link.joins:
+            total = self._sizes.totals.get(name, made)
+            return min(total, _BUFFERS * part) if worker in link.joins else 0
+        given = min(made, _GIVEN * part) if link.gives else 0
+        taken = min(self.received[link.edge.name], _TAKEN * part) if link.takes else 0
+        return given + taken
 
     def _part(self, source: str) -> int:
         total = self._sizes.totals.get(source, self.made[source])

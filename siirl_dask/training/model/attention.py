@@ -1,8 +1,8 @@
 """Attention over packed rows: causal, each row by itself, without a [T, T] mask.
 
 transformers' packed sdpa builds that mask and costs as much as padding to all T tokens. Here rows of equal length,
-which a micro-batch packs side by side, share one call. On GPUs in bfloat16 or float16 all rows share one call of
-FlashAttention: see ``attention_kernels``.
+which a micro-batch packs side by side, share one call. On GPUs all rows share one call of FlashAttention or of
+FlexAttention: see ``attention_kernels``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from siirl_dask.training.model.attention_kernels import Kernel, flash_kernel
+from siirl_dask.training.model.attention_kernels import FlashKernel, Kernel, kernel_of
+from siirl_dask.training.model.flex import FlexKernel, attend_flex
 from siirl_dask.training.packing import Packing, Runs
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
@@ -44,22 +45,17 @@ def packed_attention(
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
     dtype, widths = compute_dtype(query), (query.shape[-1], value.shape[-1])
-    flash = flash_kernel(query.device) if takes_varlen(query.device.type, dtype, *widths) else None
-    if flash is not None:
+    kernel = kernel_of(query.device, dtype, *widths)
+    if kernel is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
-        output = attend_varlen(flash.attend, query, key, value, packing, scaling, sliding_window)
-    else:
-        output = _attend_runs(query, key, value, runs, scaling, sliding_window)
+    match kernel:
+        case FlashKernel(attend=attend):
+            output = attend_varlen(attend, query, key, value, packing, scaling, sliding_window)
+        case FlexKernel():
+            output = attend_flex(kernel, query, key, value, _ends(packing, query), packing, scaling, sliding_window)
+        case None:
+            output = _attend_runs(query, key, value, runs, scaling, sliding_window)
     return (output if ranks is None else to_tokens(output, ranks))[None], None
-
-
-def takes_varlen(device: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Return whether FlashAttention can compute this, with or without a sliding window.
-
-    torch's is compiled for CUDA devices, bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
-    """
-    fits = width == value_width and width % 32 == 0 and 0 < width <= 256
-    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
 
 def attend_varlen(
@@ -73,7 +69,7 @@ def attend_varlen(
 ) -> Tensor:
     """Attend within all rows in one call of ``kernel``. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    ends = row_ends(packing.runs, query.device) if packing.ends is None else packing.ends
+    ends = _ends(packing, query)
     longest = max(length for _, length in packing.runs)
     before = -1 if window is None else window - 1  # a window includes the token itself, the kernel's does not
     output: Tensor = kernel(
@@ -81,6 +77,10 @@ def attend_varlen(
         scale=scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return output
+
+
+def _ends(packing: Packing, query: Tensor) -> Tensor:
+    return row_ends(packing.runs, query.device) if packing.ends is None else packing.ends
 
 
 def ends_for_kernels(runs: Runs, device: torch.device) -> Tensor | None:

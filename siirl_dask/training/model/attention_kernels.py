@@ -1,10 +1,11 @@
-"""Chooses the attention kernel for packed rows: the best FlashAttention that is installed and runs on the device.
+"""Chooses the attention kernel for packed rows: the best that is installed and runs on the device.
 
 | kernel | package | devices |
 |---|---|---|
 | FlashAttention-3 (arXiv:2407.08608) | ``flash_attn_interface`` | Hopper |
 | FlashAttention-2 (arXiv:2307.08691) in torch | ``torch.nn.attention.varlen`` | Ampere and later, where torch has it |
 | FlashAttention-2 | ``flash_attn`` | Ampere and later |
+| FlexAttention (arXiv:2412.05496) | torch, triton | where no FlashAttention fits, and a first call succeeds |
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from siirl_dask.training.model.flex import NARROWEST, WIDEST, FlexKernel, compiled_flex, why_not
 
 logger = logging.getLogger("siirl_dask.training")
 Kernel = Callable[..., Any]
@@ -35,17 +39,53 @@ class FlashKernel:
 
 
 @cache
-def flash_kernel(device: torch.device) -> FlashKernel | None:
-    """Return the kernel for a CUDA device, and say so in the log, once; None where there is none."""
+def kernel_of(
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int
+) -> FlashKernel | FlexKernel | None:
+    """Return the kernel for heads of a type and width on a device, and say so in the log, once; None on other devices
+    than CUDA's, and where there is none.
+    """
+    if device.type != "cuda":
+        return None
     properties = torch.cuda.get_device_properties(device)
-    chosen = choose_kernel((properties.major, properties.minor), torch.backends.cuda.is_flash_attention_available())
+    chosen: FlashKernel | FlexKernel | None = None
+    failure: str | None = None
+    if takes_varlen(dtype, width, value_width):
+        has_flash = torch.backends.cuda.is_flash_attention_available()
+        chosen = choose_kernel((properties.major, properties.minor), has_flash)
+    if chosen is None:
+        chosen, failure = _flex_for(device, dtype, width, value_width)
     name = "torch's scaled_dot_product_attention, a call for each row length" if chosen is None else chosen.name
-    logger.info("packed attention on %s (%s) is computed by %s", device, properties.name, name)
+    heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
+    no_flex = "" if failure is None else f"; FlexAttention does not run: {failure}"
+    logger.info("packed attention on %s (%s), %s, is computed by %s%s", device, properties.name, heads, name, no_flex)
     return chosen
 
 
+def takes_varlen(dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Return whether FlashAttention can compute this, with or without a sliding window.
+
+    torch's is compiled for bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
+    """
+    fits = width == value_width and width % 32 == 0 and 0 < width <= 256
+    return dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _flex_for(
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int
+) -> tuple[FlexKernel | None, str | None]:
+    """Return FlexAttention, or why not: it is compiled for the device, and that is known once it has been tried."""
+    if not all(NARROWEST <= each <= WIDEST for each in (width, value_width)):
+        return None, f"it takes heads of {NARROWEST} to {WIDEST}"
+    if find_spec("triton") is None:
+        return None, "there is no triton"
+    flex = compiled_flex()
+    failure = why_not(flex, device, dtype, width, value_width)
+    return (flex, None) if failure is None else (None, failure)
+
+
 def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKernel | None:
-    """Return the best kernel that is installed for a device of a compute capability; None where there is none."""
+    """Return the best FlashAttention that is installed for a compute capability; None where there is none."""
     if capability < _AMPERE:
         return None
     if _HOPPER <= capability < _BLACKWELL and (function := _function_of("flash_attn_interface")) is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.training.model.attention import PACKED, ends_for_kernels, leave_uncompiled
+from siirl_dask.training.model.liger import use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
@@ -94,13 +95,17 @@ class Network(nn.Module):
         return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
-    def enable_packed_attention(self) -> tuple[float, float]:
-        """Switch to packed attention. Returns the error against a plain pass, on two short rows, and its tolerance."""
+    def enable_packed_attention(self, liger: bool = False) -> tuple[float, float]:
+        """Switch to packed attention, and with ``liger`` to Liger's kernels. Returns the error against a plain pass, on
+        two short rows, and its tolerance.
+        """
         lengths = torch.tensor([2, 3])
         tokens = torch.arange(5) % self.model.config.get_text_config().vocab_size
         plain = [self.model(row[None].to(self.device), use_cache=False) for row in tokens.split([2, 3])]
         head = self.model.get_output_embeddings()
         expected = torch.cat([(output[0] if head is None else output.logits)[0] for output in plain])
+        if liger:
+            use_liger(self.modules(), self.device)
         self.model.set_attn_implementation(PACKED)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         (batch,) = micro_batches(PackedRows(tokens, offsets, torch.ones_like(lengths)), budget=5)
@@ -193,20 +198,22 @@ def recompute(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def use_packed_attention(network: Network, path: str) -> None:
-    """Switch to packed attention and check that the logits stay the same. ConfigError if they do not.
+def use_packed_attention(network: Network, path: str, *, liger: bool = False) -> None:
+    """Switch to packed attention, and with ``liger`` to Liger's kernels, and check that the logits stay the same.
+    ConfigError if they do not.
 
     A model may compute more than this network (a soft cap on its logits, a mask of its own), and training on numbers
     other than the sampled ones would go unnoticed.
     """
     name = type(network.model).__name__
     try:
-        error, tolerance = network.enable_packed_attention()
+        error, tolerance = network.enable_packed_attention(liger)
     except (TypeError, NotImplementedError) as failure:
         raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
     if not error <= tolerance:  # also for NaN
+        kernels = " with Liger's kernels (trainer.liger)" if liger else ""
         raise ConfigError(
-            f"model.path={path!r}: logits of {name} from packed rows and a linear head "
+            f"model.path={path!r}: logits of {name} from packed rows and a linear head{kernels} "
             f"are off by {error:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
         )
 

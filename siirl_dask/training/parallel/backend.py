@@ -62,7 +62,7 @@ class ReplicatedBackend:
         model = load_pretrained(AutoModelForCausalLM, self._model.path, torch.float32, subject)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16)
-        use_packed_attention(network, self._model.path)
+        use_packed_attention(network, self._model.path, liger=self._trainer.liger)
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:

@@ -82,7 +82,7 @@ class FsdpBackend:
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
         load_safetensors(network, self._model.path, self._progress)
-        use_packed_attention(network, self._model.path)
+        use_packed_attention(network, self._model.path, liger=self._trainer.liger)
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
         return network

@@ -1,0 +1,56 @@
+"""Puts the model of a run's checkpoint where every worker of an evaluation can read it, for as long as that takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import join, open_fs, remove_tree
+from siirl_storage.files import absolute
+
+from siirl_dask.commands.export import put_folder, write_folder
+from siirl_dask.config import ClusterConfig
+from siirl_dask.runs.checkpoints import Checkpoint
+from siirl_dask.runs.reader import Run
+from siirl_dask.runs.retention import MODEL
+
+logger = logging.getLogger("siirl_dask.commands")
+
+
+@contextmanager
+def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
+    """Yield a path or URL at which nothing is, and remove at the end what has come there.
+
+    It is a temporary folder where the workers are processes of this machine, and one below ``store`` where they may be
+    on others.
+    """
+    if not (cluster.exists or cluster.spec):
+        with TemporaryDirectory() as folder:
+            yield folder
+        return
+    url = join(absolute(store), f"{MODEL}{uuid4().hex[:16]}")  # workers may run in other folders
+    fs, path = open_fs(url)
+    try:
+        yield path if isinstance(fs, LocalFileSystem) else url
+    finally:
+        try:
+            remove_tree(fs, path)
+        except Exception as error:  # each store has errors of its own; what ended the evaluation is the one to tell
+            logger.warning("the model at %s could not be removed: %s: %s", url, type(error).__name__, error)
+
+
+def write_checkpoint(run: str, to: str, found: Checkpoint) -> None:
+    """Write the policy of the checkpoint ``found`` of ``run`` to ``to``, as ``siirl-dask export`` does."""
+    fs, path = open_fs(to)
+    if isinstance(fs, LocalFileSystem):  # nobody reads it yet, so it need not be whole at once
+        Path(path).mkdir(parents=True, exist_ok=True)
+        write_folder(Path(path), run, Run(run).config, found, role="policy")
+        return
+    with TemporaryDirectory() as folder:
+        write_folder(Path(folder), run, Run(run).config, found, role="policy")
+        put_folder(Path(folder), to)

@@ -1,0 +1,114 @@
+"""FlexAttention (arXiv:2412.05496) over packed rows: one call of a kernel that torch.compile makes for the device.
+
+It takes what no FlashAttention does: float32, heads of other widths, values narrower than keys, devices before Ampere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from siirl_dask.training.packing import Packing
+
+_BLOCK = 128  # tokens of a block that is computed or left out; what torch tunes its kernels for
+NARROWEST, WIDEST = 16, 256
+"""Widths of a head that torch's kernels can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlexKernel:
+    """FlexAttention, compiled."""
+
+    attend: Callable[..., Any]
+    """``torch.nn.attention.flex_attention.flex_attention``, or a function of its signature."""
+    name: str = "FlexAttention (torch)"
+
+
+def compiled_flex() -> FlexKernel:
+    """Return the kernel, which is compiled when it is first called, once for all lengths."""
+    return FlexKernel(torch.compile(flex_attention, dynamic=True))
+
+
+def attend_flex(
+    kernel: FlexKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attend within all rows in one call. [1, H, T, D], [1, H_kv, T, D], [1, H_kv, T, D'] -> [T, H, D'].
+
+    ``ends`` are those of the rows: see ``row_ends``. The mask is made by a micro-batch's first layer for all others.
+    """
+    if window not in packing.masks:
+        packing.masks[window] = row_mask(ends, query.shape[2], window)
+    output: Tensor = kernel.attend(
+        query,
+        key,
+        value,
+        block_mask=packing.masks[window],
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
+    """Return the mask of packed rows: causal within each, and no further back than a window, the token included.
+
+    ``ends`` are those of the rows, [R + 1]. Blocks follow from the rows of their first and last tokens, so no [T, T]
+    matrix is made.
+    """
+    row = torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (row[query] == row[key]) & (query >= key)
+        return same if window is None else same & (query - key < window)
+
+    first = torch.arange(0, tokens, _BLOCK, device=ends.device)
+    last = (first + _BLOCK - 1).clamp(max=tokens - 1)
+    query_first, query_last = first[:, None], last[:, None]
+    some = (first <= query_first) & (row[last] >= row[query_first])
+    whole = (first < query_first) & (row[first] == row[query_last])
+    if window is not None:
+        some &= query_first - last < window
+        whole &= query_last - first < window
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(tokens, tokens)
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and which, those first. [B, B] -> [1, 1, B] and B."""
+    counts = chosen.sum(-1, dtype=torch.int32)
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], order[None, None]
+
+
+def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str | None:
+    """Return why the kernel does not compile, run and learn on a device; None where it does, on two short rows.
+
+    Where torch.compile is switched off, torch computes a [T, T] matrix of scores, and warns: that counts as a failure.
+    """
+    ends = torch.tensor([0, 5, _BLOCK + 20], dtype=torch.int32, device=device)
+    runs = ((1, 5), (1, _BLOCK + 15))
+    query, key, value = (
+        torch.zeros(1, count, _BLOCK + 20, each, dtype=dtype, device=device, requires_grad=True)
+        for count, each in ((2, width), (1, width), (1, value_width))
+    )
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("error", "flex_attention called without torch.compile")
+            attend_flex(kernel, query, key, value, ends, Packing(runs), None, None).sum().backward()
+    except Exception as error:  # the compiler's and Triton's: no program for this device, too little shared memory, ...
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None

@@ -1,0 +1,55 @@
+"""The arithmetic of an engine's memory, held to what the sampler that every engine uses really takes."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from siirl_dask.rollout import memory
+from siirl_dask.rollout.engine import Sampling
+from siirl_dask.rollout.token_sampling import TokenSampler
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that are there at once, views and what was there before aside."""
+
+    def __init__(self, *before):
+        super().__init__()
+        self.there = {tensor.untyped_storage().data_ptr() for tensor in before}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.there:
+                self.there.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor, self.free, storage.data_ptr(), storage.nbytes())
+        return result
+
+    def free(self, at, nbytes):
+        self.there.discard(at)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=1),
+        Sampling(max_tokens=1, temperature=0.7),
+        Sampling(max_tokens=1, temperature=0),
+        Sampling(max_tokens=1, top_p=0.9, top_k=50, min_p=0.01),
+    ],
+)
+def test_drawing_takes_what_is_said_and_not_for_all_rows_at_once(monkeypatch, sampling):
+    rows, vocabulary, part = 64, 5000, 4 * 5000 * 16  # a quarter of the rows at once
+    monkeypatch.setattr(memory, "_CHUNK", dict.fromkeys((True, False), part))
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    with Peak(logits) as peak:
+        TokenSampler(sampling)(logits, np.arange(rows, dtype=np.uint64), 3)
+    assert part < peak.most < memory._CHUNK_COPIES * part
