@@ -164,8 +164,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine."""
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine.
+
+        With ``weights_follow`` the next call is ``load_weights``: the weights of now need not be kept.
+        """
         ...
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class TransformersEngine(HoldsNoGroups):
                 self._progress()
         self.version = version
 
-    def sleep(self) -> None:
+    def sleep(self, *, weights_follow: bool = False) -> None:
         """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()

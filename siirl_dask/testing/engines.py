@@ -195,7 +195,7 @@ class EngineTests(WeightStreamTests):
         engine.sleep()
         engine.sleep()
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
-        engine.sleep()
+        engine.sleep(weights_follow=True)
         engine.load_weights(other_model.named_parameters(), 1)
         self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
         engine.load_weights(model.named_parameters(), 2)

@@ -26,6 +26,7 @@ from siirl_dask.planner import (
     Send,
     Stream,
 )
+from siirl_dask.planner.reloads import reloaded_after
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
@@ -46,6 +47,7 @@ class ChainRun:
         traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
         peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
         self._begin_early(chain)
+        self.calls.reloaded = reloaded_after(chain)
         self._follow(chain.links)
         context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)

@@ -34,6 +34,8 @@ class NodeCalls:
     """Metrics logged so far."""
     handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
     """Edges whose rows can leave this worker early, by the node that hands them over."""
+    reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Roles that get new weights after a node, before anything else asks for them, by the node."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
@@ -83,6 +85,7 @@ class NodeCalls:
         context, load = self.context(node.role), self.loaded
         named = f"{self.iteration.phase.counts_as}/{node.name}"
         context.state = self.runtime.node_state.setdefault(named, {})
+        context.reloaded = self.reloaded.get(node.name, frozenset())
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
         if edges := self.handing.get(node.name):

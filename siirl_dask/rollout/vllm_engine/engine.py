@@ -42,9 +42,8 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group, model
 from vllm.platforms import current_platform  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
+from siirl_dask.rollout.vllm_engine.sleeping import Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: E402
-
-_FREES_WEIGHTS = 2  # the sleep level at which vLLM frees the weights
 
 
 class VllmEngine(HoldsNoGroups):
@@ -77,8 +76,8 @@ class VllmEngine(HoldsNoGroups):
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
-        self._sleep_level = 0 if self._on_cpu else rollout.vllm.sleep_level
-        self._broken = self._asleep = False
+        self._sleep = Sleep(self._llm, 0 if self._on_cpu else rollout.vllm.sleep_level, device.kind)
+        self._broken = False
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -90,7 +89,7 @@ class VllmEngine(HoldsNoGroups):
 
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
-        self._wake()
+        self._sleep.end()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
         engine, running = self._llm.llm_engine, dict[str, Any]()
@@ -113,8 +112,7 @@ class VllmEngine(HoldsNoGroups):
         if self._broken:
             raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
         weights = self._parameters.fit(tensors, version)
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
+        self._sleep.wake_weights()
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
@@ -125,20 +123,16 @@ class VllmEngine(HoldsNoGroups):
                 raise  # the sender of the weights failed, not vLLM
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
-        self._broken = self._asleep = False
+        self._sleep.loaded()
+        self._broken = False
         self.version = version
 
-    def sleep(self) -> None:
-        """Free the KV cache and, as ``rollout.vllm.sleep_level`` says, move the weights to the host or free them.
-
-        Does nothing on a CPU, where all memory is the host's.
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free the KV cache, and move the weights to the host, or free them if others follow: as
+        ``rollout.vllm.sleep_level`` says. Does nothing on a CPU, where all memory is the host's.
         """
-        if self._sleep_level and not self._asleep:
-            self._llm.sleep(self._depth())
-            self._asleep = True
+        self._sleep.begin(weights_follow=weights_follow)
 
     def leave_groups(self) -> bool:
         """Return whether the engine can go on: not if it is one of several ranks, nor with half of its weights."""
@@ -148,7 +142,7 @@ class VllmEngine(HoldsNoGroups):
         """Free the weights and the KV cache; the engine cannot be used any more."""
         self._finish()
         if hasattr(self, "_llm"):
-            del self._llm
+            del self._llm, self._sleep
             gc.collect()  # an engine and its parts know each other
 
     def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str) -> LLM:
@@ -170,21 +164,6 @@ class VllmEngine(HoldsNoGroups):
                 f"model.path={model.path!r}: vLLM cannot run it with {options}: {_innermost(error)}; change what "
                 "does not fit or take rollout.engine=transformers"
             ) from error
-
-    def _wake(self) -> None:
-        """Bring the weights back. RunError when they are gone and no new ones came."""
-        if self._asleep and self._depth() == _FREES_WEIGHTS:
-            raise RunError(
-                "vLLM let go of its weights (rollout.vllm.sleep_level=2) and none were loaded since: expected a node "
-                "that loads weights after each update, or rollout.vllm.sleep_level=1"
-            )
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
-
-    def _depth(self) -> int:
-        """Return the level of sleep. The folder's weights stay until others come: nobody would load them again."""
-        return self._sleep_level if self.version else min(self._sleep_level, 1)
 
     def _eager(self) -> Any:
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
