@@ -81,7 +81,9 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
         held=held,
         working=sampler,
         leaves=("weights", CACHE, "workspace") if level else (),
+        moves=("weights",) if level else (),
         host={"sleeping weights": weights} if level == 1 else {},
+        spared={"sleeping weights": weights} if level == 2 else {},
         fills=None if given else CACHE,
         least=blocks * engine.token_bytes,
         share=None if given else share,
@@ -112,8 +114,8 @@ def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[tuple[str, Engin
             vllm = replace(vllm, gpu_memory_utilization=None)
             take("vllm.gpu_memory_utilization=null", vllm=vllm)
         if not vllm.sleep_level:
-            vllm = replace(vllm, sleep_level=1)
-            take("vllm.sleep_level=1", vllm=vllm)
+            vllm = replace(vllm, sleep_level=2)
+            take("vllm.sleep_level=2", vllm=vllm)
         if _workspace(engine) > _workspace(_batched(engine, 4096)):
             vllm = replace(vllm, max_num_batched_tokens=4096)
             take("vllm.max_num_batched_tokens=4096", vllm=vllm)

@@ -317,6 +317,27 @@ def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
     assert after["fits"]
 
 
+def test_parking_gives_the_engine_what_the_policy_held_and_takes_it_of_the_host(capsys, tmp_path):
+    (card,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"])
+    (parked,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"], "trainer.park=true")
+    caches = [
+        worker["roles"]["rollout"]["held"]["KV cache"] for one in (card, parked) for worker in one["workers"].values()
+    ]
+    assert caches[1] > caches[0] + 10 * 10**9
+    (worker,) = parked["workers"].values()
+    assert worker["moments"]["weights move"] < worker["moments"]["rollout"]
+
+
+def test_parking_is_proposed_where_the_engine_lacks_room_beside_the_policy(capsys, tmp_path):
+    both = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [0, 1, 2, 3]}"
+    (card,) = seven_billion(capsys, tmp_path, both, memory="48GB")
+    proposed = [word for remedy in card["remedies"] for word in remedy["setting"].split()]
+    assert not card["fits"]
+    assert "trainer.park=true" in proposed
+    (after,) = seven_billion(capsys, tmp_path, both, *proposed, memory="48GB")
+    assert after["fits"]
+
+
 SHIPPED = sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml"))
 
 
