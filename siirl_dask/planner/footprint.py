@@ -85,7 +85,7 @@ class Remedy:
     footprint: Footprint
     """The role's memory with it, and with all remedies before it."""
     instead_of: str = ""
-    """Setting of a remedy before it that it replaces, as both do not go together."""
+    """Setting of a remedy before it that it replaces, with those after that one: both do not go together."""
     parks: bool = False
     """Whether the role parks, whatever else is changed before or after."""
 
@@ -213,7 +213,8 @@ def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
             card = fill(memory, changed)
             if card.fits or card.needed < needed:
                 workers, needed = changed, card.needed
-                ladder[-1] = [setting for setting in ladder[-1] if setting != remedy.instead_of]
+                if remedy.instead_of in ladder[-1]:  # what came after it made room for a role that is elsewhere now
+                    del ladder[-1][ladder[-1].index(remedy.instead_of) :]
                 ladder[-1].append(remedy.setting)
             if card.fits:
                 return ladder

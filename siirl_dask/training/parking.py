@@ -65,8 +65,7 @@ class Parked:
         if copy is None:
             return tensor
         flat = copy.view(part.dtype)
-        offset = flat.storage_offset() + part.storage_offset()
-        return like_dtensor(tensor, flat.as_strided(part.size(), part.stride(), offset))
+        return like_dtensor(tensor, flat.as_strided(part.size(), part.stride(), part.storage_offset()))
 
 
 class Scratch:
@@ -156,7 +155,7 @@ def make_parkable(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
@@ -164,22 +163,29 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def _host_memory(sizes: Mapping[int, int], *, pinned: bool) -> dict[int, Tensor]:
-    """Allocate a copy of each size in the host's memory.
+    """Allocate a copy of each size in the host's memory, each in a storage of its own within pieces that they share."""
+    places, used = share_pieces(sizes)
+    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
+    # a view of a tensor would share its storage, and DCP copies whole storages
+    return {key: torch.from_numpy(pieces[at][start : start + sizes[key]]) for key, (at, start) in places.items()}
 
-    torch rounds pinned memory up to powers of two. So the copies share pieces of a power of two that holds the largest.
+
+def share_pieces(sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Return the piece and the place in it for each size, and the sizes of the pieces.
+
+    torch rounds pinned memory up to powers of two, so a piece is at most the power of two that holds the largest.
     """
-    piece = 1 << max(_ALIGNMENT, *sizes.values(), 1).bit_length()
+    largest = 1 << max([_ALIGNMENT, *sizes.values()]).bit_length()
     used: list[int] = []
     places: dict[int, tuple[int, int]] = {}
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
         room = -(-size // _ALIGNMENT) * _ALIGNMENT
-        number = next((at for at, taken in enumerate(used) if taken + room <= piece), len(used))
+        number = next((at for at, taken in enumerate(used) if taken + room <= largest), len(used))
         if number == len(used):
             used.append(0)
         places[key] = number, used[number]
         used[number] += room
-    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
-    return {key: pieces[number][start : start + sizes[key]] for key, (number, start) in places.items()}
+    return places, used
 
 
 def _synchronize(storages: Iterable[UntypedStorage]) -> None:

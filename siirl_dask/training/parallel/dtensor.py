@@ -37,7 +37,7 @@ def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
         # DTensor.from_local would move the part to the mesh's device, and offloaded or parked parts are the host's
         meta = TensorMeta(parameter.shape, parameter.stride(), part.dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-        return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+        return DTensor(part, spec, requires_grad=False)
     return part
 
 
