@@ -230,7 +230,8 @@ def _published(
         return None
     options = options_of(plan.dag.role(node.role).build)
     model: ModelConfig = options.get("model", config.model)
-    if "adapters" in node.contract.requires:
+    lora = node.options.get("lora")
+    if lora is not None and lora.rank:
         size, each = count_adapters(model.path, options.get("trainer", config.trainer)), _BYTES[Dtype.float32]
     else:
         size, each = count(model.path), _BYTES[model.dtype]

@@ -12,6 +12,7 @@ from torch import Tensor
 from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, token_mean
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
+from siirl_dask.models.adapters import is_adapter
 from siirl_dask.training.learner import Learner, TokenSelection, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
@@ -66,6 +67,12 @@ class Reference(HoldsNoGroups):
         """
         self._memory.score()
         return full_weights(self._network.merged({}), self._backend.device, self._dtype)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full adapter in float32; nothing without adapters. Live as those of ``weights()``."""
+        self._memory.score()
+        named = ((name, tensor) for name, tensor in self._network.trainable().items() if is_adapter(name))
+        return full_weights(named, self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: a reference has no moving averages."""

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from vllm import LLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from siirl_dask.config import Dtype, Engine, ModelConfig
+from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import RunError
-from siirl_dask.rollout import Sampling
+from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
@@ -168,6 +168,28 @@ def test_freed_weights_are_never_sampled_from(folder):
     generate(engine)
 
 
+def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_request(folder, monkeypatch):
+    """Nobody loads the folder's weights again where adapters alone come: at level 2 they would be lost."""
+    model, put = ModelConfig(path=str(folder), dtype=Dtype.bfloat16), []
+    rollout = rollout_config(engine=Engine.vllm)
+    engine = Recorded(model, rollout, Device("w", DeviceKind.CUDA), lora=LoraConfig(rank=2, alpha=4))
+    monkeypatch.setattr("siirl_dask.rollout.vllm_engine.engine.put_adapters", lambda model, **given: put.append(given))
+    engine._llm.llm_engine.add_request = lambda *args, lora_request: put.append(lora_request)
+    name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj" in name)
+    layer = name.removesuffix(".weight")
+    adapters = {f"{layer}.lora_A.weight": torch.ones(2, shape[1]), f"{layer}.lora_B.weight": torch.ones(shape[0], 2)}
+    queue = LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))] * 2)
+    engine._admit(LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))]), {})
+    engine.sleep(weights_follow=True)
+    engine.load_adapters(adapters.items(), 2.0, 1)
+    engine._admit(queue, {})
+    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes"]
+    before, (given), *after = put
+    assert before is None
+    assert (list(given["adapters"]), given["scaling"]) == ([name], 2.0)
+    assert [request.lora_int_id for request in after] == [1, 1]
+
+
 class Forgetful:
     """vLLM, with a sleep of level 2 as an accelerator's allocator has it: what was in the model's memory is gone."""
 
@@ -190,7 +212,7 @@ def forget(model):
 
 
 def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(folder):
-    """Of buffers such as rotary embeddings, and tensors that are plain attributes, no weights have anything."""
+    """No weights have anything of buffers such as rotary embeddings, nor of tensors that are plain attributes."""
     rows, sampling = ([[1, 2], [3, 4, 5]], [1, 2]), Sampling(max_tokens=6)
     rollout = rollout_config(engine=Engine.vllm, max_rows=4, kv_cache_memory="64MiB")
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))

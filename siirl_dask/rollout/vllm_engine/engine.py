@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
+from siirl_dask.models.adapters import pair
+from siirl_dask.rollout.base_weights import BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -39,11 +43,15 @@ vllm_process.prepare()
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from siirl_dask.rollout.vllm_engine.adapter_layers import POLICY, put_adapters  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
-from siirl_dask.rollout.vllm_engine.sleeping import Sleep  # noqa: E402
+from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import request_params  # noqa: E402
+
+logger = logging.getLogger("siirl_dask.rollout")
 
 
 class VllmEngine(HoldsNoGroups):
@@ -59,13 +67,16 @@ class VllmEngine(HoldsNoGroups):
         rollout: RolloutConfig,
         device: Device,
         rank: Rank = Rank(),  # noqa: B008  # frozen
+        lora: LoraConfig | None = None,
     ) -> None:
+        """``lora`` describes the adapters that ``load_adapters`` will get; None: none."""
         if not Path(model.path).is_dir():
             raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
-        settings = llm_arguments(model, rollout, device, self._ranks)
+        settings = llm_arguments(model, rollout, device, self._ranks, lora)
         self._parameters, tokenizer, self._end_tokens = _describe(model)
+        self._base = BaseWeights(model.path, self._parameters)
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
@@ -76,7 +87,13 @@ class VllmEngine(HoldsNoGroups):
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers = count()
-        self._sleep = Sleep(self._llm, 0 if self._on_cpu else rollout.vllm.sleep_level, device.kind)
+        self._has_layers = bool(settings.get("enable_lora"))
+        if lora is not None and lora.rank:
+            own = "computes with adapters in layers of its own"
+            logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
+        level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
+        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind)
+        self._adapters: LoRARequest | None = None
         self._broken = False
         self.version = 0
 
@@ -125,8 +142,22 @@ class VllmEngine(HoldsNoGroups):
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
         self._llm.reset_prefix_cache()
         self._sleep.loaded()
-        self._broken = False
+        self._broken, self._adapters = False, None
         self.version = version
+
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Compute with new adapters, in vLLM's own layers where it has them; else merge them into the folder's weights.
+
+        ValueError, before anything changes, for adapters that do not fit; other errors as ``load_weights``.
+        """
+        if not self._has_layers:
+            self.load_weights(self._base.merged(tensors, scaling, version), version)
+            return
+        adapters = pair(tensors, self._parameters.shapes, version)
+        self._sleep.wake_weights()
+        self._llm.apply_model(partial(put_adapters, adapters=adapters, scaling=scaling))
+        self._llm.reset_prefix_cache()
+        self._adapters, self.version = POLICY, version
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free the KV cache, and move the weights to the host, or free them if others follow: as
@@ -176,7 +207,8 @@ class VllmEngine(HoldsNoGroups):
             self._check_room(request)
             name = str(next(self._numbers))
             params = request_params(request.seed, request.sampling, self._end_tokens, request.begun)
-            self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt)), params)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapters)
             running[name] = ticket
         return bool(running)
 

@@ -18,7 +18,7 @@ from siirl_dask.context import DeviceKind
 from siirl_dask.errors import RunError
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
-_TO_HOST, _FREED = 1, 2  # vLLM's levels
+KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
 
 
 class Sleep:
@@ -36,13 +36,13 @@ class Sleep:
         """Free the device's memory. With ``weights_follow``, and at level 2, the weights are forgotten."""
         if not self._level or _WEIGHTS in self._asleep:
             return
-        if weights_follow and self._level == _FREED:
+        if weights_follow and self._level == FREES_WEIGHTS:
             (self._loose,) = self._llm.apply_model(_keep_loose)
-            self._llm.sleep(_FREED)
+            self._llm.sleep(FREES_WEIGHTS)
             self._discarded = True
             self._give_back_copy()
         else:
-            self._llm.sleep(_TO_HOST)
+            self._llm.sleep(KEEPS_WEIGHTS)
             self._copied = True
         self._asleep = frozenset({_WEIGHTS, _CACHE})
 
