@@ -232,6 +232,8 @@ class Context:
     """Object that the node's role built on this worker, such as an engine or a trainer."""
     resources: Mapping[str, Any] = field(default_factory=dict)
     """Objects of all roles on this worker, by the role's name."""
+    reloaded: frozenset[str] = frozenset()
+    """Roles of this worker that get new weights, all of them, before any other node of theirs runs."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     drain: bool = False
     """True if no training step follows at once, but a validation, a checkpoint or the end: a node that postpones work
@@ -277,11 +279,12 @@ class Context:
     def free_device(self) -> None:
         """Put the other resources of this worker to sleep, so that this node's has the memory of the device.
 
-        A resource that has a ``sleep()``, such as an engine, wakes by itself when it is used.
+        A resource that has a ``sleep()``, such as an engine or a trainer, wakes by itself when it is used. One that
+        gets new weights before it is used again is told so (``weights_follow=True``): it need not keep those it has.
         """
-        for resource in self.resources.values():
+        for role, resource in self.resources.items():
             if resource is not self.resource and (sleep := getattr(resource, "sleep", None)):
-                sleep()
+                sleep(**{"weights_follow": True} if role in self.reloaded else {})
 
     def log(
         self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0

@@ -58,7 +58,7 @@ NEEDS_ONLY = {
     "coerce": set(),
     "collectives": {"torch", "psutil"},
     "config": {"omegaconf", "yaml"},
-    "models": {"filelock", "fsspec", "huggingface_hub", "torch", "transformers"},
+    "models": {"filelock", "fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
 }
 """Packages that may import nothing else of third parties. siirl_storage's conformance suite needs pytest as well."""
 

@@ -89,7 +89,8 @@ def write_folder(
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
     """Return whether the checkpoint has adapters. ConfigError unless their rank is ``trainer.lora.rank``."""
-    from siirl_dask.training.model.lora import is_adapter, rank_of
+    from siirl_dask.models.adapters import is_adapter
+    from siirl_dask.training.model.lora import rank_of
 
     ranks = {rank_of(name, tensor) for name, tensor in weights.items() if is_adapter(name)}
     if ranks - {config.trainer.lora.rank}:

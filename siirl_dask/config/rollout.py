@@ -84,10 +84,10 @@ class VllmConfig:
     """Run without compiled graphs. None: on a CPU only."""
     enable_prefix_caching: bool = True
     """Read a prompt once for all its samples."""
-    sleep_level: int = 1
+    sleep_level: int = 2
     """Memory that the engine frees on an accelerator while other roles compute on it. 0: none. 1: the cache, and the
-    weights move to the host's memory. 2: cache and weights, and each update loads the weights before the next
-    generation."""
+    weights move to the host's memory. 2: the same, but weights are forgotten where new ones follow in the same step,
+    before anything else asks for them."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 

@@ -166,6 +166,9 @@ class TrainerConfig:
     """Most optimizer steps in a row that may be skipped because their loss or gradient is not finite."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights; 0: no average is kept."""
+    park: bool = False
+    """Keep weights and optimizer state in the host's memory while other roles of the worker compute on its
+    accelerator, such as the engine; gradients take memory during updates alone."""
     max_tokens_per_micro_batch: int = 16384
     """Most tokens, prompts and responses, in a rank's micro-batch; ``fsdp.sequence_parallel`` ranks together take that
     many times more."""
@@ -182,6 +185,11 @@ class TrainerConfig:
             raise ConfigError(f"trainer.betas={self.betas}: expected two numbers from 0 to below 1")
         if self.backend is Backend.torch and (options := self.fsdp.needs_fsdp):
             raise ConfigError(f"{options[0]}: the backend torch does not have it; take trainer.backend=fsdp")
+        if self.park and self.fsdp.offload:
+            raise ConfigError(
+                "trainer.park=true and trainer.fsdp.offload=true: what is offloaded is in the host's memory already; "
+                "leave one of them out"
+            )
         self._check_tensor_parallel()
         if self.liger and self.compile:
             raise ConfigError(

@@ -28,6 +28,7 @@ from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Node, Phase, Plan, RoleCost, Sizes, Usage, usage
 from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.explain.tables import readable_bytes, worker_ranges
+from siirl_dask.planner.reloads import always_reloaded
 from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.training.preflight import count_adapters
 
@@ -117,19 +118,37 @@ def memory_of(
         own = {name: costs[name] for name in names}
         peak = _largest(config, workers, {name: cost.memory for name, cost in own.items()}, usages)
         peak = replace(peak, checkpoint=sum(cost.checkpoint_copy for cost in own.values()))
-        groups.append(_beside_accelerators(peak, own) if accelerators else _on_cpu(peak, own))
+        spared = spared_roles([plan for plan, _ in phases.values()], own, workers) if accelerators else frozenset()
+        groups.append(_beside_accelerators(peak, own, spared) if accelerators else _on_cpu(peak, own))
     return groups
+
+
+def spared_roles(plans: Sequence[Plan], costs: Mapping[str, RoleCost], workers: Sequence[str]) -> frozenset[str]:
+    """Return the roles that get new weights on these workers each time after another role has computed on the device:
+    what they hold need not be kept while they sleep.
+    """
+    frees = frozenset(name for name, cost in costs.items() if cost.device is not None and cost.device.busy)
+    chains = [plan.chains[worker] for plan in plans for worker in workers]
+    return frozenset(role for role in costs if all(always_reloaded(chain, role, frees) for chain in chains))
 
 
 def _on_cpu(memory: WorkerMemory, costs: Mapping[str, RoleCost]) -> WorkerMemory:
     return replace(memory, computing=max((cost.computing for cost in costs.values()), default=0))
 
 
-def _beside_accelerators(memory: WorkerMemory, costs: Mapping[str, RoleCost]) -> WorkerMemory:
+def _beside_accelerators(memory: WorkerMemory, costs: Mapping[str, RoleCost], spared: frozenset[str]) -> WorkerMemory:
     devices = {name: cost.device for name, cost in costs.items()}
     roles = {name: None if one is None else sum(one.host.values()) for name, one in devices.items()}
-    loading = max((one.loading for one in devices.values() if one is not None), default=0)
-    return replace(memory, roles=roles, loading=loading, process=_PROCESS + _LIBRARIES)
+    loading, sleeping = 0, 0
+    for name, one in devices.items():
+        if one is None:
+            continue
+        loading, asleep = max(loading, one.loading), sum(one.spared.values())
+        if name in spared:
+            sleeping += asleep
+        else:
+            roles[name] = asleep + (roles[name] or 0)
+    return replace(memory, roles=roles, loading=loading + sleeping, process=_PROCESS + _LIBRARIES)
 
 
 def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
@@ -211,7 +230,8 @@ def _published(
         return None
     options = options_of(plan.dag.role(node.role).build)
     model: ModelConfig = options.get("model", config.model)
-    if "adapters" in node.contract.requires:
+    lora = node.options.get("lora")
+    if lora is not None and lora.rank:
         size, each = count_adapters(model.path, options.get("trainer", config.trainer)), _BYTES[Dtype.float32]
     else:
         size, each = count(model.path), _BYTES[model.dtype]

@@ -15,7 +15,7 @@ from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
 from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.update import update_critic, update_policy
-from siirl_dask.nodes.weights import load_adapters, load_weights, publish_adapters, publish_weights
+from siirl_dask.nodes.weights import load_weights, publish_weights
 
 __all__ = [
     "ColumnPath",
@@ -30,13 +30,11 @@ __all__ = [
     "generate",
     "generate_answers",
     "generate_with_greedy",
-    "load_adapters",
     "load_weights",
     "measure_answers",
     "penalise_kl",
     "penalise_overlong",
     "policy_logprobs",
-    "publish_adapters",
     "publish_weights",
     "reference_logprobs",
     "sample_until_mixed",

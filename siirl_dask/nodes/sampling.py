@@ -106,6 +106,7 @@ def generate_all(
         if ctx.steal_from_peers is None
         else ctx.steal_from_peers(first_to_last, codec, finished)
     )
+    ctx.free_device()
     began = time.perf_counter()
     engine.serve(_Attributed(queue, ctx.device))
     busy = time.perf_counter() - began

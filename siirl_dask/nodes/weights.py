@@ -2,8 +2,8 @@
 
 The rows travel from worker to worker as any rows do: in tables of at most ``rollout.weight_bucket`` where only engines
 read them, in the same step; or as tensors from device to device (``rollout.weight_sync``). A policy with adapters
-(``trainer.lora.rank``) publishes either all parameters with the adapters merged in, or the adapters alone, for workers
-that read ``model.path`` and merge them.
+(``trainer.lora.rank``) publishes either all parameters with the adapters merged in, or the adapters alone, for engines
+that have the weights of ``model.path``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from siirl_dask.config import ModelConfig, TrainerConfig
+from siirl_dask.config import LoraConfig
 from siirl_dask.context import Context, RowStream
 from siirl_dask.errors import PeerError
-from siirl_dask.models.cache import local_model
 from siirl_dask.planner import WeightSink, WeightSource, columns
 from siirl_dask.rollout import RolloutEngine, WeightStream
 from siirl_dask.schema import (
@@ -63,27 +62,32 @@ class _Parameter:
         return self.numel * self.dtype.itemsize
 
 
-def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int) -> RowStream:
+def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int, lora: LoraConfig | None = None) -> RowStream:
     """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all workers, or one parameter.
 
     A table is made when it is asked for; every rank of a sharded model gathers every parameter. The first call in a run
     gathers them once more, for their shapes: engines refuse weights that do not fit before anything is loaded.
     """
-    parameters = _announced(ctx)
-    return RowStream(_index(parameters), _parts(ctx, parameters, max_bytes))
+    parameters = _announced(ctx, lora)
+    return RowStream(_index(parameters), _parts(ctx, parameters, max_bytes, lora))
 
 
-def weights_as_tensors(ctx: Context, table: pa.Table) -> RowStream:
+def weights_as_tensors(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> RowStream:
     """Return the same as tensors on the trainer's device, full on every rank, each gathered when it is asked for."""
-    parameters = _announced(ctx)
-    return RowStream(_index(parameters), _as_announced(ctx, parameters))
+    parameters = _announced(ctx, lora)
+    return RowStream(_index(parameters), _as_announced(ctx, parameters, lora))
 
 
-def _announced(ctx: Context) -> list[_Parameter]:
-    """Return names, types and shapes of the weights, which stay the same through a run."""
+def _weights(ctx: Context, lora: LoraConfig | None) -> Iterable[tuple[str, Tensor]]:
+    """Return what engines get: with ``lora`` the adapters, else all weights."""
     trainer: Trainer = ctx.resource
+    return trainer.adapters() if lora is not None and lora.rank else trainer.weights()
+
+
+def _announced(ctx: Context, lora: LoraConfig | None) -> list[_Parameter]:
+    """Return names, types and shapes of the weights, which stay the same through a run."""
     if _ANNOUNCED not in ctx.state:
-        ctx.state[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in trainer.weights()]
+        ctx.state[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)]
     parameters: list[_Parameter] = ctx.state[_ANNOUNCED]
     return parameters
 
@@ -94,8 +98,10 @@ def _index(parameters: Sequence[_Parameter]) -> pa.Table:
     return _rows(range(len(parameters)), parameters, nothing)
 
 
-def _parts(ctx: Context, parameters: Sequence[_Parameter], max_bytes: int) -> Generator[pa.Table]:
-    tensors = _as_announced(ctx, parameters)
+def _parts(
+    ctx: Context, parameters: Sequence[_Parameter], max_bytes: int, lora: LoraConfig | None
+) -> Generator[pa.Table]:
+    tensors = _as_announced(ctx, parameters, lora)
     for numbers in _buckets([parameter.nbytes for parameter in parameters], max_bytes):
         own = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
         data = _Binary([parameters[number].nbytes for number in own])
@@ -109,10 +115,9 @@ def _parts(ctx: Context, parameters: Sequence[_Parameter], max_bytes: int) -> Ge
     next(tensors, None)  # raises if there are more
 
 
-def _as_announced(ctx: Context, parameters: Sequence[_Parameter]) -> Generator[Tensor]:
+def _as_announced(ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None) -> Generator[Tensor]:
     """Yield the trainer's weights. TypeError when names, types or shapes differ from the announced ones."""
-    trainer: Trainer = ctx.resource
-    weights = iter(trainer.weights())
+    weights = iter(_weights(ctx, lora))
     for expected in parameters:
         name, tensor = next(weights, ("nothing", torch.empty(0)))
         if (parameter := _Parameter.of(name, tensor)) != expected:
@@ -141,26 +146,13 @@ def _buckets(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
     passes=False,
     stream=WeightSource(weights_in_parts, weights_as_tensors),
 )
-def publish_weights(ctx: Context, table: pa.Table) -> pa.Table:
+def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> pa.Table:
     """Publish this worker's share of the parameters; the role's workers share the load evenly.
 
-    The rows are a copy, so the next update may go on.
+    With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the same option. The
+    rows are a copy, so the next update may go on.
     """
-    trainer: Trainer = ctx.resource
-    return _published(ctx, trainer.weights())
-
-
-@columns(writes=_WEIGHTS, new_rows=True, passes=False, requires=["adapters"])
-def publish_adapters(ctx: Context, table: pa.Table) -> pa.Table:
-    """Publish the adapters alone, in float32, for ``load_adapters``. TypeError for a policy without adapters."""
-    from siirl_dask.training.model.lora import is_adapter
-    from siirl_dask.training.parallel.backend import full_weights  # imports transformers
-
-    trainer: Trainer = ctx.resource
-    adapters = trainer.state()["model"]
-    if not all(map(is_adapter, adapters)):
-        raise TypeError("this policy has no adapters: give its trainer a lora.rank, or run publish_weights")
-    return _published(ctx, full_weights(adapters.items(), torch.device(ctx.device.torch_name), torch.float32))
+    return _published(ctx, _weights(ctx, lora))
 
 
 def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
@@ -187,17 +179,29 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
     return pa.table(arrays)
 
 
-def load_weights_in_parts(ctx: Context, parts: RowStream) -> None:
+def load_weights_in_parts(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
     """Load weights one parameter after the other. PeerError when other parameters arrive than were announced."""
-    engine: RolloutEngine = ctx.resource
-    engine.load_weights(WeightStream(_shapes(parts.index), _arriving(parts)), ctx.step)
+    _load(ctx, WeightStream(_shapes(parts.index), _arriving(parts)), lora)
 
 
-def load_weights_from_tensors(ctx: Context, parts: RowStream) -> None:
+def load_weights_from_tensors(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
     """Load weights from tensors that are on the engine's device already."""
-    engine: RolloutEngine = ctx.resource
     shapes = _shapes(parts.index)
-    engine.load_weights(WeightStream(shapes, zip(shapes, parts.tables, strict=True)), ctx.step)
+    _load(ctx, WeightStream(shapes, zip(shapes, parts.tables, strict=True)), lora)
+
+
+def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None) -> None:
+    """Give the engine weights, or with ``lora`` adapters; their version is the number of steps trained."""
+    engine: RolloutEngine = ctx.resource
+    if lora is None or not lora.rank:
+        engine.load_weights(tensors, ctx.step)
+        return
+    if not hasattr(engine, "load_adapters"):
+        raise TypeError(
+            f"{type(engine).__name__} has no load_adapters: leave lora out of the options of publish_weights and "
+            "load_weights, so that it gets weights with the adapters merged in"
+        )
+    engine.load_adapters(tensors, lora.alpha / lora.rank, ctx.step)
 
 
 def _shapes(index: pa.Table) -> dict[str, list[int]]:
@@ -221,32 +225,13 @@ def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
     stateful=True,
     stream=WeightSink(load_weights_in_parts, load_weights_from_tensors),
 )
-def load_weights(ctx: Context, table: pa.Table) -> pa.Table:
+def load_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> pa.Table:
     """Load the weights into the engine; their version is the number of steps trained.
 
-    The node asks for rows=REPLICATED.
+    With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The node asks for
+    rows=REPLICATED.
     """
-    engine: RolloutEngine = ctx.resource
-    engine.load_weights(_tensors(table), ctx.step)
-    return table
-
-
-def _try_adapters(*, trainer: TrainerConfig, **options: object) -> None:
-    if not trainer.lora.rank:
-        raise ValueError("trainer.lora.rank is 0, and load_adapters merges adapters: give the rank of the policy's")
-
-
-@columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA], stateful=True, trial=_try_adapters)
-def load_adapters(ctx: Context, table: pa.Table, *, model: ModelConfig, trainer: TrainerConfig) -> pa.Table:
-    """Load the weights in ``model.path`` with the adapters merged in; the node asks for rows=REPLICATED."""
-    from siirl_dask.training.files.safetensors import read_weights
-    from siirl_dask.training.model.lora import merged
-
-    engine: RolloutEngine = ctx.resource
-    dtype, scaling = _DTYPES[model.dtype], trainer.lora.alpha / trainer.lora.rank
-    named = {**read_weights(local_model(model, ctx.device).path), **dict(_tensors(table))}
-    weights = ((name, tensor.to(dtype)) for name, tensor in merged(named, scaling, torch.device("cpu")))
-    engine.load_weights(weights, ctx.step)
+    _load(ctx, _tensors(table), lora)
     return table
 
 

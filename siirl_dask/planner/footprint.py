@@ -1,7 +1,8 @@
 """The memory of a role's object on an accelerator, part by part, and what roles on one accelerator come to together.
 
 At any time each worker computes with one of its roles, while the others keep what they hold, or what is left of it
-where they can sleep. So a worker needs the most of these moments, and workers that share an accelerator need their sum.
+where they can sleep. Between two of these moments new weights move from one role that sleeps to another. So a worker
+needs the most of these moments, and workers that share an accelerator need their sum.
 One role may take what all this leaves: an engine, for its cache.
 """
 
@@ -28,8 +29,15 @@ class Footprint:
     """Bytes by part on the device, besides these, at the peak of what it computes."""
     leaves: tuple[str, ...] = ()
     """Held parts that are not on the device while the worker computes with its other roles."""
+    moves: tuple[str, ...] = ()
+    """Parts that are there in any case while weights move from this role to another of the worker, or the reverse."""
+    parks: Mapping[str, int] = field(default_factory=dict)
+    """Held parts that leave if the role parks, with the bytes that each then takes of the host's memory."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part in the host's memory."""
+    spared: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part in the host's memory while it sleeps; where new weights follow each time, and so nothing need be
+    kept, only until all roles are built."""
     loading: int = 0
     """Bytes in the host's memory while it is built, and not later."""
     fills: str | None = None
@@ -51,6 +59,16 @@ class Footprint:
         """Bytes on the device while it computes."""
         return sum(self.held.values()) + sum(self.working.values())
 
+    @property
+    def moving(self) -> int:
+        """Bytes on the device while weights move between roles of the worker."""
+        return sum(size for part, size in self.held.items() if part not in self.leaves or part in self.moves)
+
+    def parked(self) -> Footprint:
+        """Return the same where it parks while other roles compute."""
+        copies = {f"parked {part}": size for part, size in self.parks.items() if size}
+        return replace(self, leaves=(*dict.fromkeys((*self.leaves, *self.parks)),), host={**self.host, **copies})
+
     def grown(self, size: int) -> Footprint:
         """Return the same with ``size`` more bytes of the part that fills."""
         if self.fills is None or size <= 0:
@@ -66,18 +84,29 @@ class Remedy:
     """As it is written on a command line, ``trainer.gradient_checkpointing=true``."""
     footprint: Footprint
     """The role's memory with it, and with all remedies before it."""
+    instead_of: str = ""
+    """Setting of a remedy before it that it replaces, with those after that one: both do not go together."""
+    parks: bool = False
+    """Whether the role parks, whatever else is changed before or after."""
 
 
 Roles = Mapping[str, Footprint]
 """The roles of one worker, by name."""
+EXCHANGE = "weights move"
+"""Name of the moment in which no role computes, and one that would sleep gives its weights to another."""
 
 
 def moments(roles: Roles) -> dict[str, int]:
-    """Return the bytes that a worker has on its device while it computes with each of its roles."""
-    return {
+    """Return the bytes that a worker has on its device while it computes with each of its roles, and while weights move
+    between two of them that are elsewhere at other times: no other moment has both.
+    """
+    found = {
         name: own.busy + sum(other.resting for role, other in roles.items() if role != name)
         for name, own in roles.items()
     }
+    if sum(not {*one.moves}.isdisjoint(one.leaves) for one in roles.values()) > 1:
+        found[EXCHANGE] = sum(one.moving for one in roles.values())
+    return found
 
 
 def peak(roles: Roles) -> int:
@@ -176,7 +205,7 @@ def remedies(memory: int, workers: Mapping[str, Roles]) -> Iterator[tuple[str, C
 def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
     """Return the settings that lower the peak, until everything fits, one list for each role."""
     largest, needed, ladder = max(workers.values(), key=peak, default={}), fill(memory, workers).needed, []
-    own = moments(largest)
+    own = {name: size for name, size in moments(largest).items() if name in largest}
     for role in sorted(own, key=lambda name: -own[name]):
         ladder.append(list[str]())
         for remedy in largest[role].remedies:
@@ -184,6 +213,8 @@ def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
             card = fill(memory, changed)
             if card.fits or card.needed < needed:
                 workers, needed = changed, card.needed
+                if remedy.instead_of in ladder[-1]:  # what came after it made room for a role that is elsewhere now
+                    del ladder[-1][ladder[-1].index(remedy.instead_of) :]
                 ladder[-1].append(remedy.setting)
             if card.fits:
                 return ladder
@@ -198,12 +229,14 @@ def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapp
 
 def _changed(workers: Mapping[str, Roles], setting: str) -> Mapping[str, Roles]:
     """Return the workers with a setting, which may be one of several of their roles."""
-    return {
-        worker: {
-            name: next(
-                (replace(its.footprint, remedies=one.remedies) for its in one.remedies if its.setting == setting), one
-            )
-            for name, one in roles.items()
-        }
-        for worker, roles in workers.items()
-    }
+    return {worker: {name: _remedied(one, setting) for name, one in roles.items()} for worker, roles in workers.items()}
+
+
+def _remedied(one: Footprint, setting: str) -> Footprint:
+    remedy = next((remedy for remedy in one.remedies if remedy.setting == setting), None)
+    if remedy is None:
+        return one
+    if remedy.parks:
+        return one.parked()
+    parks = bool(one.parks) and one.parks.keys() <= {*one.leaves}
+    return replace(remedy.footprint.parked() if parks else remedy.footprint, remedies=one.remedies)

@@ -39,7 +39,7 @@ def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
     reward = resolve(config.rewards.function) if reward is None else reward
     model, rollout = config.model, config.rollout
     return (
-        Role("rollout", partial(build_engine, model=model, rollout=rollout)),
+        Role("rollout", partial(build_engine, model=model, rollout=rollout, lora=config.trainer.lora)),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=reward)),
         Role("policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)),
     )
@@ -94,12 +94,14 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
     }
     if columns:
         update["columns"] = tuple(columns)
-    lag = config.rollout.steps_ahead or 0
+    lag, lora = config.rollout.steps_ahead or 0, {"lora": config.trainer.lora}
     return (
         Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
         Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
-        Node("weights", publish_weights, role="policy", after="update"),
-        Node("load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED, lag=lag),
+        Node("weights", publish_weights, role="policy", after="update", options=lora),
+        Node(
+            "load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED, lag=lag, options=lora
+        ),
     )
 
 

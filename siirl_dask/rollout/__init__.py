@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from siirl_dask.config import Engine, ModelConfig, RolloutConfig
+from siirl_dask.config import Engine, LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.broken_imports import hide
@@ -39,8 +39,11 @@ __all__ = [
 
 
 @builds(preflight=check_engine, groups=engine_groups)
-def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
-    """Build the engine that the configuration names, or this rank of it, on this device.
+def build_engine(
+    device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig | None = None
+) -> RolloutEngine:
+    """Build the engine that the configuration names, or this rank of it, on this device. ``lora`` describes the
+    adapters that it will get in place of weights, if it will.
 
     ConfigError when ``model.path`` is missing or cannot be loaded.
     """
@@ -55,7 +58,7 @@ def build_engine(device: Device, rank: Rank, *, model: ModelConfig, rollout: Rol
                 f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
                 "as docs/engines.md says, or take rollout.engine=transformers"
             ) from error
-        return VllmEngine(model, rollout, device, rank)
+        return VllmEngine(model, rollout, device, rank, lora)
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "

@@ -164,8 +164,19 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine."""
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Generate from now on as with ``W + scaling * B A`` in place of each weight W of ``model.path`` that has an
+        adapter (see ``siirl_dask.models.adapters``). ValueError, before anything changes, for those that do not fit.
+
+        An engine that has this method keeps the folder's weights for it, or reads them again.
+        """
+        ...
+
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine.
+
+        With ``weights_follow`` the next call loads weights or adapters: nothing but what that needs must be kept.
+        """
         ...
 
     def close(self) -> None:

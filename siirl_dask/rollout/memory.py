@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from siirl_dask.config import Dtype, RolloutConfig, Sampler, parse_bytes
+from siirl_dask.config import Dtype, LoraConfig, RolloutConfig, Sampler, parse_bytes
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint, Remedy
+from siirl_dask.rollout.adapter_choice import layer_rank, takes_layers
 
 CACHE = "KV cache"
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -42,6 +43,8 @@ class EngineOnWorkers:
     """Whether it is vLLM's; else that of transformers."""
     memory: int = 0
     """Bytes of the accelerator; 0 where they are not known yet."""
+    lora: LoraConfig | None = None
+    """Adapters that it gets in place of weights; None: none."""
 
     @property
     def rows(self) -> int:
@@ -55,6 +58,16 @@ class EngineOnWorkers:
         one = self.architecture
         heads = -(-one.kv_heads // self.rollout.tensor_parallel_size)
         return 2 * one.layers * heads * one.head_dim * _BYTES[self.dtype]
+
+    @property
+    def adapters(self) -> int:
+        """Bytes of vLLM's room for adapters, in all linear layers; 0 where it has no layers for them."""
+        if not self.vllm or self.lora is None or not takes_layers(self.dtype, self.rollout, self.lora, on_cpu=False):
+            return 0
+        one = self.architecture
+        attention = 2 * one.hidden + 2 * one.queries + 2 * (one.hidden + one.keys)
+        sides = attention + 3 * (one.hidden + one.intermediate)
+        return one.layers * (layer_rank(self.lora) or 0) * sides * _BYTES[self.dtype]
 
 
 def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
@@ -90,14 +103,21 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
         CACHE: parse_bytes("rollout.vllm.kv_cache_memory", given) if given else blocks * engine.token_bytes,
         "workspace": _workspace(engine),
     }
+    kept = {"weights": weights}
+    if engine.adapters:
+        held["adapters"] = kept["adapters"] = engine.adapters
     if not rollout.vllm.enforce_eager:
         held["graphs"] = _GRAPHS
     level, share = rollout.vllm.sleep_level, rollout.vllm.gpu_memory_utilization
+    sleeping = {f"sleeping {part}": size for part, size in kept.items()}
+    always = level == 1 or bool(level and engine.adapters)  # nobody loads the folder's weights again
     return Footprint(
         held=held,
         working=sampler,
-        leaves=("weights", CACHE, "workspace") if level else (),
-        host={"sleeping weights": weights} if level == 1 else {},
+        leaves=(*kept, CACHE, "workspace") if level else (),
+        moves=tuple(kept) if level else (),
+        host=sleeping if always else {},
+        spared=sleeping if level and not always else {},
         fills=None if given else CACHE,
         least=blocks * engine.token_bytes,
         share=None if given else share,
@@ -128,8 +148,8 @@ def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[tuple[str, Engin
             vllm = replace(vllm, gpu_memory_utilization=None)
             take("vllm.gpu_memory_utilization=null", vllm=vllm)
         if not vllm.sleep_level:
-            vllm = replace(vllm, sleep_level=1)
-            take("vllm.sleep_level=1", vllm=vllm)
+            vllm = replace(vllm, sleep_level=2)
+            take("vllm.sleep_level=2", vllm=vllm)
         if _workspace(engine) > _workspace(_batched(engine, 4096)):
             vllm = replace(vllm, max_num_batched_tokens=4096)
             take("vllm.max_num_batched_tokens=4096", vllm=vllm)

@@ -12,6 +12,7 @@ from siirl_dask.config import (
     Config,
     Dtype,
     Engine,
+    LoraConfig,
     ModelConfig,
     RolloutConfig,
     Sampler,
@@ -69,13 +70,20 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     if parameters is not None:
         weights = -(-_BYTES[model.dtype] * parameters.total // rollout.tensor_parallel_size)
         memory = weights + _cache(rollout, uses_vllm)
-        device = _on_device(parameters, model, rollout, workers, config, uses_vllm)
+        lora = options.get("lora")
+        device = _on_device(parameters, model, rollout, workers, config, uses_vllm, lora)
     notes = _notes(rollout.tensor_parallel_size, workers)
     return RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
 
 
 def _on_device(
-    size: ModelSize, model: ModelConfig, rollout: RolloutConfig, workers: Sequence[str], config: Config, vllm: bool
+    size: ModelSize,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    workers: Sequence[str],
+    config: Config,
+    vllm: bool,
+    lora: LoraConfig | None,
 ) -> Footprint | None:
     """Return the memory on an accelerator; None for an architecture that is not known."""
     architecture, memory = read_architecture(model.path), config.cluster.device_memory
@@ -89,6 +97,7 @@ def _on_device(
         longest=config.data.max_prompt_length + rollout.max_response_length,
         vllm=vllm,
         memory=parse_bytes("cluster.device_memory", memory) if memory else 0,
+        lora=lora,
     )
     return engine_footprint(engine, len(workers))
 

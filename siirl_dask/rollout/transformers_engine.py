@@ -21,6 +21,7 @@ from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import RunError
 from siirl_dask.models.loading import load_pretrained, refused_by_name
+from siirl_dask.rollout.base_weights import BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -51,6 +52,7 @@ class TransformersEngine(HoldsNoGroups):
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
         self._parameters = WeightLoader(self._model)
+        self._base = BaseWeights(model.path, self._parameters)
         self._device = device
         self._max_rows, self._progress = max_rows, progress
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
@@ -82,7 +84,11 @@ class TransformersEngine(HoldsNoGroups):
                 self._progress()
         self.version = version
 
-    def sleep(self) -> None:
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
+        self.load_weights(self._base.merged(tensors, scaling, version), version)
+
+    def sleep(self, *, weights_follow: bool = False) -> None:
         """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()

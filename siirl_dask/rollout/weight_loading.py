@@ -29,6 +29,15 @@ class WeightLoader:
         with torch.device("meta"):
             return cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True)))
 
+    @property
+    def shapes(self) -> Mapping[str, list[int]]:
+        """Shapes of all parameters, by the first of their names."""
+        return self._shapes
+
+    def knows(self, name: str) -> bool:
+        """Return whether the model has a parameter of this name."""
+        return name in self._names
+
     def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over all weights, each under its first name.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
+from siirl_dask.models.adapters import WEIGHT, A, B
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
@@ -195,10 +197,33 @@ class EngineTests(WeightStreamTests):
         engine.sleep()
         engine.sleep()
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
-        engine.sleep()
+        engine.sleep(weights_follow=True)
         engine.load_weights(other_model.named_parameters(), 1)
         self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
         engine.load_weights(model.named_parameters(), 2)
+        self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
+
+    def test_adapters_change_the_folders_weights_and_not_those_of_now(
+        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
+    ) -> None:
+        if not hasattr(engine, "load_adapters"):
+            pytest.skip("it takes whole weights alone")
+        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        engine.load_weights(model.named_parameters(), 1)
+        before = engine.generate(prompts, list(range(6)), sampling)
+        adapted, adapters = deepcopy(model), dict(_adapters(model))
+        for name in adapters:
+            if name.endswith(A):
+                layer = name.removesuffix(A)
+                weight = adapted.get_parameter(layer + WEIGHT)
+                weight.data += 0.5 * adapters[layer + B] @ adapters[name]
+        engine.load_weights(other_model.named_parameters(), 1)
+        for version in (2, 3):
+            engine.sleep(weights_follow=True)
+            engine.load_adapters(adapters.items(), 0.5, version)
+            assert engine.version == version
+            self._assert_logprobs(adapted, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+        engine.load_weights(model.named_parameters(), 4)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
     def test_requests_with_different_parameters_do_not_affect_each_other(self, engine: RolloutEngine) -> None:
@@ -286,6 +311,15 @@ class EngineTests(WeightStreamTests):
             with torch.no_grad():
                 expected = response_logprobs(model, prompt, sample.token_ids, temperature)
             assert_close(torch.tensor(sample.logprobs), expected, atol=self.tolerance, rtol=0)
+
+
+def _adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield adapters of rank 2 for some linear layers of each kind, large enough to change what is sampled."""
+    numbers = torch.Generator().manual_seed(7)
+    for name, weight in model.named_parameters():
+        if name.endswith(("0.self_attn.q_proj.weight", "0.self_attn.o_proj.weight", "1.mlp.down_proj.weight")):
+            for end, shape in ((A, (2, weight.shape[1])), (B, (weight.shape[0], 2))):
+                yield name.removesuffix(WEIGHT) + end, torch.randn(shape, generator=numbers) * 0.3
 
 
 def _prompts(count: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.context import Device, Rank
+from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.planner import builds
@@ -62,7 +62,8 @@ def build_trainer(
     from siirl_dask.training.policy import Policy  # imports transformers
 
     with device.stage("the loading of weights"):
-        return Policy(backend, model, trainer, rank, temperature=rollout.temperature, waiting=device.waiting)
+        park = _parks(trainer, device)
+        return Policy(backend, model, trainer, rank, temperature=rollout.temperature, park=park, waiting=device.waiting)
 
 
 @builds(preflight=check_reference, groups=trainer_groups)
@@ -74,7 +75,7 @@ def build_reference(
     from siirl_dask.training.policy import Reference
 
     with device.stage("the loading of weights"):
-        return Reference(backend, model, temperature=rollout.temperature)
+        return Reference(backend, model, temperature=rollout.temperature, park=_parks(trainer, device))
 
 
 @builds(preflight=check_critic, groups=trainer_groups)
@@ -84,7 +85,12 @@ def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: Tra
     from siirl_dask.training.critic import ValueCritic
 
     with device.stage("the loading of weights"):
-        return ValueCritic(backend, trainer, rank, waiting=device.waiting)
+        return ValueCritic(backend, trainer, rank, park=_parks(trainer, device), waiting=device.waiting)
+
+
+def _parks(trainer: TrainerConfig, device: Device) -> bool:
+    """Return whether the model can wait in the host's memory: on a CPU it is always there."""
+    return trainer.park and device.kind is not DeviceKind.CPU
 
 
 def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:

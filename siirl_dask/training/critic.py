@@ -17,6 +17,7 @@ from siirl_dask.training.learner import Learner, select_tokens
 from siirl_dask.training.model.network import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
+from siirl_dask.training.parking import ModelMemory, make_parkable
 from siirl_dask.training.trainer import PackedRows, ValueBatch
 
 
@@ -29,17 +30,24 @@ class ValueCritic(HoldsNoGroups):
         trainer: TrainerConfig,
         rank: Rank,
         *,
+        park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``waiting()`` is entered for what waits for other ranks."""
+        """With ``park`` the critic is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
+        other ranks.
+        """
         self._backend = backend
         self._network = backend.network(partial(ValueNetwork, adapters=trainer))
+        if park:
+            make_parkable(self._network.parameters())
         parameters = self._network.trainable()
         self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
+        self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     @torch.no_grad()
     def values(self, rows: PackedRows) -> Tensor:
         """Predict the return before each response token. [K] float32."""
+        self._memory.score()
         values = torch.cat([self._network(part) for part in self._backend.micro_batches(rows)]).cpu()
         self._network.reshard()
         return values
@@ -48,29 +56,43 @@ class ValueCritic(HoldsNoGroups):
         self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
-        return self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        self._memory.begin_update()
+        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        self._memory.end_update()
+        return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter of the decoder, adapters merged, and of the ``value_head``.
 
         Parameters that are not sharded are live: copy what you keep.
         """
+        self._memory.score()
         return full_weights(self._network.merged({}), self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
+        self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
         return full_weights(named, self._backend.device, torch.float32)
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from, laid out as ``Trainer.state`` says."""
-        return {"model": self._model(), **self._learner.state()}
+        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), **self._learner.state()})
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; see ``Trainer.load_state``."""
-        copy_state(self._model(), state["model"], "model")
-        self._learner.load_state(state)
+        own = self.state()
+        copy_state(own["model"], state["model"], "model")
+        copy_state(own["optimizer"], state["optimizer"], "optimizer")
+        self._learner.resume(state["progress"])
+        self._memory.loaded()
+
+    def sleep(self, **told: bool) -> None:
+        """Free device memory while others compute there, with ``critic.park``. Any other call wakes the critic."""
+        self._network.reshard()
+        self._memory.rest()
 
     def leave_groups(self) -> bool:
         self._learner.leave_group()
@@ -81,7 +103,7 @@ class ValueCritic(HoldsNoGroups):
 
     def close(self) -> None:
         """Free the weights; predicting and learning are no longer possible."""
-        del self._network, self._learner
+        del self._network, self._learner, self._memory
 
     def _model(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._network.trainable().items()}

@@ -134,11 +134,9 @@ class Learner:
             "progress": {name: torch.tensor(value) for name, value in progress.items()},
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a loaded ``state()``. ValueError if its names or shapes are not those of the parameters."""
-        progress = {name: int(value) for name, value in state["progress"].items()}
-        self._optimizer.load_state(state["optimizer"], progress["steps"])
-        self._skipped = progress["skipped_steps"]
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Go on after the counts in ``progress`` of a ``state()`` whose tensors have been loaded."""
+        self._optimizer.steps, self._skipped = int(progress["steps"]), int(progress["skipped_steps"])
 
     def leave_group(self) -> None:
         """Let go of the process group; no step can be taken before ``join_group``."""
@@ -149,6 +147,15 @@ class Learner:
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
         self._group, self._cpu_group = rank.group, rank.cpu_group
+
+    @property
+    def gradients(self) -> Tensor:
+        """All gradients, which each mini-batch begins with zeros."""
+        return self._gradients.flat
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the optimizer's tensors that are kept from step to step, but for single numbers."""
+        return self._optimizer.kept()
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each parameter; nothing without ``ema_decay``."""

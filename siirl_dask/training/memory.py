@@ -2,6 +2,7 @@
 
 held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; with adapters those of the
             adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
+parked      what is held, with trainer.park: in the host's memory but for the gradients, and on the device in its turn
 gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
 activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
 log-probs   three blocks of logits, the sum of the hidden states' gradient, and the head's gradient
@@ -17,6 +18,8 @@ from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
 
 FLOAT32, BFLOAT16 = 4, 2
+GRADIENTS = "gradients"
+_WEIGHTS = " in float32"  # how parts end that weights are made of
 _LOGITS = {True: 64 * 2**20, False: 256 * 2**20}  # bytes of a block of float32 logits, on a CPU and elsewhere
 _LEAST_ROWS = 1024  # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
 _BLOCKS = 2  # log-probs, which their gradient replaces, and its factor
@@ -83,7 +86,10 @@ def footprint(model: ModelOnWorkers) -> Footprint:
     loading = FLOAT32 * model.size.total if model.trainer.backend is Backend.torch else 0
     if offload:
         return Footprint(working=working, host=held)
-    return Footprint(held=held, working=working, loading=loading)
+    weights = tuple(part for part in held if part.endswith(_WEIGHTS))
+    parks = {part: 0 if part == GRADIENTS else size for part, size in held.items()}
+    one = Footprint(held=held, working=working, moves=weights, parks=parks, loading=loading)
+    return one.parked() if model.trainer.park else one
 
 
 def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
@@ -95,15 +101,15 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
         return -(-each * parameters // model.shards)
 
     if not model.learns:
-        return {"weights in float32": share(whole, FLOAT32)}
+        return {f"weights{_WEIGHTS}": share(whole, FLOAT32)}
     learned, parts = whole, dict[str, int]()
     if model.adapters:
-        parts["frozen weights in float32"] = share(whole, FLOAT32)
+        parts[f"frozen weights{_WEIGHTS}"] = share(whole, FLOAT32)
         learned = model.adapters
     named = "adapters" if model.adapters else "weights"
     parts |= {
-        f"{named} in float32": share(learned, FLOAT32),
-        "gradients": share(learned, FLOAT32),
+        f"{named}{_WEIGHTS}": share(learned, FLOAT32),
+        GRADIENTS: share(learned, FLOAT32),
         "optimizer state": share(learned, 2 * FLOAT32),
     }
     if model.trainer.ema_decay:

@@ -13,13 +13,15 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from siirl_dask.config import Schedule, TrainerConfig
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.parallel.dtensor import copy_state, like_dtensor, local, shard_count
+from siirl_dask.training.parallel.dtensor import like_dtensor, local, shard_count
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """Steps along ``gradients``. The state is complete from the start, so a checkpoint can be loaded in place."""
+    """Steps along ``gradients``. The state is complete from the start, so a checkpoint can be loaded in place; whoever
+    loads one sets ``steps``.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainerConfig) -> None:
         self.gradients = FlatGradients(parameters.values())
@@ -57,6 +59,12 @@ class Optimizer:
             average = get_ema_multi_avg_fn(self._config.ema_decay)
             average(list(self._ema.values()), list(self._parts.values()), self.steps)
 
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the moments and moving averages, which are kept from step to step."""
+        for part in self._parts.values():
+            yield from (self._adam.state[part][moment] for moment in _MOMENTS)
+        yield from self._ema.values()
+
     def ema(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's moving average, laid out like the parameter; nothing without ``ema_decay``."""
         for name, average in self._ema.items():
@@ -72,11 +80,6 @@ class Optimizer:
         for name, average in self.ema():
             state[name]["ema"] = average
         return state
-
-    def load_state(self, state: Mapping[str, Any], steps: int) -> None:
-        """Resume after ``steps`` steps. ValueError if names or shapes are not those of ``state()``."""
-        copy_state(self.state(), state)
-        self.steps = steps
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

@@ -13,10 +13,12 @@ from torch import Tensor
 from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, token_mean
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
+from siirl_dask.models.adapters import is_adapter
 from siirl_dask.training.learner import Learner, TokenSelection, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
+from siirl_dask.training.parking import ModelMemory, make_parkable
 from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch
 
 
@@ -24,16 +26,27 @@ class Reference(HoldsNoGroups):
     """A Trainer that scores and never learns."""
 
     def __init__(
-        self, backend: ModelBackend, model: ModelConfig, *, temperature: float, adapters: TrainerConfig | None = None
+        self,
+        backend: ModelBackend,
+        model: ModelConfig,
+        *,
+        temperature: float,
+        adapters: TrainerConfig | None = None,
+        park: bool = False,
     ) -> None:
+        """With ``park`` the model is in the host's memory while it sleeps."""
         self._backend = backend
         self._dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
         make = partial(PolicyNetwork, temperature=temperature, adapters=adapters)
         self._network = backend.network(make).requires_grad_(False)
+        if park:
+            make_parkable(self._network.parameters())
+        self._memory = ModelMemory(self._network.parameters(), None, park=park)
 
     @torch.no_grad()
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
+        self._memory.score()
         parts = [self._network(part) for part in self._backend.micro_batches(rows)]
         self._network.reshard()
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
@@ -53,7 +66,14 @@ class Reference(HoldsNoGroups):
 
         Parameters that are neither sharded nor converted are live: copy what you keep.
         """
+        self._memory.score()
         return full_weights(self._network.merged({}), self._backend.device, self._dtype)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full adapter in float32; nothing without adapters. Live as those of ``weights()``."""
+        self._memory.score()
+        named = ((name, tensor) for name, tensor in self._network.trainable().items() if is_adapter(name))
+        return full_weights(named, self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: a reference has no moving averages."""
@@ -61,19 +81,28 @@ class Reference(HoldsNoGroups):
 
     def state(self) -> dict[str, Any]:
         """Return the state of ``Trainer.state``; only ``model`` has entries."""
-        model = {name: parameter.detach() for name, parameter in self._network.trainable().items()}
-        return {"model": model, "optimizer": {}, "progress": {}}
+        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), "optimizer": {}, "progress": {}})
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; see ``Trainer.load_state``."""
         copy_state(Reference.state(self)["model"], state["model"], "model")
+        self._memory.loaded()
+
+    def sleep(self, **told: bool) -> None:
+        """Free device memory while others compute there, with ``trainer.park``. Any other call wakes the model."""
+        self._network.reshard()
+        self._memory.rest()
 
     def leave_groups(self) -> bool:
         return not self._backend.holds_groups
 
     def close(self) -> None:
         """Free the weights; scoring is no longer possible."""
-        del self._network
+        del self._network, self._memory
+
+    def _model(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._network.trainable().items()}
 
 
 class Policy(Reference):
@@ -87,14 +116,18 @@ class Policy(Reference):
         rank: Rank,
         *,
         temperature: float,
+        park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``waiting()`` is entered for what waits for other ranks."""
-        super().__init__(backend, model, temperature=temperature, adapters=trainer)
+        """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
+        other ranks.
+        """
+        super().__init__(backend, model, temperature=temperature, adapters=trainer, park=park)
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
+        self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens without the adapters, so with the folder's weights. TypeError without adapters."""
@@ -105,20 +138,26 @@ class Policy(Reference):
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
-        return self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        self._memory.begin_update()
+        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        self._memory.end_update()
+        return metrics
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
+        self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
         return full_weights(named, self._backend.device, self._dtype)
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), **self._learner.state()}
+        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), **self._learner.state()})
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._learner.load_state(state)
+        copy_state(self.state()["optimizer"], state["optimizer"], "optimizer")
+        self._learner.resume(state["progress"])
 
     def leave_groups(self) -> bool:
         self._learner.leave_group()

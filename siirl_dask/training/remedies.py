@@ -1,6 +1,7 @@
 """Settings that let a trained model need less of an accelerator's memory, the mildest first, with what each comes to.
 
-What comes first costs a little time; then come more messages, the host's memory, and another way of training.
+What comes first costs a little time; then come more messages, the host's memory between two roles and within a pass,
+and another way of training.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ Adapters = Callable[[TrainerConfig], int]
 
 def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Adapters) -> Footprint:
     """Return the model's memory with its remedies; ``key`` is that of its group in the configuration."""
-    found = []
+    one = footprint(model)
+    park = Remedy(f"{key}.park=true", one.parked(), parks=True)
+    parks = [park] if one.parks and not model.trainer.park else []
+    before, after = list[Remedy](), list[Remedy]()
     for setting, changed in _changes(model, key, tokens, adapters):
-        found.append(Remedy(setting, footprint(changed)))
-    return replace(footprint(model), remedies=tuple(found))
+        if changed.trainer.fsdp.offload:
+            after.append(Remedy(setting, footprint(changed), park.setting))
+        else:
+            before.append(Remedy(setting, footprint(changed)))
+    # once more in the end: what comes between may leave another role at the peak, to which this one leaves its memory
+    return replace(one, remedies=(*parks, *before, *parks, *after))
 
 
 def _changes(
@@ -49,10 +57,11 @@ def _changes(
     if model.trainer.backend is Backend.torch and model.ranks > 1:
         model = changed(backend=Backend.fsdp)
         yield f"{key}.backend=fsdp", model
+    given = model.trainer.park
     if not model.trainer.fsdp.offload and not split:
-        alone = model.trainer.backend is Backend.torch
-        model = changed(backend=Backend.fsdp, fsdp=replace(model.trainer.fsdp, offload=True))
-        yield f"{f'{key}.backend=fsdp ' if alone else ''}{key}.fsdp.offload=true", model
+        alone = f"{key}.backend=fsdp " if model.trainer.backend is Backend.torch else ""
+        model = changed(backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True))
+        yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
     if model.learns and not model.adapters and not split:
         model = changed(lora=replace(model.trainer.lora, rank=_RANK))
         yield f"{key}.lora.rank={_RANK}", model

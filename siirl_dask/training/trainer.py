@@ -98,6 +98,12 @@ class Trainer(Protocol):
         """Yield every full parameter under the name that a rollout engine has for it; tied ones once."""
         ...
 
+    def adapters(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield A and B of every adapter in full, in float32, by the names of ``siirl_dask.models.adapters``; nothing
+        where weights learn themselves.
+        """
+        ...
+
     def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
         ...

@@ -28,6 +28,7 @@ from siirl_dask.planner import (
     Send,
     Stream,
 )
+from siirl_dask.planner.reloads import reloaded_after
 from siirl_dask.trace import Lane, Span
 from siirl_dask.worker import weight_stream
 from siirl_dask.worker.lag import LagWindow
@@ -49,6 +50,7 @@ class ChainRun:
         traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
         peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
         self._begin_early(chain)
+        self.calls.reloaded = reloaded_after(chain)
         try:
             self._follow(chain.links)
         finally:

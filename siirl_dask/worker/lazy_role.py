@@ -84,8 +84,8 @@ class _WhenUsed:
         for made in self._made:
             close_roles({"made": made})
 
-    def sleep(self) -> None:
+    def sleep(self, **told: bool) -> None:
         """Put the object to sleep, if it was built and can."""
         for made in self._made:
             if sleep := getattr(made, "sleep", None):
-                sleep()
+                sleep(**told)

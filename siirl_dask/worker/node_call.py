@@ -39,6 +39,8 @@ class NodeCalls:
     """Nodes that begin with finished rows of another, by that one's name."""
     begun: dict[str, EarlyWork] = field(default_factory=dict)
     """The work that nodes have begun whose turn is still to come, by their names."""
+    reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Roles that get new weights after a node, before anything else asks for them, by the node."""
     loaded: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
@@ -95,6 +97,7 @@ class NodeCalls:
         context, load = self.context(node.role), self.loaded
         named = f"{self.iteration.phase.counts_as}/{node.name}"
         context.state = self.runtime.node_state.setdefault(named, {})
+        context.reloaded = self.reloaded.get(node.name, frozenset())
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
         if node.contract.draws and load is not None and self.loader is not None:

@@ -317,6 +317,47 @@ def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
     assert after["fits"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [((), False), (("rollout.vllm.sleep_level=1",), True), (("trainer.lora.rank=16",), True)],
+    ids=["weights follow", "level 1", "adapters follow"],
+)
+def test_the_host_has_a_sleeping_engines_weights_only_where_they_are_needed_again(capsys, tmp_path, overrides, kept):
+    folder = write_config(tmp_path / "Qwen2.5-7B", QWEN2_5_7B)
+    main(
+        [
+            "plan", str(shipped("dags/grpo.yaml")), "--device-memory=80GB", "--workers=8", "--format=json",
+            f"model.path={folder}", "model.dtype=bfloat16", "data.url=none", "rollout.engine=vllm",
+            "trainer.backend=fsdp", *SEVEN["colocated"], *overrides,
+        ]
+    )  # fmt: skip
+    (memory,) = json.loads(capsys.readouterr().out)["memory"]
+    weights = 2 * 7_615_616_512
+    assert (memory["roles"]["rollout"] >= weights) == kept
+    assert kept or memory["loading"] >= weights, "while the roles are built, nothing has followed yet"
+
+
+def test_parking_gives_the_engine_what_the_policy_held_and_takes_it_of_the_host(capsys, tmp_path):
+    (card,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"])
+    (parked,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"], "trainer.park=true")
+    caches = [
+        worker["roles"]["rollout"]["held"]["KV cache"] for one in (card, parked) for worker in one["workers"].values()
+    ]
+    assert caches[1] > caches[0] + 10 * 10**9
+    (worker,) = parked["workers"].values()
+    assert worker["moments"]["weights move"] < worker["moments"]["rollout"]
+
+
+def test_parking_is_proposed_where_the_engine_lacks_room_beside_the_policy(capsys, tmp_path):
+    both = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [0, 1, 2, 3]}"
+    (card,) = seven_billion(capsys, tmp_path, both, memory="48GB")
+    proposed = [word for remedy in card["remedies"] for word in remedy["setting"].split()]
+    assert not card["fits"]
+    assert "trainer.park=true" in proposed
+    (after,) = seven_billion(capsys, tmp_path, both, *proposed, memory="48GB")
+    assert after["fits"]
+
+
 SHIPPED = sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml"))
 
 

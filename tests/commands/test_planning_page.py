@@ -26,4 +26,4 @@ def test_the_plans_on_the_page_are_what_is_printed(tmp_path, monkeypatch, capsys
 
 
 def test_the_page_shows_some():
-    assert len(SHOWN) == 5
+    assert len(SHOWN) == 6

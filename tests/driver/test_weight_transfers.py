@@ -12,14 +12,21 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
 from siirl_dask.errors import PlanError
-from siirl_dask.nodes import publish_adapters
-from siirl_dask.planner import DAG
+from siirl_dask.nodes import publish_weights
+from siirl_dask.planner import DAG, columns
+from siirl_dask.planner.contract import contract_of
 from tests.conftest import digits_overrides
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
 SHARED = "cluster.placement={rollout: [0, 1], policy: [2, 3]}"  # the role of the reward is on all workers
 BROADCAST = "rollout.weight_sync=broadcast"
+
+
+@columns(writes={field.name: field.type for field in contract_of(publish_weights).writes}, new_rows=True, passes=False)
+def publish_rows(ctx, table):
+    """A source of weights of one's own, which has no tensors."""
+    return publish_weights(ctx, table)
 
 
 @pytest.fixture
@@ -75,9 +82,9 @@ def test_weights_that_stay_on_each_of_several_workers_are_said_to(files):
         (("cluster.placement={}",), {}, "worker '0' has both roles"),
         (("rollout.max_staleness=1", SHARED), {}, "node 'load_weights' is 1 step behind"),
         (
-            ("trainer.lora.rank=2",),
-            {"fn": publish_adapters},
-            "publish_adapters and .*load_weights do not both handle",
+            (),
+            {"fn": publish_rows, "options": {}},
+            "publish_rows and .*load_weights do not both handle",
         ),
         ((), {"save_as": "weights"}, "the table of node 'weights' is saved, has other readers"),
     ],

@@ -7,11 +7,16 @@ import torch
 
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.training.critic import ValueCritic
 from siirl_dask.training.policy import Policy
 from siirl_dask.worker import devices
 
 NOT_BOUND = 5
-CALLS = {TransformersEngine: ("serve", "load_weights", "close"), Policy: ("logprobs", "update", "state", "close")}
+CALLS = {
+    TransformersEngine: ("serve", "load_weights", "close"),
+    Policy: ("logprobs", "update", "state", "sleep", "close"),
+}
+BESIDE = {ValueCritic: ("update", "sleep")}  # where a run has one
 _current, _seen = threading.local(), []
 
 
@@ -32,7 +37,7 @@ def install():
     devices.visible_devices = lambda: devices.VisibleDevices(DeviceKind.CUDA, ("the only one",))
     torch.get_device_module = lambda kind: FakeModule
     Device.torch_name = property(lambda self: "cpu")
-    for kind, names in CALLS.items():
+    for kind, names in (CALLS | BESIDE).items():
         for name in names:
             setattr(kind, name, _noting(getattr(kind, name), f"{kind.__name__}.{name}"))
 

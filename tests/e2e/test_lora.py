@@ -12,14 +12,8 @@ EXACT = ["row_id", "response_ids", "reward", "weights_version"]
 REFERENCE = {"run": "siirl_dask.nodes:base_logprobs", "role": "policy", "after": "rollout", "rows": "balanced"}
 APART = REFERENCE | {"run": "siirl_dask.nodes:reference_logprobs", "role": "reference"}
 JOINED = {"after": ["reward", "old_logprobs", "reference_logprobs"]}
-ALONE = {
-    "weights": {"run": "siirl_dask.nodes:publish_adapters"},
-    "load_weights": {
-        "run": "siirl_dask.nodes:load_adapters",
-        "with": {"model": "${model}", "trainer": "${trainer}"},
-    },
-}
-OWN = {"nodes": {"reference_logprobs": REFERENCE, "advantage": JOINED, **ALONE}}
+WHOLE = {name: {"with": {"lora": None}} for name in ("weights", "load_weights")}
+OWN = {"nodes": {"reference_logprobs": REFERENCE, "advantage": JOINED}}
 SECOND_MODEL = {
     "roles": {
         "reference": {
@@ -27,7 +21,7 @@ SECOND_MODEL = {
             "with": {"model": "${model}", "trainer": "${trainer}", "rollout": "${rollout}"},
         }
     },
-    "nodes": {"reference_logprobs": APART, "advantage": JOINED},
+    "nodes": {"reference_logprobs": APART, "advantage": JOINED, **WHOLE},
 }
 LORA = ["trainer.lora.rank=8", "trainer.lora.alpha=16", "trainer.lr=3e-3", "algorithm.kl_coefficient=0.001"]
 

@@ -233,6 +233,25 @@ def test_an_engine_sleeps_while_another_role_computes():
     assert slept == [engine]
 
 
+def test_a_trainer_sleeps_while_the_engine_generates():
+    slept = []
+
+    class Sleeper:
+        def sleep(self):
+            slept.append(self)
+
+    class Awake(Limits):
+        def serve(self, queue):
+            assert slept, "the policy still held its memory"
+            super().serve(queue)
+
+    engine, policy = Awake(), Sleeper()
+    ctx = context(engine)
+    ctx.resources = {"rollout": engine, "policy": policy}
+    generate(ctx, encoded("a"), rollout=RolloutConfig(n=1, max_response_length=2))
+    assert slept == [policy]
+
+
 def encoded(*words):
     return encode_prompts(context(Echo()), rows(prompt=list(words)), max_prompt_length=9)
 

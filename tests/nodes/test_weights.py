@@ -46,6 +46,10 @@ class Collector:
         self.loaded, self.version, self.takes, self.fails_at = {}, 0, takes, fails_at
         self.look = lambda: 0
         self.most = 0
+        self.slept = []
+
+    def sleep(self, **told):
+        self.slept.append(told)
 
     def load_weights(self, tensors, version):
         self.loaded = {}
@@ -61,6 +65,13 @@ class Collector:
 
 def build(device, rank, *, kind, options):
     return kind(**options)
+
+
+@columns(reads=["prompt"])
+def computes(ctx, table):
+    """A node that needs the device's memory."""
+    ctx.free_device()
+    return table
 
 
 @columns(reads=["parameter", "data"])
@@ -182,6 +193,24 @@ def test_no_worker_holds_more_than_a_few_parts(source, placement):
             assert largest < engine.most <= (3 if len(placement["rollout"]) == 1 else 4) * (part + overhead)
         assert 0 < published <= 4 * (part + overhead)
         assert_nothing_is_held(workers)
+
+
+def test_an_engine_that_is_put_to_sleep_is_told_whether_weights_follow(source):
+    roles = (
+        Role("policy", partial(build, kind=Holder, options={"shapes": [(4,)]})),
+        Role("rollout", partial(build, kind=Collector, options={})),
+    )
+    nodes = (
+        Node("before", computes, role="policy"),
+        Node("weights", publish_weights, role="policy", after="before"),
+        Node("load", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED),
+        Node("after", computes, role="policy", after="before"),
+    )
+    plan = compile_chains(DAG(roles, nodes), ["w0", "w1"], source_schema(open_source(source).schema, source))
+    with LocalPool(plan, source, url="", stream_bytes=100) as workers:
+        for step in (1, 2):
+            workers.run(step)
+        assert [engine.slept for engine in engines(workers).values()] == [[{"weights_follow": True}, {}] * 2] * 2
 
 
 APART, TOGETHER, OVER = (

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from siirl_dask.planner.explain.device_memory import advice, card_as_data, describe_card, refusal, summary
-from siirl_dask.planner.footprint import MOST_SHARE, Footprint, Remedy, fill, moments, peak, remedies
+from siirl_dask.planner.footprint import EXCHANGE, MOST_SHARE, Footprint, Remedy, fill, moments, peak, remedies
 
 GB = 10**9
 SIZES = st.integers(0, 40 * GB)
@@ -89,6 +89,58 @@ def test_while_one_role_computes_the_others_keep_what_they_hold():
     )
     assert moments({"policy": policy, "rollout": engine}) == {"policy": 16, "rollout": 20}
     assert peak({}) == 0
+
+
+PARKS = Footprint(
+    held={"weights": 10, "gradients": 10, "state": 20},
+    working={"activations": 5},
+    moves=("weights",),
+    parks={"weights": 10, "gradients": 0, "state": 20},
+)
+
+
+def test_weights_move_while_both_ends_hold_theirs_and_nothing_else():
+    engine = Footprint(
+        held={"weights": 60, "cache": 9, "graphs": 1}, leaves=("weights", "cache"), moves=("weights",), working={"a": 2}
+    )
+    parked = PARKS.parked()
+    assert moments({"policy": PARKS, "rollout": engine}) == {"policy": 46, "rollout": 112}
+    assert moments({"policy": parked, "rollout": engine}) == {"policy": 46, "rollout": 72, EXCHANGE: 71}
+    assert parked.host == {"parked weights": 10, "parked state": 20}
+    assert parked.parked() == parked
+    large = Footprint(held={"weights": 30}, leaves=("weights",), moves=("weights",))
+    assert f"while {EXCHANGE} (largest: rollout's weights" in refusal("w", 60, {"0": {"p": large, "rollout": engine}})
+
+
+def test_parking_goes_together_with_whatever_else_helps():
+    """The engine is at the peak at first, then the policy, and the engine again: parking is proposed in the end too."""
+    cut = replace(PARKS, working={})
+    offload = Remedy("offload=true", Footprint(), instead_of="park=true")
+    park = Remedy("park=true", PARKS.parked(), parks=True)
+    policy = replace(PARKS, remedies=(park, Remedy("tokens=8", cut), park, offload))
+    workers = {"0": {"policy": policy, "rollout": Footprint(held={"weights": 30}, leaves=("weights",))}}
+    unit = GB // 2
+    scaled = {"0": {name: larger(one, unit) for name, one in workers["0"].items()}}
+    found = {bytes_: [setting for setting, _ in remedies(bytes_, scaled)] for bytes_ in (23 * GB, 10 * GB)}
+    assert found[23 * GB] == ["park=true", "tokens=8"]
+    assert found[10 * GB] == ["offload=true"], "what is offloaded is in the host's memory already"
+
+
+def larger(one, unit):
+    """The same with a ``unit`` for each byte, also in its remedies."""
+
+    def times(parts):
+        return {part: size * unit for part, size in parts.items()}
+
+    changed = tuple(replace(remedy, footprint=larger(remedy.footprint, unit)) for remedy in one.remedies)
+    return replace(
+        one,
+        held=times(one.held),
+        working=times(one.working),
+        parks=times(one.parks),
+        host=times(one.host),
+        remedies=changed,
+    )
 
 
 def test_two_workers_on_one_accelerator_share_what_is_left_evenly():

@@ -9,17 +9,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
 
+import torch
 from safetensors.torch import load_file
 from vllm import LLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from siirl_dask.config import Dtype, Engine, ModelConfig
+from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import RunError
-from siirl_dask.rollout import Sampling
+from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
+from siirl_dask.rollout.vllm_engine.sleeping import Sleep, loose_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.settings import rollout_config
 
@@ -83,6 +85,9 @@ class Recorder:
     def reset_prefix_cache(self):
         self.calls.append("forget prefixes")
 
+    def apply_model(self, function):
+        return [function(torch.nn.Module())]
+
 
 class Recorded(VllmEngine):
     def _start(self, model, settings, given):
@@ -112,43 +117,114 @@ def generate(engine):
 
 
 def test_the_recorder_has_the_methods_that_vllm_has():
-    assert all(hasattr(LLM, name) for name in ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache"))
+    names = ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "apply_model")
+    assert all(hasattr(LLM, name) for name in names)
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_before_the_first_load_sleep_keeps_the_folders_weights(folder, level):
-    engine, _, _ = recorded(folder, sleep_level=level)
-    engine.sleep()
-    assert engine.calls() == ["sleep 1"]
-    assert generate(engine) == ["wake all"]
-    assert generate(engine) == []
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_load_weights_wakes_weights_first_and_then_the_cache(folder, level):
-    engine, weights, reload = recorded(folder, sleep_level=level)
-    engine.load_weights(weights.items(), 1)
-    assert engine.calls() == reload
-    for version in (2, 3):
+def test_weights_that_no_others_follow_are_kept_whatever_was_loaded_before(folder, level):
+    engine, weights, _ = recorded(folder, sleep_level=level)
+    for version in (None, 1):
+        if version:
+            engine.load_weights(weights.items(), version)
+            engine.calls()
         engine.sleep()
-        engine.sleep()
-        assert engine.calls() == [f"sleep {level}"]
-        engine.load_weights(weights.items(), version)
-        assert engine.calls() == ["wake weights", reload[0], "wake kv_cache", reload[1]]
+        assert engine.calls() == ["sleep 1"]
+        assert generate(engine) == ["wake all"]
         assert generate(engine) == []
 
 
-def test_it_wakes_with_kept_weights_and_refuses_without_freed_ones(folder):
-    for level in (1, 2):
-        engine, weights, _ = recorded(folder, sleep_level=level)
-        engine.load_weights(weights.items(), 1)
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_wake_to_be_loaded_and_the_cache_to_generate(folder, level):
+    """The trainer gives its weights while it still holds them: a cache that fills the rest would not fit beside it."""
+    engine, weights, reload = recorded(folder, sleep_level=level)
+    for version in (1, 2):  # also before any were loaded
+        engine.sleep(weights_follow=True)
+        engine.sleep(weights_follow=True)
         engine.sleep()
-        engine.calls()
-        if level == 1:
-            assert generate(engine) == ["wake all"]
-        else:
-            with pytest.raises(RunError, match="none were loaded since"):
-                generate(engine)
+        assert engine.calls() == [f"sleep {level}"]
+        engine.load_weights(weights.items(), version)
+        assert engine.calls() == ["wake weights", *reload]
+        assert generate(engine) == ["wake kv_cache"]
+        assert generate(engine) == []
+
+
+def test_it_sleeps_again_between_a_load_and_the_next_generation(folder):
+    engine, weights, _ = recorded(folder)
+    engine.sleep(weights_follow=True)
+    engine.load_weights(weights.items(), 1)
+    engine.calls()
+    engine.sleep()
+    assert engine.calls() == ["sleep 1"]
+    assert generate(engine) == ["wake all"]
+
+
+def test_freed_weights_are_never_sampled_from(folder):
+    engine, weights, _ = recorded(folder)
+    engine.sleep(weights_follow=True)
+    with pytest.raises(RunError, match=r"let go of its weights .* or give rollout\.vllm\.sleep_level=1"):
+        generate(engine)
+    engine.load_weights(weights.items(), 1)
+    generate(engine)
+
+
+def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_request(folder, monkeypatch):
+    """Nobody loads the folder's weights again where adapters alone come: at level 2 they would be lost."""
+    model, put = ModelConfig(path=str(folder), dtype=Dtype.bfloat16), []
+    rollout = rollout_config(engine=Engine.vllm)
+    engine = Recorded(model, rollout, Device("w", DeviceKind.CUDA), lora=LoraConfig(rank=2, alpha=4))
+    monkeypatch.setattr("siirl_dask.rollout.vllm_engine.engine.put_adapters", lambda model, **given: put.append(given))
+    engine._llm.llm_engine.add_request = lambda *args, lora_request: put.append(lora_request)
+    name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj" in name)
+    layer = name.removesuffix(".weight")
+    adapters = {f"{layer}.lora_A.weight": torch.ones(2, shape[1]), f"{layer}.lora_B.weight": torch.ones(shape[0], 2)}
+    queue = LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))] * 2)
+    engine._admit(LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))]), {})
+    engine.sleep(weights_follow=True)
+    engine.load_adapters(adapters.items(), 2.0, 1)
+    engine._admit(queue, {})
+    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes"]
+    before, (given), *after = put
+    assert before is None
+    assert (list(given["adapters"]), given["scaling"]) == ([name], 2.0)
+    assert [request.lora_int_id for request in after] == [1, 1]
+
+
+class Forgetful:
+    """vLLM, with a sleep of level 2 as an accelerator's allocator has it: what was in the model's memory is gone."""
+
+    def __init__(self, llm):
+        self._llm = llm
+        self.apply_model = llm.apply_model
+
+    def sleep(self, level):
+        assert level == 2
+        self._llm.apply_model(forget)
+
+    def wake_up(self, tags=None):
+        pass
+
+
+def forget(model):
+    with torch.inference_mode():
+        for tensor in (*model.parameters(), *loose_tensors(model)):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(folder):
+    """No weights have anything of buffers such as rotary embeddings, nor of tensors that are plain attributes."""
+    rows, sampling = ([[1, 2], [3, 4, 5]], [1, 2]), Sampling(max_tokens=6)
+    rollout = rollout_config(engine=Engine.vllm, max_rows=4, kv_cache_memory="64MiB")
+    engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))
+    try:
+        before = engine.generate(*rows, sampling)
+        engine._sleep = Sleep(Forgetful(engine._llm), 2, DeviceKind.CUDA)
+        assert len(list(engine._llm.apply_model(lambda model: list(loose_tensors(model)))[0])) > 0
+        engine.sleep(weights_follow=True)
+        engine.load_weights(load_file(folder / "model.safetensors").items(), 1)
+        assert engine.generate(*rows, sampling) == before
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(("kind", "level"), [(DeviceKind.CUDA, 0), (DeviceKind.CPU, 2)])
@@ -158,5 +234,5 @@ def test_it_stays_awake_on_a_cpu_and_at_level_0(folder, kind, level):
     assert engine.calls() == generate(engine) == []
     if kind is not DeviceKind.CPU:  # there it packs the head anew as well
         engine.load_weights(weights.items(), 1)
-        engine.sleep()
+        engine.sleep(weights_follow=True)
         assert engine.calls() == reload

@@ -23,7 +23,7 @@ from siirl_dask.driver.preflight import check
 from siirl_dask.driver.run import run as run_it
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import count_parameters
-from siirl_dask.nodes import base_logprobs, load_adapters, publish_adapters
+from siirl_dask.nodes import base_logprobs, load_weights, publish_weights
 from siirl_dask.planner.contract import bare
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
@@ -277,18 +277,43 @@ def test_an_engine_merges_published_adapters_into_the_same_weights(folder, tmp_p
     trainer = build(bare, lr=1e-2)
     advance(trainer)
     model = ModelConfig(path=str(bare))
-    table = publish_adapters(context(trainer), pa.table({}))
+    lora = trainer_config(**LORA).lora
+    table = publish_weights(context(trainer), pa.table({}), lora=lora)
     assert set(table[PARAMETER].to_pylist()) == set(trainer.state()["model"])
     engines = [
         build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers")) for _ in "ab"
     ]
-    load_adapters(context(engines[0]), table, model=model, trainer=trainer_config(**LORA))
+    load_weights(context(engines[0]), table, lora=lora)
     engines[1].load_weights(trainer.weights(), 1)
     loaded = [dict(engine._model.named_parameters()) for engine in engines]
     assert_same_tensors(*loaded)
     assert engines[0].generate([[1, 2]], [0], Sampling(max_tokens=4))[0].token_ids
-    with pytest.raises(TypeError, match="run publish_weights"):
-        publish_adapters(context(build(bare, lora_rank=0)), pa.table({}))
+    with pytest.raises(TypeError, match=r"object has no load_adapters: leave lora out of the options"):
+        load_weights(context(object()), table, lora=lora)
+    whole = publish_weights(context(trainer), pa.table({}), lora=trainer_config(lora_rank=0).lora)
+    assert set(whole[PARAMETER].to_pylist()) == {name for name, _ in trainer.weights()}
+    for wrong, said in ((table.slice(1), "lora_A.weight is missing"), (whole, "there is no weight")):
+        with pytest.raises(ValueError, match=f"adapters of version 1 do not fit: .*{said}"):
+            load_weights(context(engines[0]), wrong, lora=lora)
+    assert_same_tensors(*loaded)
+
+
+def test_adapters_of_a_model_whose_files_have_other_names_are_refused_with_the_cure(tmp_path):
+    bare = tmp_path / "renamed"
+    model = ModelConfig(path=str(tiny_model(bare, seed=1)))
+    engine = build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers"))
+    file = bare / "model.safetensors"
+    save_file({f"other.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"its \*.safetensors lack .*leave lora out of the options"):
+        engine.load_adapters(adapters_of(engine), 1.0, 1)
+
+
+def adapters_of(engine):
+    """Yield an adapter of rank 2 for one weight of the engine."""
+    name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj.weight" in name)
+    layer = name.removesuffix(".weight")
+    yield f"{layer}.lora_A.weight", torch.zeros(2, shape[1])
+    yield f"{layer}.lora_B.weight", torch.zeros(shape[0], 2)
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -368,9 +393,8 @@ def test_impossible_adapters_are_refused_before_anything_starts(digits_task, tmp
 
     with pytest.raises(ConfigError, match=r"no linear layer 'q_prj' .*did you mean 'q_proj'"):
         start("trainer.lora.rank=4", "trainer.lora.targets=[q_prj]")
-    for node, fn in {"weights": "publish_adapters", "update": "base_logprobs"}.items():
-        with pytest.raises(ConfigError, match=rf"node '{node}' runs .*{fn}, which needs a role with adapters"):
-            start(text=f'nodes: {{{node}: {{run: "siirl_dask.nodes:{fn}", with: null}}}}')
+    with pytest.raises(ConfigError, match=r"node 'update' runs .*base_logprobs, which needs a role with adapters"):
+        start(text='nodes: {update: {run: "siirl_dask.nodes:base_logprobs", with: null}}')
     assert not (tmp_path / "run").exists()
 
 
@@ -383,8 +407,8 @@ def test_the_configs_in_the_docs_can_be_planned(digits_task, tmp_path):
         read = load_config_file(file, digits_overrides(digits_task, tmp_path / "run"))
         dag, validation = dags(read)
         describe_run(read.config, dag, validation)
-        own = {base_logprobs, publish_adapters, load_adapters} & {bare(node.fn) for node in dag.nodes}
-        assert own == ({publish_adapters, load_adapters} if at else {base_logprobs})
+        assert any(bare(node.fn) is base_logprobs for node in dag.nodes) == (not at)
+        assert any("lora" in dag.node(name).options for name in ("weights", "load_weights")) == (not at)
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])

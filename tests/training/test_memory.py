@@ -129,22 +129,37 @@ def test_what_is_said_to_save_memory_does(seven, drawn):
     assert total(footprint(offloaded).host) == total(held_bytes(fsdp))
 
 
+@given(MODELS)
+def test_a_parked_model_leaves_all_that_it_holds_and_the_host_has_it_but_for_gradients(seven, drawn):
+    trainer, others = drawn
+    model = replace(changed(seven, **trainer), **others)
+    parked = footprint(changed(model, park=True))
+    assert (parked.resting, parked.busy) == (0, footprint(model).busy)
+    held = held_bytes(model)
+    assert total(parked.host) == total(held) - held.get("gradients", 0)
+    assert 0 < parked.moving <= total(held)
+    offloaded = changed(model, backend=Backend.fsdp, fsdp=replace(model.trainer.fsdp, offload=True))
+    assert footprint(offloaded).parked() == footprint(offloaded)
+
+
 def test_each_remedy_needs_less_than_the_one_before(seven):
     def tokens(trainer):
         return trainer.max_tokens_per_micro_batch
 
     one = with_remedies(seven, "trainer", tokens, lambda trainer: 40_370_176)
     assert [remedy.setting for remedy in one.remedies] == [
+        "trainer.park=true",
         "trainer.gradient_checkpointing=true",
         "trainer.max_tokens_per_micro_batch=8192",
         "trainer.max_tokens_per_micro_batch=4096",
         "trainer.max_tokens_per_micro_batch=2048",
         "trainer.max_tokens_per_micro_batch=1024",
         "trainer.backend=fsdp",
+        "trainer.park=true",
         "trainer.fsdp.offload=true",
         "trainer.lora.rank=16",
     ]
-    sizes = [one.busy, *(remedy.footprint.busy for remedy in one.remedies)]
+    sizes = [one.busy, *(remedy.footprint.busy for remedy in one.remedies if not remedy.parks)]
     assert sizes == sorted(sizes, reverse=True)
     alone = with_remedies(replace(seven, ranks=1), "critic", tokens, lambda trainer: 0)
     assert alone.remedies[-2].setting == "critic.backend=fsdp critic.fsdp.offload=true"

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from siirl_dask.planner.explain.tables import readable_bytes, table
-from siirl_dask.planner.footprint import Card, Footprint, Roles, fill, moments, peak, remedies
+from siirl_dask.planner.footprint import EXCHANGE, Card, Footprint, Roles, fill, moments, peak, remedies
 
 COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
 """Sizes in which accelerators are sold."""
@@ -37,18 +37,23 @@ def alike(workers: Mapping[str, Roles]) -> dict[tuple[str, ...], list[str]]:
 
 
 def _parts(roles: Roles, names: Sequence[str]) -> str:
-    computing = [name for name, one in roles.items() if one.held or one.working]
+    own = moments(roles)
+    shown = [name for name in own if name == EXCHANGE or roles[name].held or roles[name].working]
     rows = []
     for role, one in roles.items():
         for part, size in one.held.items():
-            cells = ("-" if role != now and part in one.leaves else readable_bytes(size) for now in computing)
+            cells = (readable_bytes(size) if _is_there(role, one, part, now) else "-" for now in shown)
             rows.append((role, part, *cells))
         for part, size in one.working.items():
-            rows.append((role, part, *(readable_bytes(size) if role == now else "-" for now in computing)))
-    own = moments(roles)
-    rows.append(("", "in all", *(readable_bytes(own[name]) for name in computing)))
+            rows.append((role, part, *(readable_bytes(size) if role == now else "-" for now in shown)))
+    rows.append(("", "in all", *(readable_bytes(own[name]) for name in shown)))
     first = f"role on {', '.join(names)}" if names else "role"
-    return table((first, "part", *(f"{name} computes" for name in computing)), rows)
+    return table((first, "part", *(name if name == EXCHANGE else f"{name} computes" for name in shown)), rows)
+
+
+def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
+    """Return whether a held part of a role is on the device at the moment ``now``."""
+    return part not in one.leaves or role == now or (now == EXCHANGE and part in one.moves)
 
 
 def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
@@ -93,15 +98,16 @@ def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None
         return None
     worker = max(card.workers, key=lambda name: peak(card.workers[name]))
     own = moments(card.workers[worker])
-    role = max(own, key=lambda name: own[name])
-    sizes = {f"{role}'s {part}": size for part, size in card.workers[worker][role].working.items()}
-    for name, one in card.workers[worker].items():
-        sizes |= {f"{name}'s {p}": size for p, size in one.held.items() if name == role or p not in one.leaves}
+    now, roles = max(own, key=lambda name: own[name]), card.workers[worker]
+    sizes = {f"{now}'s {part}": size for part, size in (roles[now].working if now in roles else {}).items()}
+    for name, one in roles.items():
+        sizes |= {f"{name}'s {part}": size for part, size in one.held.items() if _is_there(name, one, part, now)}
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest)
     return (
         f"{label} need {readable_bytes(card.needed)} of an accelerator with {readable_bytes(memory)}, of which "
-        f"{readable_bytes(card.usable)} are for roles, while {role!r} computes (largest: {parts}). "
+        f"{readable_bytes(card.usable)} are for roles, while {now if now == EXCHANGE else f'{now!r} computes'} "
+        f"(largest: {parts}). "
         f"{advice(memory, workers)}"
     )
 
@@ -136,7 +142,12 @@ def card_as_data(memory: int, workers: Mapping[str, Roles]) -> dict[str, Any]:
             worker: {
                 "moments": moments(roles),
                 "roles": {
-                    role: {"held": dict(one.held), "working": dict(one.working), "leaves": list(one.leaves)}
+                    role: {
+                        "held": dict(one.held),
+                        "working": dict(one.working),
+                        "leaves": list(one.leaves),
+                        "moves": list(one.moves),
+                    }
                     for role, one in roles.items()
                 },
             }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
+from siirl_dask.models.adapters import pair
+from siirl_dask.rollout.base_weights import BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -39,12 +43,15 @@ vllm_process.prepare()
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from siirl_dask.rollout.vllm_engine.adapter_layers import POLICY, put_adapters  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
+from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
 
-_FREES_WEIGHTS = 2  # the sleep level at which vLLM frees the weights
+logger = logging.getLogger("siirl_dask.rollout")
 
 
 class VllmEngine(HoldsNoGroups):
@@ -60,13 +67,16 @@ class VllmEngine(HoldsNoGroups):
         rollout: RolloutConfig,
         device: Device,
         rank: Rank = Rank(),  # noqa: B008  # frozen
+        lora: LoraConfig | None = None,
     ) -> None:
+        """``lora`` describes the adapters that ``load_adapters`` will get; None: none."""
         if not Path(model.path).is_dir():
             raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
-        settings = llm_arguments(model, rollout, device, self._ranks)
+        settings = llm_arguments(model, rollout, device, self._ranks, lora)
         self._parameters, tokenizer, self._end_tokens = _describe(model)
+        self._base = BaseWeights(model.path, self._parameters)
         self.tokenizer: Tokenizer = tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
@@ -77,8 +87,14 @@ class VllmEngine(HoldsNoGroups):
         self._longest: int = self._llm.llm_engine.model_config.max_model_len
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
-        self._sleep_level = 0 if self._on_cpu else rollout.vllm.sleep_level
-        self._broken = self._asleep = False
+        self._has_layers = bool(settings.get("enable_lora"))
+        if lora is not None and lora.rank:
+            own = "computes with adapters in layers of its own"
+            logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
+        level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
+        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind)
+        self._adapters: LoRARequest | None = None
+        self._broken = False
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -90,7 +106,7 @@ class VllmEngine(HoldsNoGroups):
 
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
-        self._wake()
+        self._sleep.end()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
         engine, running = self._llm.llm_engine, dict[str, Any]()
@@ -113,8 +129,7 @@ class VllmEngine(HoldsNoGroups):
         if self._broken:
             raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
         weights = self._parameters.fit(tensors, version)
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
+        self._sleep.wake_weights()
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
@@ -125,20 +140,30 @@ class VllmEngine(HoldsNoGroups):
                 raise  # the sender of the weights failed, not vLLM
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
-        self._broken = self._asleep = False
+        self._sleep.loaded()
+        self._broken, self._adapters = False, None
         self.version = version
 
-    def sleep(self) -> None:
-        """Free the KV cache and, as ``rollout.vllm.sleep_level`` says, move the weights to the host or free them.
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Compute with new adapters, in vLLM's own layers where it has them; else merge them into the folder's weights.
 
-        Does nothing on a CPU, where all memory is the host's.
+        ValueError, before anything changes, for adapters that do not fit; other errors as ``load_weights``.
         """
-        if self._sleep_level and not self._asleep:
-            self._llm.sleep(self._depth())
-            self._asleep = True
+        if not self._has_layers:
+            self.load_weights(self._base.merged(tensors, scaling, version), version)
+            return
+        adapters = pair(tensors, self._parameters.shapes, version)
+        self._sleep.wake_weights()
+        self._llm.apply_model(partial(put_adapters, adapters=adapters, scaling=scaling))
+        self._llm.reset_prefix_cache()
+        self._adapters, self.version = POLICY, version
+
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free the KV cache, and move the weights to the host, or free them if others follow: as
+        ``rollout.vllm.sleep_level`` says. Does nothing on a CPU, where all memory is the host's.
+        """
+        self._sleep.begin(weights_follow=weights_follow)
 
     def leave_groups(self) -> bool:
         """Return whether the engine can go on: not if it is one of several ranks, nor with half of its weights."""
@@ -148,7 +173,7 @@ class VllmEngine(HoldsNoGroups):
         """Free the weights and the KV cache; the engine cannot be used any more."""
         self._finish()
         if hasattr(self, "_llm"):
-            del self._llm
+            del self._llm, self._sleep
             gc.collect()  # an engine and its parts know each other
 
     def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str) -> LLM:
@@ -171,21 +196,6 @@ class VllmEngine(HoldsNoGroups):
                 "does not fit or take rollout.engine=transformers"
             ) from error
 
-    def _wake(self) -> None:
-        """Bring the weights back. RunError when they are gone and no new ones came."""
-        if self._asleep and self._depth() == _FREES_WEIGHTS:
-            raise RunError(
-                "vLLM let go of its weights (rollout.vllm.sleep_level=2) and none were loaded since: expected a node "
-                "that loads weights after each update, or rollout.vllm.sleep_level=1"
-            )
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
-
-    def _depth(self) -> int:
-        """Return the level of sleep. The folder's weights stay until others come: nobody would load them again."""
-        return self._sleep_level if self.version else min(self._sleep_level, 1)
-
     def _eager(self) -> Any:
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
@@ -199,7 +209,8 @@ class VllmEngine(HoldsNoGroups):
             params = request_params(
                 request.seed, request.sampling, self._end_tokens, request.begun, self._logprobs_mode
             )
-            self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt)), params)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapters)
             running[name] = ticket
         return bool(running)
 

@@ -9,10 +9,12 @@ from typing import Any
 from vllm import EngineArgs
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from siirl_dask.config import ModelConfig, RolloutConfig, Sampler, VllmConfig, parse_bytes
+from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, VllmConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.engine import CPU_CACHE
+from siirl_dask.rollout.vllm_engine.adapter_layers import layer_arguments
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, logprobs_mode
 
@@ -21,8 +23,13 @@ _HABIT = 0.9  # vLLM's default
 _SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that decide how vLLM is called
 
 
-def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks) -> dict[str, Any]:
-    """Return all arguments but the model. ConfigError for ``engine_kwargs`` that are unknown or set here."""
+def llm_arguments(
+    model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks, lora: LoraConfig | None = None
+) -> dict[str, Any]:
+    """Return all arguments but the model. ConfigError for ``engine_kwargs`` that are unknown or set here.
+
+    ``lora`` describes the adapters that the engine will get; None: none.
+    """
     on_cpu = device.kind is DeviceKind.CPU
     cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
@@ -54,7 +61,10 @@ def llm_arguments(model: ModelConfig, rollout: RolloutConfig, device: Device, ra
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"
             )
-    return {"max_model_len": _LONGEST_THAT_FITS, **ours, **rollout.vllm.engine_kwargs}
+    layers = (
+        layer_arguments(lora) if lora is not None and takes_layers(model.dtype, rollout, lora, on_cpu=on_cpu) else {}
+    )
+    return {"max_model_len": _LONGEST_THAT_FITS, **layers, **ours, **rollout.vllm.engine_kwargs}
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from siirl_dask.config import Dtype, TrainerConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.loading import load_pretrained, no_progress_bars, refused_by_name
-from siirl_dask.training.model.lora import is_adapter, merged, peft_config
+from siirl_dask.training.model.lora import merged, peft_config
 
 _PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 

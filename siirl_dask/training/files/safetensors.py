@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.model.lora import first_values, is_adapter
+from siirl_dask.models.adapters import is_adapter
+from siirl_dask.models.weight_files import open_weights
+from siirl_dask.training.model.lora import first_values
 from siirl_dask.training.model.network import Network
 from siirl_dask.training.parallel.dtensor import local
 
@@ -26,7 +26,7 @@ def load_safetensors(network: Network, path: str, progress: Callable[[], None] =
     files lack or have in another shape.
     """
     subject = f"model.path={path!r}"
-    files, names = _files(path), _names(network)
+    files, names = open_weights(path), _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
     if missing := sorted(name for name in missing if name not in network.zero_initialised and not is_adapter(name)):
         raise ConfigError(
@@ -48,18 +48,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     ConfigError when there are none.
     """
-    if weights := {name: file.get_tensor(name) for name, file in _files(path).items()}:
+    if weights := {name: file.get_tensor(name) for name, file in open_weights(path).items()}:
         return weights
     raise ConfigError(f"model.path={path!r}: it holds no *.safetensors")
-
-
-def _files(path: str) -> dict[str, Any]:
-    """Open the folder's files. Returns each weight's file by its name. ConfigError for unreadable files."""
-    try:
-        opened: list[Any] = [safe_open(file, framework="pt") for file in sorted(Path(path).glob("*.safetensors"))]
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"model.path={path!r}: its weights cannot be read: {error}") from error
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping
 
 
 def _names(network: Network) -> dict[str, list[str]]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.models.adapters import WEIGHT, A, B, is_adapter
 from siirl_dask.training.parallel.dtensor import full_tensor, like_dtensor, local
 
-_WEIGHT, _A, _B = ".weight", ".lora_A.weight", ".lora_B.weight"
 _PEFT_NAME = "default"  # peft's name for an unnamed adapter; files leave it out
 
 
@@ -76,14 +76,9 @@ def file_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(f".{_PEFT_NAME}.", ".")
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether the parameter is an adapter's A or B."""
-    return name.endswith((_A, _B))
-
-
 def rank_of(name: str, tensor: Tensor) -> int:
     """Return the rank of the adapter with this parameter."""
-    return tensor.shape[0 if name.endswith(_A) else 1]
+    return tensor.shape[0 if name.endswith(A) else 1]
 
 
 def first_values(name: str, shape: Sequence[int]) -> Tensor:
@@ -91,7 +86,7 @@ def first_values(name: str, shape: Sequence[int]) -> Tensor:
     in peft. The seed depends on the name alone, so every rank, backend and start draws the same.
     """
     values = torch.zeros(*shape)
-    if name.endswith(_A):
+    if name.endswith(A):
         seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         nn.init.kaiming_uniform_(values, a=sqrt(5), generator=torch.Generator().manual_seed(seed))
     return values
@@ -103,13 +98,13 @@ def merged(named: Mapping[str, Tensor], scaling: float, device: torch.device) ->
     A merged parameter is a new float32 tensor on ``device``, laid out like W. For a sharded model every rank must
     iterate to the end, since A is gathered. ValueError for adapters of weights that ``named`` lacks.
     """
-    orphans = [name for name in named if name.endswith(_A) and name.removesuffix(_A) + _WEIGHT not in named]
+    orphans = [name for name in named if name.endswith(A) and name.removesuffix(A) + WEIGHT not in named]
     if orphans:
         raise ValueError(f"there are adapters of weights that are not there: {orphans[:5]}")
     for name, weight in named.items():
-        layer = name.removesuffix(_WEIGHT)
-        if layer + _A in named:
-            a, b = named[layer + _A], named[layer + _B]
+        layer = name.removesuffix(WEIGHT)
+        if layer + A in named:
+            a, b = named[layer + A], named[layer + B]
             full_a = full_tensor(like_dtensor(a, local(a).to(device)))
             shard = local(weight).to(device, torch.float32)  # B is sharded along its rows like W
             yield name, like_dtensor(weight, torch.addmm(shard, local(b).to(device), full_a, alpha=scaling))

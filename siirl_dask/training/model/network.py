@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from siirl_dask.config import TrainerConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.adapters import is_adapter
 from siirl_dask.training.model.attention import PACKED, ends_for_kernels, leave_uncompiled
 from siirl_dask.training.model.liger import use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
-from siirl_dask.training.model.lora import add_adapters, file_name, first_values, is_adapter, merged, without_adapters
+from siirl_dask.training.model.lora import add_adapters, file_name, first_values, merged, without_adapters
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
 from siirl_dask.training.parallel.own_rows import select_own_rows
 from siirl_dask.training.parallel.ulysses import to_owners

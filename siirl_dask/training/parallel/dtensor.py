@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 _BUCKET = 16 * 2**20  # bytes of full tensors per message; one message per tensor is slow for small ones
 
@@ -33,14 +34,10 @@ def shard_count(tensor: Tensor) -> int:
 def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
     """Return this rank's ``part`` as a tensor with the layout of ``parameter`` over the ranks, in the same memory."""
     if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        # DTensor.from_local would move the part to the mesh's device, and offloaded or parked parts are the host's
+        meta = TensorMeta(parameter.shape, parameter.stride(), part.dtype)
+        spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+        return DTensor(part, spec, requires_grad=False)
     return part
 
 

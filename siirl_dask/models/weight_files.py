@@ -1,0 +1,22 @@
+"""Opens the ``*.safetensors`` of a model's folder on this machine; weights are read when they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from siirl_dask.errors import ConfigError
+
+
+def open_weights(path: str) -> dict[str, Any]:
+    """Return the open file of each weight by its name; ``file.get_tensor(name)`` reads it. Empty without files.
+
+    ConfigError for unreadable files.
+    """
+    try:
+        opened: list[Any] = [safe_open(file, framework="pt") for file in sorted(Path(path).glob("*.safetensors"))]
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"model.path={path!r}: its weights cannot be read: {error}") from error
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping

@@ -1,0 +1,46 @@
+"""Tells after which nodes a role's object gets new weights before anything else asks for it.
+
+An engine that sleeps then need not keep its weights: nobody would read them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from siirl_dask.planner.chain import Chain, Lagged, Run, Stream
+from siirl_dask.planner.node import Node
+
+
+def reloaded_after(chain: Chain) -> Mapping[str, frozenset[str]]:
+    """Return the roles, for each node of the chain, whose next node in it loads all weights.
+
+    A node that lags does not count as one that loads: in some iterations it is left out.
+    """
+    found: dict[str, frozenset[str]] = {}
+    loaded_next: frozenset[str] = frozenset()
+    for node, surely in reversed(list(_nodes(chain))):
+        found[node.name] = loaded_next
+        others = loaded_next - {node.role}
+        loaded_next = others | {node.role} if surely and node.weight_sink is not None else others
+    return dict(reversed(found.items()))
+
+
+def always_reloaded(chain: Chain, role: str, frees: frozenset[str]) -> bool:
+    """Return whether weights for ``role`` come next after each node of the roles ``frees``, which put it to sleep."""
+    after = reloaded_after(chain)
+    return all(role in after[node.name] for node, _ in _nodes(chain) if node.role in frees - {role})
+
+
+def _nodes(chain: Chain) -> Iterator[tuple[Node, bool]]:
+    """Yield the nodes that the worker runs, in order, and whether each runs in every iteration."""
+    for link in chain.links:
+        inner, surely = (link.links, False) if isinstance(link, Lagged) else ((link,), True)
+        for each in inner:
+            if isinstance(each, Run):
+                yield each.node, surely
+            elif isinstance(each, Stream):
+                yield from ((node, surely) for node, here in _ends(each) if here)
+
+
+def _ends(stream: Stream) -> tuple[tuple[Node, bool], tuple[Node, bool]]:
+    return (stream.source, stream.gives), (stream.target, stream.takes)
