@@ -39,6 +39,7 @@ _FUNCTIONS = {
 _PLACE: tuple[str, ...] = (
     *("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null"),
     *("cluster.placement={}", "cluster.workers=1", "rollout.expected_length_column=null"),
+    *("cluster.elastic=false", "cluster.max_workers=null", "cluster.replacement_timeout=null"),
     *("validation.url=null", "validation.test_url=null"),
 )
 """A replay runs on one worker of this machine, unless it is told otherwise."""

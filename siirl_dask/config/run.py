@@ -78,8 +78,10 @@ class ClusterConfig:
     """Go on with fewer workers when some are lost and no others come, and take in more that join, between two steps."""
     max_workers: int | None = None
     """Most workers of an elastic run. None: all that join."""
-    replacement_timeout: float = 10.0
-    """Seconds for which an elastic run that has lost a worker waits for another one before it goes on with fewer."""
+    replacement_timeout: float | None = None
+    """Seconds for which an elastic run that has lost a worker waits for another one before it goes on with fewer.
+    None: 10.
+    """
     threads: int = 1
     """Torch threads per worker."""
     memory_limit: str | None = None
@@ -109,12 +111,16 @@ class ClusterConfig:
         """Whether the cluster is there before the run, and stays after it."""
         return bool(self.address or self.scheduler_file)
 
+    @property
+    def scheduler_may_return(self) -> bool:
+        """Whether a run that has lost the scheduler waits for another one."""
+        return self.exists and self.scheduler_timeout > 0
+
     def __post_init__(self) -> None:
         at_least("cluster", 1, workers=self.workers, threads=self.threads)
         above("cluster", 0, start_timeout=self.start_timeout, stall_timeout=self.stall_timeout)
-        at_least("cluster", 0, replacement_timeout=self.replacement_timeout, scheduler_timeout=self.scheduler_timeout)
-        if self.max_workers is not None:
-            self._check_max_workers(self.max_workers)
+        at_least("cluster", 0, scheduler_timeout=self.scheduler_timeout)
+        self._check_elastic()
         if self.peer_timeout is not None:
             above("cluster", 0, peer_timeout=self.peer_timeout)
         if self.memory_limit is not None:
@@ -136,10 +142,15 @@ class ClusterConfig:
                     f"cluster.workers={self.workers} gives 0 to {self.workers - 1}"
                 )
 
-    def _check_max_workers(self, most: int) -> None:
-        if not self.elastic:
-            raise ConfigError(f"cluster.max_workers={most} is for an elastic run: set cluster.elastic=true as well")
-        if most < self.workers:
+    def _check_elastic(self) -> None:
+        """Raise ConfigError for keys of an elastic run where this is none, and for values that it cannot have."""
+        most, patience = self.max_workers, self.replacement_timeout
+        for name, value in (("max_workers", most), ("replacement_timeout", patience)):
+            if value is not None and not self.elastic:
+                raise ConfigError(f"cluster.{name}={value} is for an elastic run: set cluster.elastic=true as well")
+        if patience is not None:
+            at_least("cluster", 0, replacement_timeout=patience)
+        if most is not None and most < self.workers:
             raise ConfigError(
                 f"cluster.max_workers={most} is less than cluster.workers={self.workers}, with which the run begins"
             )

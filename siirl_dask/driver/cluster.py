@@ -19,6 +19,7 @@ from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny
 from siirl_dask.driver.scheduler_file import address_in, read_address
+from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.models.remote import HUB
 from siirl_dask.observe import Progress
@@ -157,14 +158,16 @@ def _local_settings(config: Config) -> dict[str, object]:
 def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
     """Yield a client of an existing cluster whose scheduler was lost, once another one has its place, with workers.
 
-    RunError after ``cluster.scheduler_timeout`` seconds. An elastic run waits for one worker only.
+    RunError after ``cluster.scheduler_timeout`` seconds, SchedulerLost if that one ends as well. An elastic run waits
+    for one worker only.
     """
     cluster, deadline = config.cluster, time.monotonic() + config.cluster.scheduler_timeout
     progress.note(f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s (cluster.scheduler_timeout)")
     client = _client_of_another(cluster, deadline)
     try:
         limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
-        wait_for_workers(client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None)
+        with scheduler_guard(client, cluster):
+            wait_for_workers(client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None)
         yield client
     finally:
         with _without_its_log(client), suppress(TimeoutError):
@@ -202,7 +205,8 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
     try:
-        wait_for_workers(client, cluster, progress)
+        with scheduler_guard(client, cluster):
+            wait_for_workers(client, cluster, progress)
         yield client
     finally:
         with _without_its_log(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer

@@ -26,6 +26,7 @@ from distributed.deploy.cluster import Cluster
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.file import ClusterSpec, read_cluster_spec
 from siirl_dask.driver.arrivals import wait_for_workers
+from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
 from siirl_dask.observe import Progress
 
@@ -62,7 +63,8 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
 
         client = Client(cluster)
         try:
-            wait_for_workers(client, config, progress, check, _hint(spec, cluster))
+            with scheduler_guard(client, config):
+                wait_for_workers(client, config, progress, check, _hint(spec, cluster))
             yield client
         finally:
             with suppress(TimeoutError):  # a scheduler that is cut off does not answer

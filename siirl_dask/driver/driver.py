@@ -96,7 +96,7 @@ class Driver:
             self.finish(_CLOSE_TIMEOUT)
         except BaseException as error:
             if isinstance(error, SchedulerLost):
-                error.may_return = cluster.exists and cluster.scheduler_timeout > 0
+                error.may_return = cluster.scheduler_may_return
             kept = isinstance(error, SiirlError) and bool(on_failure(error))
             self.abort(f"the run was stopped: {type(error).__name__}")
             raise
@@ -184,6 +184,11 @@ class Driver:
         self._pending.clear()
         self._last = {}
         self._on_cluster.leave()
+
+    def cut_off(self) -> None:
+        """Leave the run where it is, and ask nobody: the cluster is gone, or goes."""
+        self._on_cluster.cut_off()
+        self.close()
 
     def _busy_workers(self) -> list[str]:
         """Return the workers that are still in the first iteration under way, or still building their roles."""

@@ -16,11 +16,11 @@ from siirl_dask.config import Config
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.iterations import until_asked
 from siirl_dask.driver.phases import Phases
-from siirl_dask.driver.processes import check_alike, rank_order
+from siirl_dask.driver.processes import check_alike, rank_order, workers_needed
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.replacement import give_up_silent, start_lost_workers
 from siirl_dask.driver.worker_group import Planner, WorkerGroup
-from siirl_dask.errors import ConfigError, RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
+from siirl_dask.errors import ConfigError, RunError, SiirlError, UserError, WorkerLeft, WorkerLost, WorkersJoined
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.planner.resizing import Kind, Kinds, kinds_of, placement_of
@@ -29,6 +29,7 @@ from siirl_dask.worker.report import Report, report
 
 logger = logging.getLogger("siirl_dask.driver")
 _GLANCE = 0.2  # seconds between two looks
+_REPLACEMENT_TIMEOUT = 10.0  # seconds, where cluster.replacement_timeout is not given
 _REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to say what it runs on
 
 
@@ -46,12 +47,15 @@ class Elastic:
         self._refused: set[str] = set()
         self._joined: list[str] = []
         self._tries = 0
+        self._changing = threading.Lock()
+        """Held where ``_tries`` and ``_joined`` change: a look may end when its try is over."""
         self._why: UserError | None = None
 
     def find(
         self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, own: str | None
     ) -> WorkerGroup:
-        self._tries, self._joined = self._tries + 1, []
+        with self._changing:
+            self._tries, self._joined = self._tries + 1, []
         cluster = self._config.cluster
         if group is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
@@ -59,7 +63,8 @@ class Elastic:
         if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster)
         in_order = isinstance(failure, (WorkersJoined, WorkerLeft))
-        patience = 0.0 if in_order else cluster.replacement_timeout
+        given = cluster.replacement_timeout
+        patience = 0.0 if in_order else _REPLACEMENT_TIMEOUT if given is None else given
         found = self._await(client, group, own, len(group.members), patience)
         self._tell(len(group.members), len(found.members), patience)
         return found
@@ -73,8 +78,11 @@ class Elastic:
             except Exception as error:  # the run may be ending, and its client be closed
                 logger.info("idle workers are not taken in: %s: %s", type(error).__name__, error)
                 return
-            if chosen is not None and len(chosen.members) > len(group.members) and tries == self._tries:
-                self._joined = [name for name in chosen.members if name not in group.members]
+            if chosen is None or len(chosen.members) <= len(group.members):
+                return
+            with self._changing:
+                if tries == self._tries:
+                    self._joined = [name for name in chosen.members if name not in group.members]
 
         return lambda: threading.Thread(target=work, name="look-at-idle-workers", daemon=True).start()
 
@@ -150,7 +158,8 @@ class Elastic:
         """Return the group with which the run begins if no more workers are there than it was told to take."""
         names = self._in_order(there)[: self._config.cluster.workers]
         members = {name: there[name] for name in names}
-        check_alike(client, members, self._reports)
+        with workers_needed(client, members):
+            check_alike(client, members, self._reports)
         return WorkerGroup(members, self._config)
 
     def _largest(self, group: WorkerGroup, there: Mapping[str, str]) -> tuple[WorkerGroup, Phases] | None:
@@ -190,19 +199,24 @@ class Elastic:
         return unlike
 
     def _cut_off(self, client: Client, new: Mapping[str, str], phases: Phases) -> set[str]:
-        """Return the names of newcomers that do not reach the files of the run, and refuse them."""
-        url = self._config.run.url
+        """Return the names of newcomers that have left, and of those, which it refuses, that do not reach the files."""
         cut_off: set[str] = set()
-        with suppress(ConfigError):
-            check_reachable(client, new, phases, self._reads, url)
+        with suppress(ConfigError, WorkerLost):
+            self._check_reachable(client, new, phases)
             return cut_off
         for name, address in new.items():
             try:
-                check_reachable(client, {name: address}, phases, self._reads, url)
+                self._check_reachable(client, {name: address}, phases)
+            except WorkerLost:
+                cut_off.add(name)
             except ConfigError as error:
                 cut_off.add(name)
                 self._refuse(name, address, error)
         return cut_off
+
+    def _check_reachable(self, client: Client, new: Mapping[str, str], phases: Phases) -> None:
+        with workers_needed(client, new):
+            check_reachable(client, new, phases, self._reads, self._config.run.url)
 
     def _refuse(self, name: str, address: str, error: ConfigError) -> None:
         self._refused.add(address)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distributed import Client, Status
 from distributed.comm.addressing import get_address_host
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, WorkerLost
 from siirl_dask.worker.report import ALIKE, SIMILAR, Report, report
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -35,7 +36,8 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
     ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
     ConfigError for a process that cannot import this package, and for one with another version of it, of Python or of
-    a package whose messages all must understand. Other differences are logged.
+    a package whose messages all must understand; WorkerLost for one that leaves meanwhile. Other differences are
+    logged.
     """
     workers = {
         str(info["name"]): address
@@ -45,8 +47,34 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
     reports = client.run(report, on_error="return")
     ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})
     chosen = {name: workers[name] for name in keep_ranks(ordered, before)[:count]}
-    check_alike(client, chosen, reports)
+    if len(chosen) < count:
+        raise WorkerLost(f"{len(chosen)} of {count} workers are there: another one left while the run was prepared")
+    with workers_needed(client, chosen):
+        check_alike(client, chosen, reports)
     return chosen
+
+
+@contextmanager
+def workers_needed(client: Client, workers: Mapping[str, str]) -> Iterator[None]:
+    """Raise WorkerLost if something fails inside and one of the ``workers``, {name: address}, has left by then."""
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except Exception as error:  # a call to a worker that has just left may fail in any way
+        if (lost := gone(client, workers)) is None:
+            raise
+        raise WorkerLost(f"{lost} while the run was prepared") from error
+
+
+def gone(client: Client, workers: Mapping[str, str]) -> str | None:
+    """Return a clause about the first of the ``workers``, {name: address}, that has left the cluster; None if all stay.
+
+    Where the scheduler is gone, that is not known, and nobody has left.
+    """
+    there = client.scheduler_info(n_workers=-1)["workers"]
+    left = ((name, address) for name, address in workers.items() if address not in there)
+    return next((f"worker {name!r} at {address} left the cluster" for name, address in left), None)
 
 
 def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str, Report | Exception]) -> None:

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from distributed import Client
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.arrivals import wait_for_workers
+from siirl_dask.driver.calls import complete
 from siirl_dask.driver.deployment import start_lost
 from siirl_dask.driver.processes import members
 from siirl_dask.driver.worker_group import WorkerGroup
-from siirl_dask.errors import SchedulerLost, SiirlError
+from siirl_dask.errors import SchedulerLost, SiirlError, SilentPeer
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.data_plane import DataSettings
@@ -62,7 +64,8 @@ def start_lost_workers(client: Client, cluster: ClusterConfig) -> None:
 def give_up_silent(client: Client, members: Iterable[str], config: Config) -> None:
     """Remove each worker that answers nothing for as long as a peer may be silent: nobody could go on with it.
 
-    ``members`` are addresses. Where a nanny has started such a worker, that starts another.
+    ``members`` are addresses. Where a nanny has started such a worker, that starts another. SilentPeer if the scheduler
+    does not remove it in time.
     """
     addresses = list(members)
     patience = DataSettings.of(config, addresses).peer_timeout
@@ -74,15 +77,21 @@ def give_up_silent(client: Client, members: Iterable[str], config: Config) -> No
         return
     logger.warning("given up, since they answer nothing for %g s: workers at %s", patience, ", ".join(silent))
     scheduler: Any = client.scheduler
-    client.sync(
+    remove = partial(
         scheduler.restart_workers,
         workers=silent,
         timeout=_STOP_TIMEOUT,
         wait_for_workers=False,
         on_error="return",
         stimulus_id=f"siirl-dask-give-up-{time.time()}",
-        callback_timeout=_CALL_TIMEOUT,
     )
+    try:
+        complete(client, remove, timeout=_CALL_TIMEOUT)
+    except TimeoutError as error:
+        where = ", ".join(silent)
+        raise SilentPeer(
+            f"workers at {where} answer nothing, and the scheduler has not removed them: {error}"
+        ) from error
 
 
 async def _answer(client: Client, addresses: Sequence[str], patience: float) -> list[bool]:

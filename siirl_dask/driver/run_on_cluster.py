@@ -9,12 +9,12 @@ from typing import Any
 from distributed import Client
 
 from siirl_dask.driver.calls import complete
-from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of
+from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of, describe_loss
 from siirl_dask.errors import SchedulerLost
 from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
-from siirl_dask.worker.scheduler_patience import least_patience
+from siirl_dask.worker.scheduler_patience import scheduler_patience
 from siirl_dask.worker.supervisor import Supervisor
 from siirl_dask.worker.tasks import port_of
 
@@ -38,8 +38,7 @@ class RunOnCluster:
         self._spec = spec
         self._report = report
         self._registered = self._cut_off = False
-        self._least_patience = least_patience(address_of(client))
-        self._patience = max(spec.data.peer_timeout, self._least_patience)
+        self._patience = scheduler_patience(spec.data.peer_timeout, address_of(client))
         self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
     @property
@@ -115,7 +114,10 @@ class RunOnCluster:
 
     def traffic(self) -> int | None:
         """Return the bytes through the scheduler and the client since ``register``; None where nobody counts them."""
-        count: int | None = self._call("traffic")
+        try:
+            count: int | None = self._call("traffic")
+        except OSError:  # a figure of a table is no reason to end a run; the watch tells of a scheduler that is gone
+            return None
         return count
 
     def readings(self) -> dict[str, Reading]:
@@ -123,13 +125,7 @@ class RunOnCluster:
         return {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
 
     def _report_no_scheduler(self, address: str, reason: str | None) -> None:
-        what = f"the scheduler at {address} has ended: {reason}"
-        if reason is None:
-            what = (
-                f"no sign of life of the scheduler at {address} within {self._patience:g} s (cluster.peer_timeout, "
-                f"{self._least_patience:g} s at least): it has ended, or this machine is cut off from it"
-            )
-        self._report({"kind": "no scheduler", "what": what})
+        self._report({"kind": "no scheduler", "what": describe_loss(address, self._patience, reason)})
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""

@@ -12,10 +12,12 @@ from distributed import Client
 from distributed.comm.addressing import parse_host_port
 
 from siirl_dask.coordinator.transport.liveness import answers
+from siirl_dask.worker.scheduler_patience import least_patience
 
 _EVERY = 0.05  # of the patience: pause between two pings
 _REFUSALS = 3  # in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
 _REFUSES = "its port refuses connections"
+_NO_CONNECTION = (OSError, RuntimeError)  # which may pass; the latter once the client has closed its connections
 _KNOCK_TIMEOUT = 1.0  # seconds for a connection to be taken or refused
 
 
@@ -25,11 +27,23 @@ def address_of(client: Client) -> str:
     return str(client.scheduler.address)
 
 
+def describe_loss(address: str, patience: float, reason: str | None) -> str:
+    """Return a sentence about a scheduler that has ended, for a ``reason``, or was silent for ``patience`` seconds."""
+    if reason is not None:
+        return f"the scheduler at {address} has ended: {reason}"
+    return (
+        f"no sign of life of the scheduler at {address} within {patience:g} s (cluster.peer_timeout, "
+        f"{least_patience(address):g} s at least): it has ended, or this machine is cut off from it"
+    )
+
+
 class SchedulerWatch:
     """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or silent for too long."""
 
-    def __init__(self, client: Client, patience: float, ping: str, on_end: Callable[[str, str | None], None]) -> None:
-        """``patience`` is in seconds, ``ping`` the name of a handler on the scheduler.
+    def __init__(
+        self, client: Client, patience: float, ping: str | None, on_end: Callable[[str, str | None], None]
+    ) -> None:
+        """``patience`` is in seconds, ``ping`` the name of a handler on the scheduler; None: it has none of the run's.
 
         ``on_end`` is called once, on the event loop, with the scheduler's address and what shows that its process has
         ended; None if it is only silent.
@@ -55,14 +69,14 @@ class SchedulerWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        with suppress(OSError):  # an end that comes so soon is noticed below
-            self._known = await self._identity()
+        learning = asyncio.create_task(self.answers_as_before())  # one that stands still already never answers
         silence = asyncio.create_task(self._wait_for_silence())
         refusal = asyncio.create_task(self._wait_for_refusal())
         try:
             done, _ = await asyncio.wait([silence, refusal], return_when=asyncio.FIRST_COMPLETED)
             self._on_end(self._scheduler.address, _REFUSES if refusal in done else silence.result())
         finally:
+            learning.cancel()
             silence.cancel()
             refusal.cancel()
 
@@ -83,16 +97,25 @@ class SchedulerWatch:
             refused = 0 if connected or not await refuses(self._scheduler.address) else refused + 1
 
     async def _ping(self) -> bool:
-        try:
-            answer = await getattr(self._scheduler, self._ping_name)()  # None where the run's plugin is not there
-            if answer is not True and self._known:
-                self._other_answered = await self._identity() != self._known
-        except OSError:  # no connection, which may pass
+        try:  # None is the answer where the run's plugin is not there
+            answer = None if self._ping_name is None else await getattr(self._scheduler, self._ping_name)()
+        except _NO_CONNECTION:
             return False
-        return True
+        return answer is True or await self._identify()
 
-    async def _identity(self) -> str:
-        return str((await self._scheduler.identity(n_workers=0))["id"])
+    async def answers_as_before(self) -> bool:
+        """Return whether the scheduler answers, and is the one that answered first."""
+        return await self._identify() and not self._other_answered
+
+    async def _identify(self) -> bool:
+        """Return whether a scheduler says which one it is, and note that."""
+        try:
+            identity = str((await self._scheduler.identity(n_workers=0))["id"])
+        except _NO_CONNECTION:
+            return False
+        self._known = self._known or identity
+        self._other_answered = identity != self._known
+        return True
 
 
 async def refuses(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,14 @@ from siirl_storage.digests import FileDigest
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config
+from siirl_dask.driver.processes import gone
 from siirl_dask.driver.resume import ResumePoint, find_resume_point
-from siirl_dask.errors import RunError
+from siirl_dask.errors import RunError, WorkerLost
 from siirl_dask.planner import DAG
 from siirl_dask.runs.checkpoints import Checkpoint, damage_of
 
 logger = logging.getLogger("siirl_dask.driver")
+_GLANCE = 1.0  # seconds between two looks at the workers, while none has read a file
 
 
 def verified_resume_point(
@@ -56,7 +59,7 @@ def damages(client: Client, members: Mapping[str, str], files: Sequence[File], t
     """Return what is wrong with each of the files, empty for one that is as it was written.
 
     They are shared out among the workers. RunError when nothing comes for ``timeout`` seconds, or a file cannot be
-    read.
+    read; WorkerLost when a worker leaves meanwhile.
     """
     load = dict.fromkeys(members.values(), 0)
     futures: dict[File, Future[str]] = {}
@@ -66,22 +69,29 @@ def damages(client: Client, members: Mapping[str, str], files: Sequence[File], t
         named = {file.name: file.written}
         futures[file] = client.submit(damage_of, file.folder, named, workers=[address], pure=False)
     try:
-        _wait(futures.values(), timeout)
+        _wait(client, members, futures.values(), timeout)
         return [_result(file, futures[file]) for file in files]
     finally:
         client.cancel(list(futures.values()))
 
 
-def _wait(futures: Iterable[Future[str]], timeout: float) -> None:
-    """Wait for all. RunError when none is done for ``timeout`` seconds."""
-    pending = set(futures)
+def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[str]], timeout: float) -> None:
+    """Wait for all. RunError when none is done for ``timeout`` seconds.
+
+    WorkerLost when a worker has left: Dask keeps what is to run on that one alone waiting.
+    """
+    pending, since = set(futures), time.monotonic()
     while pending:
         try:
-            pending = wait(pending, timeout=timeout, return_when="FIRST_COMPLETED").not_done
+            pending = wait(pending, timeout=min(timeout, _GLANCE), return_when="FIRST_COMPLETED").not_done
+            since = time.monotonic()
         except TimeoutError as error:
-            raise RunError(
-                f"no worker could read a file of the run in {timeout:g} s (cluster.stall_timeout)"
-            ) from error
+            if lost := gone(client, members):
+                raise WorkerLost(f"{lost} while files of the run were verified") from error
+            if time.monotonic() - since >= timeout:
+                raise RunError(
+                    f"no worker could read a file of the run in {timeout:g} s (cluster.stall_timeout)"
+                ) from error
 
 
 def _result(file: File, future: Future[str]) -> str:

@@ -78,6 +78,8 @@ def test_what_cannot_be_elastic_is_refused_by_name():
         ClusterConfig(max_workers=4)
     with pytest.raises(ConfigError, match=r"cluster.max_workers=1 is less than cluster.workers=2"):
         ClusterConfig(elastic=True, max_workers=1)
+    with pytest.raises(ConfigError, match=r"cluster.replacement_timeout=10.0 is for an elastic run: set cluster.ela"):
+        ClusterConfig(replacement_timeout=10.0)
     elastic = ClusterConfig(elastic=True)
     with pytest.raises(ConfigError, match=r"cluster.elastic=true with checkpoint.every=0"):
         Config(cluster=elastic, checkpoint=CheckpointConfig(every=0))

@@ -6,7 +6,8 @@ With ``-s`` it prints what each change cost.
 import os
 import threading
 import time
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.nodes import generate
 from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides
-from tests.e2e.test_resume import EXACT, LOSSES, weights
+from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
 
 pytestmark = pytest.mark.slow
@@ -83,9 +84,18 @@ class Gates:
         self._doing[-1].start()
 
     def check(self):
-        assert not self._failed
         for thread in self._doing:
             thread.join(10)
+            assert not thread.is_alive(), "the run never came to a gate"
+        assert not self._failed
+
+
+def wait_for_try(run, number):
+    """Wait until the ``number``-th try of a run begins: by then it knows what it has lost."""
+    deadline = time.monotonic() + 60
+    while not (run / "attempts" / f"{number:04d}.json").exists():
+        assert time.monotonic() < deadline, "nothing was noticed"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -126,53 +136,54 @@ def joined(monkeypatch):
     return wait
 
 
-def check_equal(straight, changed, steps):
-    for step in range(1, steps + 1):
-        assert changed.table("rollouts", step).select(EXACT).equals(straight.table("rollouts", step).select(EXACT)), (
-            step
-        )
-    records = [run.records() for run in (straight, changed)]
-    assert [record["step"] for record in records[1]] == list(range(1, steps + 1))
-    for expected, got in zip(*records, strict=True):
-        for name in set(LOSSES) & set(expected["metrics"]):
-            assert got["metrics"][name] == pytest.approx(expected["metrics"][name], abs=1e-5), (expected["step"], name)
-    for name, tensor in weights(straight).items():
-        assert (weights(changed)[name] - tensor).abs().max() <= 1e-5, name
+@pytest.fixture
+def bare(begin, seen):
+    """A cluster of two workers without nannies, and the run there that nobody disturbs: ``bare("key=value", ...)``."""
+    with ExitStack() as stack:
+
+        def start(*overrides):
+            cluster = stack.enter_context(local_cluster(0))
+            client = stack.enter_context(Client(cluster))
+            started = Bare(client, cluster.scheduler_address, start_workers(cluster.scheduler_address, 2))
+            stack.callback(started.end)
+            client.wait_for_workers(2, timeout=60)
+            straight = begin("straight", started.address, *overrides)
+            for file in seen.iterdir():
+                file.unlink()
+            return started, straight
+
+        yield start
 
 
-def test_workers_join_die_and_are_retired_and_nothing_else_changes(begin, seen, joined, capsys):
-    steps, processes = ["run.steps=9", "cluster.workers=2"], []
-    with local_cluster(0) as bare, Client(bare) as client:
-        address = bare.scheduler_address
-        processes += start_workers(address, 2)
-        client.wait_for_workers(2, timeout=60)
-        straight = begin("straight", address, *steps)
-        for file in seen.iterdir():
-            file.unlink()
-        gates = Gates(seen)
+@dataclass
+class Bare:
+    client: Client
+    address: str
+    processes: list
 
-        def join():
-            processes.extend(start_workers(address, 1, first=2))
-            joined()
+    def join(self):
+        self.processes += start_workers(self.address, 1, first=len(self.processes))
 
-        def retire():
-            workers = {
-                info["name"]: address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
-            }
-            client.retire_workers([workers["2"]])
+    def retire(self, name):
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        self.client.retire_workers([address for address, info in workers.items() if info["name"] == name])
 
-        gates.at(2, join)
-        gates.at(6, lambda: processes[1].kill())
-        gates.at(8, retire)
-        try:
-            changed = begin("changed", address, *steps, *ELASTIC, "observe.progress=true")
-            gates.check()
-        finally:
-            for process in processes:
-                process.kill()
+    def end(self):
+        for process in self.processes:
+            process.kill()
+
+
+def test_workers_join_die_and_are_retired_and_nothing_else_changes(begin, bare, seen, joined, capsys):
+    steps, gates = ["run.steps=9", "cluster.workers=2"], Gates(seen)
+    cluster, straight = bare(*steps)
+    gates.at(2, lambda: (cluster.join(), joined()))
+    gates.at(6, lambda: cluster.processes[1].kill())
+    gates.at(8, lambda: cluster.retire("2"))
+    changed = begin("changed", cluster.address, *steps, *ELASTIC, "observe.progress=true")
+    gates.check()
     restarts = changed.summary.restarts
     print(*(f"{one.cause[:90]} | {one.seconds:.1f} s, {one.steps_again} steps again" for one in restarts), sep="\n")
-    check_equal(straight, changed, 9)
+    check_same(straight, changed, tolerance=1e-5, steps=9)
     assert [restart.workers for restart in restarts] == [3, 2, 1]
     assert restarts[0].steps_again == 0
     assert changed.summary.workers == 1
@@ -181,7 +192,7 @@ def test_workers_join_die_and_are_retired_and_nothing_else_changes(begin, seen, 
     generated = (seen / "generated").read_text().split()
     once = {1: 2, 2: 2, 3: 2, 4: 2, 5: 3, 7: 2, 9: 1}  # 6 and 8 were under way when a worker left
     assert {step: generated.count(str(step)) for step in once} == once, "generated again"
-    stayed = processes[0].pid
+    stayed = cluster.processes[0].pid
     for role in ("rollout", "reward", "policy"):
         assert len((seen / f"{role}-{stayed}").read_text().splitlines()) == 1, f"{role} was built again"
     out = capsys.readouterr().out
@@ -189,37 +200,26 @@ def test_workers_join_die_and_are_retired_and_nothing_else_changes(begin, seen, 
     assert "going on with 2 workers instead of 3: no other came within 0.5 s" in out
 
 
-def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, seen, joined):
+def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, bare, seen, joined, tmp_path):
     """One generates and one learns; a third comes to generate, and learns when the second one is gone."""
-    steps, processes = ["run.steps=7", "cluster.workers=2"], []
+
+    def kill():  # and let nobody generate before that is known
+        cluster.processes[1].kill()
+        wait_for_try(tmp_path / "changed", 3)
+
+    steps, gates = ["run.steps=7", "cluster.workers=2"], Gates(seen)
     placed = ["cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
-    with local_cluster(0) as bare, Client(bare) as client:
-        address = bare.scheduler_address
-        processes += start_workers(address, 2)
-        client.wait_for_workers(2, timeout=60)
-        straight = begin("straight", address, *steps, *placed)
-        for file in seen.iterdir():
-            file.unlink()
-        gates = Gates(seen)
-
-        def join():
-            processes.extend(start_workers(address, 1, first=2))
-            joined()
-
-        gates.at(2, join)
-        gates.at(6, lambda: processes[1].kill())
-        try:
-            changed = begin("changed", address, *steps, *placed, *ELASTIC)
-            gates.check()
-        finally:
-            for process in processes:
-                process.kill()
-    check_equal(straight, changed, 7)
+    cluster, straight = bare(*steps, *placed)
+    gates.at(2, lambda: (cluster.join(), joined()))
+    gates.at(6, kill)
+    changed = begin("changed", cluster.address, *steps, *placed, *ELASTIC)
+    gates.check()
+    check_same(straight, changed, tolerance=1e-5, steps=7)
     assert [restart.workers for restart in changed.summary.restarts] == [3, 2]
     by = [{*changed.table("rollouts", step)["worker"].to_pylist()} for step in range(1, 8)]
     assert by == [{"0"}] * 4 + [{"0", "2"}] + [{"0"}] * 2
     of = {path.name: path.read_text().splitlines() for path in seen.glob("*-*") if path.name[0] in "rp"}
-    pids = [process.pid for process in processes]
+    pids = [process.pid for process in cluster.processes]
     assert of == {
         f"rollout-{pids[0]}": ["0 of 1"],
         f"reward-{pids[0]}": ["0 of 1"],

@@ -7,8 +7,11 @@ import time
 
 import pytest
 
-from siirl_dask.errors import SchedulerLost
-from tests.e2e.test_elastic import Gates, begin, check_equal, seen  # noqa: F401
+from siirl_dask.driver import run as run_module
+from siirl_dask.driver.replacement import Fixed
+from siirl_dask.errors import SchedulerLost, WorkerLost
+from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401
+from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
 
 pytestmark = pytest.mark.slow
@@ -66,7 +69,7 @@ def test_a_run_goes_on_when_its_scheduler_is_started_again(begin, seen, clusters
     gates.at(3, start_again)
     changed = begin("changed", first.address, *STEPS)
     gates.check()
-    check_equal(straight, changed, 5)
+    check_same(straight, changed, tolerance=1e-5, steps=5)
     (restart,) = changed.summary.restarts
     print(f"{restart.cause[:90]} | {restart.seconds:.1f} s, {restart.steps_again} steps again")
     assert f"the scheduler at {first.address} has ended" in restart.cause
@@ -75,6 +78,51 @@ def test_a_run_goes_on_when_its_scheduler_is_started_again(begin, seen, clusters
     for worker in first.workers:
         worker.join(30)
         assert not worker.is_alive(), "a worker of the lost scheduler stayed"
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Have something done while the run looks for workers after it has lost one."""
+
+    def at_search(do):
+        class Dying(Fixed):
+            def find(self, client, group, failure, own):
+                if isinstance(failure, WorkerLost):
+                    do()
+                return super().find(client, group, failure, own)
+
+        monkeypatch.setattr(run_module, "Fixed", Dying)
+
+    return at_search
+
+
+def test_one_that_dies_while_a_restart_is_prepared_is_waited_for(begin, seen, clusters, dying, tmp_path):  # noqa: F811
+    first, gates = clusters(), Gates(seen)
+    straight = begin("straight", first.address, *STEPS)
+
+    def start_another():
+        wait_for_try(tmp_path / "changed", 3)
+        clusters(first.address.rpartition(":")[2])
+
+    gates.at(3, lambda: (first.workers[1].kill(), start_another()))
+    dying(first.lose)
+    changed = begin("changed", first.address, *STEPS)
+    gates.check()
+    check_same(straight, changed, tolerance=1e-5, steps=5)
+    (restart,) = changed.summary.restarts
+    print(f"{restart.cause[:90]} | {restart.seconds:.1f} s, {restart.steps_again} steps again")
+    assert restart.cause.startswith("worker '1'")
+
+
+def test_where_none_comes_after_that_the_run_ends_with_what_happened(begin, seen, clusters, dying, capfd):  # noqa: F811
+    first, gates = clusters(), Gates(seen)
+    gates.at(2, first.workers[1].kill)
+    dying(first.lose)
+    with pytest.raises(WorkerLost, match=r"worker '1' at \S+ left the cluster during train step [12]") as raised:
+        begin("run", first.address, *STEPS, "cluster.scheduler_timeout=1")
+    (note,) = raised.value.__notes__
+    assert "the scheduler was lost, and none came to its place" in note
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_where_no_scheduler_comes_the_run_ends_with_what_happened(begin, seen, clusters, capfd):  # noqa: F811

@@ -24,13 +24,13 @@ def weights(run, role="policy"):
     return read_model(f"{checkpoint_url(str(run.url), committed(str(run.url))[-1])}/{role}")
 
 
-def check_same(straight, resumed, roles=("policy",), tolerance=0.0):
+def check_same(straight, resumed, roles=("policy",), tolerance=0.0, steps=STEPS):
     """Rows exactly; losses and weights within ``tolerance``, 0 for the same bits."""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         expected, got = straight.table("rollouts", step), resumed.table("rollouts", step)
         assert got.select(EXACT).equals(expected.select(EXACT)), step
     records = [run.records() for run in (straight, resumed)]
-    assert [record["step"] for record in records[1]] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records[1]] == list(range(1, steps + 1))
     for expected, got in zip(*records, strict=True):
         for name in set(LOSSES) & set(expected["metrics"]):
             assert got["metrics"][name] == pytest.approx(expected["metrics"][name], abs=tolerance, rel=0), name

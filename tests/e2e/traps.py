@@ -3,14 +3,16 @@
     python -m tests.e2e.traps CONFIG key=value ...
 
 is ``siirl-dask run`` with one more role, whose object is asked at each boundary: when its role is built and closed,
-when its state is saved, and by a node after each node of the DAG. It sends the signal that a file orders.
+when its state is saved, and by a node after each node of the DAG. It sends the signal that a file orders, and notes
+when that place is reached again. What engines are asked to sample is noted as well, outside of the processes.
 """
 
 import json
 import os
 import signal
+import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,8 +37,13 @@ class Order:
     itself: bool = False
 
     def give(self, file: Path) -> None:
-        file.with_suffix(".new").write_text(json.dumps(asdict(self)))
-        file.with_suffix(".new").rename(file)
+        write(file, json.dumps(asdict(self)))
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file that others look for: it is there with all its text."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").rename(file)
 
 
 class Trap:
@@ -48,13 +55,17 @@ class Trap:
 
     def spring(self, place, step=None):
         self._step = self._step if step is None else step
-        if self._rank or not self._file.exists():
+        sprung, again = self._file.with_suffix(".sprung"), self._file.with_suffix(".again")
+        if self._rank or again.exists() or not (self._file.exists() or sprung.exists()):
             return
-        order = Order(**json.loads(self._file.read_text()))
+        order = Order(**json.loads((sprung if sprung.exists() else self._file).read_text()))
         if (order.place, order.step) != (place, self._step):
             return
-        self._file.rename(self._file.with_suffix(".sprung"))
-        self._file.with_suffix(".at").write_text(str(time.time()))
+        if sprung.exists():
+            write(again, str(time.time()))
+            return
+        self._file.rename(sprung)
+        write(self._file.with_suffix(".at"), str(time.time()))
         for pid in (*order.pids, *([os.getpid()] if order.itself else [])):
             os.kill(pid, order.sign)
 
@@ -81,6 +92,40 @@ def asked(ctx, table, *, place):
     return table
 
 
+class Counted:
+    """A RequestQueue that notes, in a file, when an engine takes a request, and its seed: each row has its own."""
+
+    def __init__(self, queue, file):
+        self._queue, self._file = queue, file
+
+    def next(self, limit, *, wait):
+        requests = self._queue.next(limit, wait=wait)
+        with Path(self._file).open("a") as file:
+            file.write("".join(f"{time.time()} {request.seed}\n" for _, request in requests))
+        return requests
+
+    def complete(self, ticket, result):
+        self._queue.complete(ticket, result)
+
+
+def build_counted(device, rank, *, inner, file, options):
+    """Build an engine whose requests are noted."""
+    engine = inner(device, rank, **options)
+    serve = engine.serve
+    engine.serve = lambda queue: serve(Counted(queue, file))
+    return engine
+
+
+def counted(dag: DAG, file: str) -> DAG:
+    """Return the DAG with an engine that notes its requests."""
+
+    def noted(role):
+        build = partial(build_counted, inner=role.build.func, file=file, options=role.build.keywords)
+        return replace(role, build=build) if role.name == "rollout" else role
+
+    return replace(dag, roles=tuple(map(noted, dag.roles)))
+
+
 def with_traps(dag: DAG, file: str) -> DAG:
     """Return the DAG with a node of the role ``trap`` after each of NODES."""
     children = {name: [node.name for node in dag.nodes if name in node.after] for name in NODES}
@@ -95,35 +140,76 @@ def with_traps(dag: DAG, file: str) -> DAG:
 
 
 def _work(address, name):
-    import asyncio
-
     from distributed import Worker
 
     async def serve():
         async with Worker(address, name=name, nthreads=1, memory_limit=0, dashboard=False, host="127.0.0.1") as worker:
             await worker.finished()
 
+    _be_alone(serve)
+
+
+def _schedule(port):
+    from distributed import Scheduler
+
+    async def serve():
+        async with Scheduler(host="127.0.0.1", port=port, dashboard=False) as scheduler:
+            await scheduler.finished()
+
+    _be_alone(serve)
+
+
+def _be_alone(serve):
+    import asyncio
+    import logging
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
     os.setsid()
     asyncio.run(serve())
 
 
+def start_scheduler(port):
+    """Start a process, forked from one that has imported everything, that is a scheduler at ``tcp://127.0.0.1:port``."""
+    return _start(_schedule, port)
+
+
 def start_workers(address, count, first=0):
     """Processes forked from one that has imported everything, each a worker; the names are numbers from ``first``."""
+    return [_start(_work, address, str(name)) for name in range(first, first + count)]
+
+
+def _start(target, *arguments):
     from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
     prepare_processes()
-    context = get_context(START_METHOD)
-    names = range(first, first + count)
-    processes = [context.Process(target=_work, args=(address, str(name)), daemon=True) for name in names]
-    for process in processes:
-        process.start()
-    return processes
+    process = get_context(START_METHOD).Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _drive(file, said, arguments):
+    os.setsid()
+    with Path(said).open("a") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+            stream.reconfigure(line_buffering=True)
+    run(file, arguments)
+
+
+def start_driver(file, said, arguments):
+    """Start a process, forked as workers are, that is the command of this module and appends what it says to a file."""
+    return _start(_drive, file, said, arguments)
+
+
+def run(file, arguments=None):
+    """Train as the command line says, with the traps and the count of ``file``."""
+    from siirl_dask import main
+
+    main(lambda config: counted(with_traps(grpo(config), file), f"{file}.calls"), arguments=arguments)
 
 
 if __name__ == "__main__":
     import faulthandler
 
-    from siirl_dask import main
-
     faulthandler.register(signal.SIGUSR1)
-    main(lambda config: with_traps(grpo(config), os.environ[FILE]))
+    run(os.environ[FILE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from distributed import Client
+from distributed import Client, Status
 
 from siirl_dask.collectives import interface_of
 from siirl_dask.config import ClusterConfig
@@ -74,7 +74,7 @@ def _workers(client: Client, wanted: int) -> list[Finding]:
         findings = [fault(_PART, f"{counted}, and a run wants {wanted}", "start more, or lower cluster.workers")]
     with warnings_of("siirl_dask.driver") as told:
         try:
-            named = members(client, len(there))
+            named = members(client, sum(worker["status"] == Status.running.name for worker in there.values()))
         except ConfigError as error:
             return [*findings, fault("versions", str(error), _ALIKE)]
     findings += [note("versions", text) for text in told] or [ok("versions", "the same in all processes")]

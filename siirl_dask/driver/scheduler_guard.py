@@ -1,0 +1,93 @@
+"""Raises the end of the scheduler as what it is, while a run is prepared: no plugin of the run's is there to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from distributed import Client
+
+from siirl_dask.config import ClusterConfig
+from siirl_dask.driver.calls import complete
+from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of, describe_loss
+from siirl_dask.errors import SchedulerLost
+from siirl_dask.worker.scheduler_patience import scheduler_patience
+
+_VERDICT = 2.0  # times the patience: the watch has found out by then
+_GLANCE = 0.05  # seconds between two questions
+
+
+@contextmanager
+def scheduler_guard(client: Client, cluster: ClusterConfig) -> Iterator[None]:
+    """Raise SchedulerLost if the scheduler ends, or is silent for too long, inside: whatever else is raised then
+    follows from it.
+
+    Calls of Dask's that wait for the scheduler fail at once when it is lost; the client is of no use afterwards.
+    """
+    guard = _Guard(client, cluster)
+    try:
+        yield
+        what = guard.told()
+    except SchedulerLost as error:
+        error.may_return = cluster.scheduler_may_return
+        raise
+    except Exception as error:  # Dask raises OSErrors, its own, cancellations, and reports them as a worker's answer
+        if (what := guard.find_out()) is None:
+            raise
+        raise _lost(what, cluster) from error
+    finally:
+        guard.stop()
+    if what is not None:
+        raise _lost(what, cluster)
+
+
+def _lost(what: str, cluster: ClusterConfig) -> SchedulerLost:
+    error = SchedulerLost(f"while the run was prepared: {what}")
+    error.may_return = cluster.scheduler_may_return
+    return error
+
+
+class _Guard:
+    """Watches the scheduler of a client, from the start until ``stop``."""
+
+    def __init__(self, client: Client, cluster: ClusterConfig) -> None:
+        self._client = client
+        self._patience = scheduler_patience(cluster.peer_timeout or 0.0, address_of(client))
+        self._end: Future[str] = Future()
+        self._watch = SchedulerWatch(client, self._patience, None, self._take)
+        self._watch.start()
+
+    def told(self) -> str | None:
+        """Return what has happened to the scheduler; None if nothing is known."""
+        return self._end.result() if self._end.done() else None
+
+    def find_out(self) -> str | None:
+        """Return what has happened to the scheduler; None once it answers."""
+        deadline = time.monotonic() + _VERDICT * self._patience
+        while not self._end.done() and time.monotonic() < deadline:
+            try:
+                if complete(self._client, self._watch.answers_as_before, timeout=self._patience):
+                    break
+            except TimeoutError:
+                continue
+            time.sleep(_GLANCE)
+        return self.told()
+
+    def stop(self) -> None:
+        self._watch.stop()
+
+    def _take(self, address: str, reason: str | None) -> None:
+        self._end.set_result(describe_loss(address, self._patience, reason))
+        self._hanging_up = asyncio.create_task(_hang_up(self._client))
+
+
+async def _hang_up(client: Client) -> None:
+    """End what waits for the scheduler: calls, and futures, which Dask cancels while it is connected alone."""
+    for state in client.futures.values():
+        state.cancel(reason="scheduler-connection-lost", msg="The run has given the scheduler up.")
+    if client.scheduler_comm is not None:
+        client.scheduler_comm.abort()
+    await client.rpc.close()
