@@ -45,7 +45,7 @@ class Size:
     shape: Mapping[str, int]
     prompts: int
     tokens: int
-    """Of a response."""
+    """Tokens of a response."""
 
 
 SIZES = {

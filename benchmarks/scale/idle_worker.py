@@ -20,6 +20,7 @@ from siirl_dask.worker.dag_worker import DAGWorker
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.tracing import Tracing
 from siirl_dask.worker.turns import Turns
 
 METRICS = 40  # what a worker of the quickstart logs in a step
@@ -44,6 +45,7 @@ class IdleWorker(DAGWorker):
         self._worker = worker
         self._device = None
         self.port = 0
+        self.tracing = Tracing(self.spec, self.worker_name)
         self.pulse = Pulse()
         worker.metrics[self.name] = lambda worker: self.pulse.read()
 
@@ -59,6 +61,7 @@ class IdleWorker(DAGWorker):
 
     async def teardown(self, worker: Worker) -> None:
         worker.metrics.pop(self.name, None)
+        self.tracing.close()
         self.release.end(0.0)
 
 

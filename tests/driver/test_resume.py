@@ -188,7 +188,7 @@ def publish_by_reward(ctx, table):
 
 def test_weights_that_need_rows_cannot_be_loaded_on_resume():
     _, dag = config_and_dag("x")
-    nodes = [replace(node, fn=publish_by_reward) if node.name == "weights" else node for node in dag.nodes]
+    nodes = [replace(node, fn=publish_by_reward, options={}) if node.name == "weights" else node for node in dag.nodes]
     with pytest.raises(PlanError, match=r"'weights' publishes or loads weights and needs \['reward'\]"):
         weights_dag(DAG(dag.roles, tuple(nodes)))
     assert weights_dag(DAG(dag.roles, tuple(node for node in dag.nodes if "weights" not in node.name))) is None

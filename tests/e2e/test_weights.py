@@ -69,7 +69,7 @@ def publish_and_stop(ctx, table, *, sign):
 
 def with_fn(name, fn):
     def change(dag: DAG) -> DAG:
-        return DAG(dag.roles, tuple(replace(n, fn=fn) if n.name == name else n for n in dag.nodes))
+        return DAG(dag.roles, tuple(replace(n, fn=fn, options={}) if n.name == name else n for n in dag.nodes))
 
     return change
 
