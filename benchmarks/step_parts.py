@@ -83,21 +83,23 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cases = []
-    for size, engine in product(given.sizes, given.engine):
-        with TemporaryDirectory() as folder:
-            cases.append(measure(Path(folder), size, engine, given.steps))
-            print(line_of(cases[-1]), flush=True)
+    with TemporaryDirectory() as times:
+        os.environ[FOLDER] = times  # once: workers are forked from a process that starts with the first case
+        for size, engine in product(given.sizes, given.engine):
+            with TemporaryDirectory() as folder:
+                cases.append(measure(Path(folder), Path(times), size, engine, given.steps))
+                print(line_of(cases[-1]), flush=True)
     text = report(cases, given.steps)
     print(text)
     if given.out:
         given.out.write_text(text)
 
 
-def measure(folder: Path, name: str, engine: str, steps: int) -> Case:
+def measure(folder: Path, times: Path, name: str, engine: str, steps: int) -> Case:
     size = SIZES[name]
     model, parameters = endless_model(folder / "random", **size.shape)
-    (folder / "times").mkdir()
-    os.environ[FOLDER] = str(folder / "times")
+    for file in times.iterdir():
+        file.unlink()
     data = make_prompts(folder / "data.parquet", size.prompts * (steps + 3))
     values = [
         f"run.url={folder}/run",
@@ -118,7 +120,7 @@ def measure(folder: Path, name: str, engine: str, steps: int) -> Case:
     ]
     config = load(shipped("quickstart.yaml"), values)
     run(config, timed_grpo(config))
-    records = [json.loads(line) for file in (folder / "times").iterdir() for line in file.read_text().splitlines()]
+    records = [json.loads(line) for file in times.iterdir() for line in file.read_text().splitlines()]
     return case_of(name, parameters, engine, [each for each in records if each["step"] > 1])
 
 
