@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from siirl_dask.observe.trace_table import TraceSpan
+from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.trace import START, Lane
 
 _MOVES = (Lane.TRANSFER, Lane.STORAGE)
@@ -92,7 +92,7 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
             by_worker[span.worker].append(span)
     causes = _Causes(spans)
     start = _start(spans)
-    workers = [_worker_time(worker, own, causes) for worker, own in sorted(by_worker.items(), key=_numerically)]
+    workers = [_worker_time(worker, by_worker[worker], causes) for worker in in_order(by_worker)]
     steps = len({span.step for span in spans if not span.is_count}) or 1
     wall = _covered([span for own in by_worker.values() for span in own])
     nodes = sorted(_node_times(workers, steps, wall), key=lambda one: -one.seconds)
@@ -220,8 +220,3 @@ def longest_wait(worker: WorkerTime) -> tuple[str, str, float] | None:
         return None
     (name, cause), time = worker.waits.most_common(1)[0]
     return name, cause, time / worker.wall
-
-
-def _numerically(item: tuple[str, object]) -> tuple[int, int, str]:
-    name = item[0]
-    return (0, int(name), name) if name.isdecimal() else (1, 0, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from siirl_dask.observe.trace_table import TraceSpan
+from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
 
 _ORDER = (Lane.CONTROL, Lane.COMPUTE, Lane.ENGINE, Lane.WAIT, Lane.TRANSFER, Lane.STORAGE)
@@ -24,8 +24,8 @@ def chrome_trace(spans: Sequence[TraceSpan], run: str) -> dict[str, Any]:
     by_worker: dict[str, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         by_worker[span.worker].append(span)
-    names = sorted(by_worker, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
-    events = [event for pid, name in enumerate(names, 1) for event in _process(pid, name, by_worker[name], first)]
+    workers = enumerate(in_order(by_worker), 1)
+    events = [event for pid, name in workers for event in _process(pid, name, by_worker[name], first)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run, "producer": "siirl_dask"}}
 
 

@@ -91,6 +91,11 @@ def read_spans(parts: Iterable[tuple[int, pa.Table]]) -> list[TraceSpan]:
     return sorted(spans, key=lambda span: (span.start, -span.duration))
 
 
+def in_order(workers: Iterable[str]) -> list[str]:
+    """Return workers' names sorted, those that are numbers by their value and first."""
+    return sorted(workers, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+
+
 def _checked(table: pa.Table) -> pa.Table:
     if missing := [field.name for field in SCHEMA if field.name not in table.column_names]:
         raise DataError(f"a part of the trace lacks {missing}: another version of siirl_dask wrote it")

@@ -109,9 +109,10 @@ class NodeCalls:
     def _handing(self, context: Context, node: Node) -> Context:
         """Let the node hand over its rows, where edges can take them early or another node on this worker can."""
         edges = self.handing.get(node.name, ())
+        begun = []
         for run in self.beginning.get(node.name, ()):
-            self.begun[run.node.name] = EarlyWork.begin(run, self.context(run.node.role).resource)
-        begun = [self.begun[run.node.name] for run in self.beginning.get(node.name, ())]
+            work = self.begun[run.node.name] = EarlyWork.begin(run, self.context(run.node.role).resource)
+            begun.append(work)
         if edges or begun:
             context.hand_over = partial(self._hand_over, node, edges, begun)
         return context
