@@ -4,25 +4,28 @@ A node's work follows from its columns: one that writes responses generates, one
 forward over the rows, one that takes mini-batches to a trained role passes forward and backward, and weights travel
 from the node that writes parameters to the one that reads them. Everything else counts as nothing.
 
-    pass        2 FLOPs a parameter and token, and attention; three times that with gradients, four with recomputation
+    pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
+                learn, and once more with recomputation
     generation  each step reads weights and cache once; prompts are read before, once for all samples with vLLM
-    optimizer   reads and writes 40 bytes a parameter for each mini-batch
+    optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
+    weights     all, in the model's type, or the adapters alone, in float32
     collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from siirl_dask.config import Backend, Config, Dtype, Engine, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Backend, Config, Dtype, Engine, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
 from siirl_dask.rollout import choose_engine
+from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.schema import (
     MINIBATCH,
     OLD_LOGPROBS,
@@ -31,8 +34,10 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     VALUES,
 )
+from siirl_dask.training.preflight import count_adapters
 
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
+_FLOAT32 = 4
 _OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
 _ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
@@ -103,22 +108,39 @@ class NodeSeconds:
             options = options_of(self.plan.dag.role(node.role).build)
             if (model := self._model(options.get("model", self.config.model), workers[node.role])) is None:
                 return None
-            seconds = self._seconds(model, options, writes, reads, learning=learning)
+            seconds = self._seconds(node, model, options, learning=learning)
             found[node.name] = seconds * _contention(self.speed, self.config, workers[node.role])
         return found
 
-    def _seconds(
-        self, model: _Model, options: Mapping[str, Any], writes: set[str], reads: set[str], *, learning: bool
-    ) -> float:
+    def _seconds(self, node: Node, model: _Model, options: Mapping[str, Any], *, learning: bool) -> float:
         config, speed, lengths = self.config, self.speed, self.lengths
+        writes, reads = set(node.contract.writes.names), set(node.contract.reads)
         trainer: TrainerConfig = options.get("trainer", config.trainer)
         if RESPONSE_IDS in writes:
             return _generation(model, options.get("rollout", config.rollout), config, speed, lengths)
         if PARAMETER_DATA in writes | reads:
-            return _transfer(model, speed) / (2 if PARAMETER_DATA in reads else 1)
+            seconds = self._weight_bytes(node, model, options) / min(speed.link, speed.memory_rate / 3)
+            return seconds / 2 if PARAMETER_DATA in reads else seconds
         if learning:
             return _update(model, trainer, config, speed, lengths)
         return _scoring(model, trainer, config, speed, lengths)
+
+    def _weight_bytes(self, node: Node, model: _Model, options: Mapping[str, Any]) -> int:
+        """Return the bytes of new weights that are gathered and sent, or taken and loaded: an engine without layers for
+        adapters merges them into all weights.
+        """
+        everything = model.narrow * model.size.total
+        lora: LoraConfig | None = node.options.get("lora")
+        if lora is None or not lora.rank:
+            return everything
+        one: ModelConfig = options.get("model", self.config.model)
+        if PARAMETER_DATA in node.contract.reads:
+            rollout: RolloutConfig = options.get("rollout", self.config.rollout)
+            vllm = choose_engine(rollout.engine) is Engine.vllm
+            if not vllm or not takes_layers(one.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
+                return everything
+        adapters = count_adapters(one.path, replace(self.config.trainer, lora=lora))
+        return everything if adapters is None else _FLOAT32 * adapters.total
 
     def _model(self, model: ModelConfig, workers: int) -> _Model | None:
         if model.path not in self._models:
@@ -179,7 +201,7 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     steps = config.algorithm.minibatches * config.algorithm.epochs
     tokens = _rows(config) * (lengths.prompt + lengths.response) / model.workers * config.algorithm.epochs
     responses = tokens * lengths.response / (lengths.prompt + lengths.response)
-    times = 4 if trainer.gradient_checkpointing else 3
+    times = (2 if trainer.lora.rank else 3) + trainer.gradient_checkpointing
     compute = times * _forward_flops(model, tokens, lengths.prompt + lengths.response, responses)
     compute += 2 * model.head * responses  # logits are computed again in the backward pass
     passes = max(float(steps), tokens / trainer.max_tokens_per_micro_batch)
@@ -235,8 +257,3 @@ def _slots(model: _Model, rollout: RolloutConfig, speed: Speed, lengths: Lengths
         return most
     room = ranks * _ENGINE_SHARE * speed.memory - model.narrow * model.size.total
     return max(1.0, min(most, room / ((lengths.prompt + lengths.response) * model.token_bytes)))
-
-
-def _transfer(model: _Model, speed: Speed) -> float:
-    """Return the seconds in which new weights are gathered and sent, or taken and loaded."""
-    return model.narrow * model.size.total / min(speed.link, speed.memory_rate / 3)

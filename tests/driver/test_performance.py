@@ -98,6 +98,16 @@ def test_a_recomputed_pass_and_several_epochs_take_longer(planned):
     assert seconds(planned, APART, "algorithm.epochs=2").nodes["update"] == pytest.approx(2 * plain, rel=0.05)
 
 
+def test_adapters_leave_out_the_gradients_of_frozen_weights_and_travel_alone(planned):
+    plain, lora = seconds(planned, APART).nodes, seconds(planned, APART, "trainer.lora.rank=16").nodes
+    assert lora["update"] == pytest.approx(2 / 3 * plain["update"], rel=0.05)
+    for node in ("weights", "load_weights"):  # 40.4 million numbers in float32 instead of 7.6 billion in bfloat16
+        assert lora[node] == pytest.approx(161.7e6 / 15.23e9 * plain[node], rel=0.01)
+    merged = seconds(planned, APART, "trainer.lora.rank=16", "rollout.engine=transformers").nodes
+    assert merged["weights"] == lora["weights"]
+    assert merged["load_weights"] == plain["load_weights"], "that engine merges adapters into all weights"
+
+
 def test_this_machines_cpu_is_measured_within_what_any_cpu_does():
     speed = speed_of("cpu")
     assert 1e8 < speed.flops < 1e13
