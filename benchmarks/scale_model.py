@@ -20,14 +20,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from exchange import measure as measure_exchange
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the lab's processes import the package by the same name
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # here and in the lab: read when numpy is imported
 
 from benchmarks.scale import parts, validate  # noqa: E402
 from benchmarks.scale.page import BY_HAND, draw, page  # noqa: E402
 from benchmarks.scale.paper import figures  # noqa: E402
+from exchange import measure as measure_exchange  # noqa: E402
 
 STAGES = ("parts", "runs", "paper")
 _ROWS, _LATENCY, _BANDWIDTH, _TRIES = 64, 1e-3, 1e9, 5  # an exchange: rows of a worker, seconds a message, bytes/s

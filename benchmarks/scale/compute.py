@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.training import PackedRows, TrainBatch, build_trainer
 
 from .lab_machine import EngineCost, TrainerCost, line_fit
+from .pace import pace
 
 _ROUNDS = 3
 _ENGINE_CASES = ((2, 4, 16), (4, 16, 16), (8, 32, 16), (16, 8, 16), (16, 32, 16), (8, 8, 64))
@@ -68,10 +69,11 @@ def _rows(rows: int, length: int) -> PackedRows:
 
 
 def _core_seconds(action: Callable[[], object]) -> float:
-    """Return the median seconds that this process computed, after a round that warms up."""
+    """Return the median seconds that this process computed, at a quiet core's pace, after a round that warms up."""
     found: list[float] = []
     for _ in range(_ROUNDS + 1):
-        began = time.process_time()
+        before, began = pace(), time.process_time()
         action()
-        found.append(time.process_time() - began)
+        used = time.process_time() - began
+        found.append(used / mean((before, pace())))
     return median(found[1:])

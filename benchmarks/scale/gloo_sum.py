@@ -17,6 +17,7 @@ import torch.distributed as dist
 from siirl_dask.training.optimizer import FlatGradients
 
 from .cores import since, threads, total
+from .pace import pace
 
 _PAUSE = 0.2  # seconds: a mini-batch's passes lie between two sums
 
@@ -38,7 +39,7 @@ def main() -> None:
             used += total(since(before, threads())).used
     dist.barrier()
     if rank == 0:
-        print(json.dumps({"seconds": min(seconds), "used": used / rounds}), flush=True)
+        print(json.dumps({"seconds": min(seconds), "used": used / rounds / pace()}), flush=True)
 
 
 if __name__ == "__main__":

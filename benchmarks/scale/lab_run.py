@@ -16,6 +16,7 @@ from siirl_dask.testing.hosts import DaskCluster, Lab, Links
 
 from .cores import Cores, since, threads, total
 from .model import Layout
+from .pace import pace
 from .workload import MINIBATCHES, Size, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,9 +41,9 @@ class Measured:
     steps: list[float]
     """Seconds of each."""
     slowdowns: list[float]
-    """Slowdown of the threads that compute, in each step."""
+    """How long a second of computing took in each step: waiting for a core, and the core's own pace."""
     used: float
-    """Core seconds a step of all workers, all threads."""
+    """Core seconds a step of all workers, all threads, at the pace of a quiet core."""
     nodes: list[dict[str, float]]
     """Seconds of each of ``NODES``, of the worker that took longest, in each step."""
     load: float
@@ -50,7 +51,7 @@ class Measured:
 
     @property
     def quiet(self) -> list[int]:
-        """Return the half of the steps in which cores were least contended; by what is known before any prediction."""
+        """Return the half of the steps in which computing took least long; by what is known before any prediction."""
         order = sorted(range(len(self.steps)), key=lambda step: self.slowdowns[step])
         return order[: max(1, len(order) // 2)]
 
@@ -111,7 +112,7 @@ class LabCluster:
         assert stdout is not None
         stdin.write(json.dumps([kind, *values, f"cluster.address={self._cluster.address}"]) + "\n")
         stdin.flush()
-        metrics, marks = url / "metrics.jsonl", []
+        metrics, marks, paces = url / "metrics.jsonl", [], []
         late = time.monotonic() + _LIMIT
         for lines in range(_WARM, _WARM + steps + 1):
             while self._driver.poll() is None and _lines(metrics) < lines:
@@ -119,19 +120,20 @@ class LabCluster:
                 if time.monotonic() > late:
                     self._driver.kill()
             marks.append([threads(worker.pid) for worker in self._cluster.workers[: layout.workers]])
+            paces.append(pace())
         printed = ""
         while (line := stdout.readline()) != "done\n":
             printed += line
             if not line:
                 raise RuntimeError(f"a run in the lab failed:\n{printed[-3000:]}")
         records = [json.loads(line) for line in metrics.read_text().splitlines()][_WARM:]
-        passed = [_passed(*pair) for pair in pairwise(marks)]
+        passed, pace_of = [_passed(*pair) for pair in pairwise(marks)], [mean(pair) for pair in pairwise(paces)]
         metrics_of = [record["metrics"] for record in records]
         nodes = [{name: each.get(f"seconds/{name}") or 0.0 for name in NODES} for each in metrics_of]
         return Measured(
             steps=[record["seconds"] for record in records],
-            slowdowns=[busiest.slowdown for busiest, _ in passed],
-            used=mean(used for _, used in passed),
+            slowdowns=[busiest.slowdown * each for (busiest, _), each in zip(passed, pace_of, strict=True)],
+            used=mean(used / each for (_, used), each in zip(passed, pace_of, strict=True)),
             nodes=nodes,
             load=os.getloadavg()[0],
         )

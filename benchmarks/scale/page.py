@@ -54,15 +54,18 @@ Each is measured by itself in the lab of hosts (`siirl_dask.testing.hosts`), wit
 float32. Engine and trainer: core seconds of one process, over several numbers of rows and tokens. Sums of gradients:
 gloo between two hosts. Hand-over: runs that do nothing else, with this model and a tiny one; the difference is what
 bytes take. A step without work: runs with the tiny model and responses of one token, less what engine and trainer take
-for these. Core seconds are the kernel's count; round trips are what a link of 30 ms adds, windows of TCP that are full
+for these. Core seconds are the kernel's count, at the pace of a quiet core: neighbours and clocks make the same work
+take up to 1.7 times as long from one minute to the next, so that work which never changes is timed beside each
+measurement (`benchmarks/scale/pace.py`). Round trips are what a link of 30 ms adds, windows of TCP that are full
 included: what is on its way over a far link is bounded, so that many bytes take many round trips."""
 _RUNS = """\
 Runs of 1, 2 and 4 workers, a host each, scheduler and driver on one more; rows of 16 tokens and log-normal responses.
 No part was measured on these links, only one raw TCP stream and the round trip, as anybody would measure a network
 that he asks about. The machine has fewer cores than the lab has hosts, and does other work as well: *slowdown* is how
-long a second of computing took, by the kernel's count of how long the threads that compute waited for a core. It is
-measured in the run and given to the model; *undisturbed* is the prediction for a core to each worker. Shown is the half
-of each run's steps in which cores were contended least. *Links* is the predicted share of links."""
+long a second of computing took, by the kernel's count of how long the threads that compute waited for a core, and by
+the core's pace between steps. It is measured in the run and given to the model; *undisturbed* is the prediction for a
+quiet core to each worker. Shown is the half of each run's steps in which it was least. *Links* is the predicted share
+of links."""
 _PHASES = """\
 The same error for the parts that a run's metrics tell by themselves, over the runs of each layout; sums of gradients
 are in *update*. Where they cancel, the whole is nearer than its parts."""
