@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _READ, _PRODUCT, _LOOP = 4096, 384, 60_000
 _SECONDS = (3.6e-3, 1.6e-3, 2.7e-3)
-"""What reading a matrix, a product of two, and a loop of Python took on a quiet core."""
+"""Seconds of a quiet core for the reading of a matrix, a product of two, and a loop of Python."""
 
 
 def pace() -> float:
