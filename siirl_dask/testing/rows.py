@@ -36,6 +36,18 @@ def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
     return PackedRows(torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]), offsets, torch.tensor(prompts).long())
 
 
+def grouped_rows(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedRows:
+    """Return rows of random tokens, of which those of a group have one prompt: (its tokens, those of each response)."""
+    numbers, tokens, prompts = torch.Generator().manual_seed(0), [], []
+    for prompt, responses in groups:
+        common = torch.randint(0, VOCABULARY, (prompt,), generator=numbers)
+        for response in responses:
+            tokens.append(torch.cat([common, torch.randint(0, VOCABULARY, (response,), generator=numbers)]))
+            prompts.append(prompt)
+    offsets = torch.tensor([0, *map(len, tokens)]).cumsum(0)
+    return PackedRows(torch.cat(tokens), offsets, torch.tensor(prompts))
+
+
 def response_tokens(rows: PackedRows) -> int:
     """Return the number of response tokens."""
     return len(rows.tokens) - int(rows.prompt_lengths.sum())

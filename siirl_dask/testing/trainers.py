@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import LossInputs, TokenLoss, ppo_clip, sequence_mean_token_sum
+from siirl_dask.algorithms import LossInputs, TokenLoss, policy_gradient, ppo_clip, sequence_mean_token_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import DeviceKind, Rank
 from siirl_dask.errors import TrainingError
@@ -34,6 +34,7 @@ from siirl_dask.testing.rows import (
     assert_same_tensors,
     copied_weights,
     flat,
+    grouped_rows,
     load_state,
     random_rows,
     response_tokens,
@@ -111,6 +112,18 @@ class TrainerTests:
         squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
         metrics = trainer.update([batch], _PPO)
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
+
+    @pytest.mark.parametrize("budget", [30, 100_000])
+    def test_rows_that_share_a_prompt_score_and_learn_as_if_each_had_its_own(self, folder: Path, budget: int) -> None:
+        rows = grouped_rows([(9, [4, 0, 6]), (1, [3]), (9, [2, 2]), (5, [7, 7, 1, 2])])
+        trainer, model = self.build(folder, max_tokens_per_micro_batch=budget), load_model(folder)
+        scores, expected = trainer.logprobs(rows), plain_scores(model, rows, _TEMPERATURE)
+        assert_close(scores.logprobs, expected.logprobs.detach(), atol=1e-5, rtol=0)
+        assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
+        (-(expected.logprobs * signs(rows))).mean().backward()
+        squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
+        metrics = trainer.update([_batch(trainer, rows, signs(rows))], policy_gradient)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
     def test_an_update_raises_good_responses_and_lowers_bad_ones(self, folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from siirl_dask.context import Rank
 from siirl_dask.training.parallel.own_rows import TensorParallelRows
 from siirl_dask.training.parallel.ulysses import Route
+from siirl_dask.training.shared_prompts import SharedPrompts, find_shared
 from siirl_dask.training.trainer import PackedRows
 
 if TYPE_CHECKING:
@@ -36,14 +37,17 @@ class Packing:
     CPU, where attention needs none."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """FlexAttention's masks by window, which the first layer makes for all."""
+    shared: SharedPrompts | None = None
+    """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no row shares any."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Neighbouring rows of a batch, packed shortest first so that attention takes equal lengths in one call.
 
-    A rank's own R rows have K response tokens. Sequence- and tensor-parallel ranks cut the rows of their whole group
-    into micro-batches together, so some fields are of the rank's own rows and others of the group's:
+    Where rows share prompts, the T tokens are those that are computed, and ``runs`` are of the whole rows. A rank's own
+    R rows have K response tokens. Sequence- and tensor-parallel ranks cut the rows of their whole group into
+    micro-batches together, so some fields are of the rank's own rows and others of the group's:
 
     | field                               | alone    | sequence-parallel         | tensor-parallel    |
     |-------------------------------------|----------|---------------------------|--------------------|
@@ -56,7 +60,7 @@ class MicroBatch:
     """
 
     input_ids: Tensor
-    """[1, T] int64, in packed order."""
+    """[1, T] int64, in packed order; where prompts are shared, all of these first."""
     position_ids: Tensor
     """[1, T] int64, from 0 in each row."""
     runs: Runs
@@ -72,6 +76,8 @@ class MicroBatch:
     """All-to-all that takes scores to the ranks that own the rows; None without sequence parallelism."""
     own_rows: TensorParallelRows | None = None
     """Selection of this rank's rows from scores that the whole group computes; None without tensor parallelism."""
+    shared: SharedPrompts | None = None
+    """Prompts that rows share, each of which is computed once; None where all tokens are of one row."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:
@@ -84,13 +90,14 @@ def response_offsets(rows: PackedRows) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), (lengths - rows.prompt_lengths).cumsum(0)])
 
 
-def micro_batches(rows: PackedRows, budget: int) -> list[MicroBatch]:
+def micro_batches(rows: PackedRows, budget: int, *, share: bool = True) -> list[MicroBatch]:
     """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even as possible.
 
-    A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch.
+    A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch. With ``share`` a prompt
+    that neighbouring rows of a micro-batch have in common is computed once, where that saves enough.
     """
     response = response_offsets(rows)
-    return [_pack(rows, response, start, stop) for start, stop in _cut(rows.offsets.numpy(), budget)]
+    return [_pack(rows, response, start, stop, share) for start, stop in _cut(rows.offsets.numpy(), budget)]
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:
@@ -131,7 +138,7 @@ def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     return cuts or [(0, 0)]
 
 
-def _pack(rows: PackedRows, response: Tensor, start: int, stop: int) -> MicroBatch:
+def _pack(rows: PackedRows, response: Tensor, start: int, stop: int, share: bool) -> MicroBatch:
     """Pack rows ``start`` to ``stop``. Vectorized: thousands of short rows must not cost a loop."""
     begins, lengths = rows.offsets[start:stop], rows.offsets[start : stop + 1].diff()
     order = lengths.argsort(stable=True)
@@ -145,12 +152,19 @@ def _pack(rows: PackedRows, response: Tensor, start: int, stop: int) -> MicroBat
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
     in_row = rows.prompt_lengths[start:stop].repeat_interleave(counts) + within  # [K], position of the token in its row
     place = torch.empty_like(begins).scatter_(0, order, packed_begins)  # [R], where each row begins in the pack
+    predicting = place.repeat_interleave(counts) + in_row - 1
+    shared = None
+    if share and stop - start > 1:
+        shared = find_shared(rows.tokens, begins, rows.prompt_lengths[start:stop], lengths, place)
+    if shared is not None:
+        source, positions, predicting = source[shared.first], positions[shared.first], shared.whole[predicting]
     return MicroBatch(
         input_ids=rows.tokens[source][None],
         position_ids=positions[None],
         runs=tuple((len(list(same)), length) for length, same in groupby(packed_lengths.tolist())),
-        predicting=place.repeat_interleave(counts) + in_row - 1,
+        predicting=predicting,
         targets=rows.tokens[begins.repeat_interleave(counts) + in_row],
         offsets=offsets,
         tokens=slice(int(response[start]), int(response[stop])),
+        shared=shared,
     )

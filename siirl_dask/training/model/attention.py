@@ -37,13 +37,16 @@ def packed_attention(
     """Attend within each packed row. [1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D].
 
     ``packing`` is an argument of the model's forward. With sequence parallelism T are this rank's tokens, and each
-    attends to its row's tokens on all ranks. NotImplementedError for attention with soft caps, sinks or position bias.
+    attends to its row's tokens on all ranks; where rows share prompts, they are those that are computed.
+    NotImplementedError for attention with soft caps, sinks or position bias.
     """
     runs, ranks = packing.runs, packing.ranks
     if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"packed attention supports no {unsupported}, which {type(module).__name__} needs")
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
+    if packing.shared is not None:
+        query, key, value = packing.shared.spread([query, key, value])
     dtype, widths = compute_dtype(query), (query.shape[-1], value.shape[-1])
     kernel = kernel_of(query.device, dtype, *widths)
     if kernel is not None:
@@ -55,6 +58,8 @@ def packed_attention(
             output = attend_flex(kernel, query, key, value, _ends(packing, query), packing, scaling, sliding_window)
         case None:
             output = _attend_runs(query, key, value, runs, scaling, sliding_window)
+    if packing.shared is not None:
+        output = packing.shared.gather(output)
     return (output if ranks is None else to_tokens(output, ranks))[None], None
 
 

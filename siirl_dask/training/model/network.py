@@ -97,20 +97,23 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def enable_packed_attention(self, liger: bool = False) -> tuple[float, float]:
-        """Switch to packed attention, and with ``liger`` to Liger's kernels. Returns the error against a plain pass, on
-        two short rows, and its tolerance.
+        """Switch to packed attention, and with ``liger`` to Liger's kernels. Returns the error against plain passes, on
+        three short rows of which two share a prompt, and its tolerance.
         """
-        lengths = torch.tensor([2, 3])
-        tokens = torch.arange(5) % self.model.config.get_text_config().vocab_size
-        plain = [self.model(row[None].to(self.device), use_cache=False) for row in tokens.split([2, 3])]
+        lengths, prompts = torch.tensor([3, 4, 4]), torch.tensor([1, 2, 2])
+        tokens = torch.tensor([0, 1, 2, 3, 4, 5, 0, 3, 4, 1, 5]) % self.model.config.get_text_config().vocab_size
         head = self.model.get_output_embeddings()
-        expected = torch.cat([(output[0] if head is None else output.logits)[0] for output in plain])
+        plain = []
+        for row, prompt in zip(tokens.split(lengths.tolist()), prompts.tolist(), strict=True):
+            output = self.model(row[None].to(self.device), use_cache=False)
+            plain.append((output[0] if head is None else output.logits)[0, prompt - 1 : -1])
+        expected = torch.cat(plain)
         if liger:
             use_liger(self.modules(), self.device)
         self.model.set_attn_implementation(PACKED)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        (batch,) = micro_batches(PackedRows(tokens, offsets, torch.ones_like(lengths)), budget=5)
-        hidden = _hidden(self.model, batch, self.device)
+        (batch,) = micro_batches(PackedRows(tokens, offsets, prompts), budget=len(tokens))
+        hidden = _hidden(self.model, batch, self.device)[batch.predicting.to(self.device)]
         packed = hidden if head is None else head(hidden)
         return (packed - expected).abs().max().item(), rounding(expected.abs().max().item(), expected.dtype)
 
@@ -242,6 +245,7 @@ def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> 
             batch.runs,
             None if batch.route is None else batch.route.ranks,
             ends_for_kernels(batch.runs, device),
+            shared=None if batch.shared is None else batch.shared.to(device),
         ),
     )
     hidden: Tensor = output.last_hidden_state[0]

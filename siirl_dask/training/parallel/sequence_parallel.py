@@ -23,7 +23,7 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     """
     union, owners = gather_rows(rows, ranks, device)
     batches, first, done = [], 0, 0
-    for whole in micro_batches(union, budget * ranks.size):
+    for whole in micro_batches(union, budget * ranks.size, share=False):
         part, owner = own_rows(whole, owners[first:], ranks, done)
         batches.append(shard_tokens(part, owner, ranks))
         first, done = first + len(whole.offsets) - 1, part.tokens.stop
