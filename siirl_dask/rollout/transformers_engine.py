@@ -7,21 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import RunError
 from siirl_dask.models.loading import load_pretrained, refused_by_name
 from siirl_dask.rollout.base_weights import BaseWeights
+from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -32,13 +27,14 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
+from siirl_dask.rollout.plain_generate import generate
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.weight_loading import WeightLoader
 
 
 class TransformersEngine(HoldsNoGroups):
-    """A RolloutEngine over ``model.generate``, in batches of at most ``max_rows`` rows."""
+    """A RolloutEngine over a causal model of transformers, in batches of at most ``max_rows`` rows."""
 
     def __init__(
         self,
@@ -58,6 +54,7 @@ class TransformersEngine(HoldsNoGroups):
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
+        self._decodes = use_decoding(self._model)
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -97,37 +94,22 @@ class TransformersEngine(HoldsNoGroups):
         """Free the weights; the engine cannot be used any more."""
         del self._model
 
-    @torch.inference_mode()
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that one of them allows."""
-        prompts, limits = (
-            [request.prompt for request in requests],
-            [request.sampling.max_tokens for request in requests],
-        )
-        width = max(len(prompt) for prompt in prompts)
-        input_ids = torch.full((len(prompts), width), self._pad_token)
-        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        seeds, begun = [request.seed for request in requests], [request.begun for request in requests]
+        prompts = [request.prompt for request in requests]
+        limits = [request.sampling.max_tokens for request in requests]
         sampling = requests[0].sampling
-        sampler, ends = (
-            ChosenTokens(seeds, sampling, begun, self._progress),
-            self._end_tokens | {*sampling.stop_token_ids},
-        )
-        self._model.generate(  # type: ignore[operator]
-            input_ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            logits_processor=LogitsProcessorList([sampler]),
-            generation_config=GenerationConfig(
-                max_new_tokens=max(limits),
-                do_sample=False,  # the sampler leaves one token to choose from
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=self._pad_token,
-            ),
-        )
-        tokens, logprobs = sampler.result()
+        ends = self._end_tokens | {*sampling.stop_token_ids}
+        seeds = np.array([as_seed(request.seed) for request in requests], dtype=np.uint64)
+        begun = np.array([request.begun for request in requests], dtype=np.uint64)
+        draw = TokenSampler(sampling)
+
+        def choose(logits: Tensor, rows: NDArray[np.intp], at: int) -> tuple[Tensor, Tensor]:
+            self._progress()
+            return draw(logits, seeds[rows], begun[rows] + np.uint64(at))
+
+        sample = decode if self._decodes else generate
+        tokens, logprobs = sample(self._model, prompts, limits, ends, self._pad_token, choose)
         return [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
 
     def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
@@ -153,37 +135,3 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
     return network, HuggingFaceTokenizer(tokenizer, model.path)
-
-
-class ChosenTokens(LogitsProcessor):
-    """Chooses each row's next token inside ``generate`` and keeps it with its log-probability.
-
-    ``begun`` is the number of response tokens that each row has already; None is 0. ``progress`` is called for each
-    token of all rows.
-    """
-
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        sampling: Sampling,
-        begun: Sequence[int] | None = None,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._progress = progress
-        self._seeds = np.array([as_seed(seed) for seed in seeds], dtype=np.uint64)
-        self._begun = np.array(begun or [0] * len(seeds), dtype=np.uint64)
-        self._draw = TokenSampler(sampling)
-        self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose a token for each row and make its score the highest, in place. [B, T], [B, V] float32 -> [B, V]."""
-        tokens, logprobs = self._draw(scores, self._seeds, self._begun + np.uint64(len(self._tokens)))
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
-        self._progress()
-        return scores.scatter_(1, tokens[:, None], 1.0)  # the others are 0 at most
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""
-        return torch.stack(self._tokens, dim=1).cpu(), torch.stack(self._logprobs, dim=1).float().cpu()

@@ -1,0 +1,262 @@
+"""Samples many rows together with a causal model of transformers, without what ``generate`` does besides.
+
+A prompt that several rows have is computed once. Keys and values lie in memory that grows by large pieces, instead of
+being copied for each token; there is no mask where all rows are equally long; and rows that have ended leave the batch.
+Models whose attention cannot be replaced are left to ``generate``: ``use_decoding`` finds out which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+logger = logging.getLogger("siirl_dask.rollout")
+DECODING = "siirl_decoding"
+"""Name of ``cached_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
+_LAYERS = {"full_attention", "sliding_attention"}  # of a model's config, where it names the kinds of its layers
+_COLUMNS = 32  # least number of columns by which a cache grows
+_ENDED = 0.25  # share of a batch that must have ended for the others to be copied together
+
+Choose = Callable[[Tensor, NDArray[np.intp], int], tuple[Tensor, Tensor]]
+"""``(logits [b, V] float32, rows [b], at)`` gives tokens and log-probs, [b] each, of rows at position ``at`` of their
+responses. The logits may be written to."""
+
+
+class KeyValueCache:
+    """Keys and values of some rows in all layers, each row's last token in the last column.
+
+    A row with fewer tokens than the longest has nothing in its first columns.
+    """
+
+    def __init__(self, lengths: Tensor, width: int) -> None:
+        """``lengths`` [B] are the rows' tokens that the first pass computes, in ``width`` columns."""
+        self.columns = 0
+        """Columns that are filled, before the tokens of the pass under way."""
+        self._lengths, self._width = lengths, width
+        self._uneven = bool((lengths < width).any())
+        self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def positions(self, count: int) -> Tensor:
+        """Return the position in its row of each of the next ``count`` tokens, 0 where there is none. [B, count]."""
+        behind = self._width - self._lengths
+        columns = torch.arange(self.columns, self.columns + count, device=behind.device)
+        return (columns - behind[:, None]).clamp(min=0)
+
+    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's keys and values of this pass, and return all. [B, H, count, D] each -> [B, H, C, D] each."""
+        end = self.columns + key.shape[2]
+        if not self.columns:
+            self._stored[layer] = key, value
+            return key, value
+        keys, values = self._stored[layer]
+        if keys.shape[2] < end:
+            keys, values = self._stored[layer] = _grown(keys, self.columns), _grown(values, self.columns)
+        keys[:, :, self.columns : end], values[:, :, self.columns : end] = key, value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, count: int) -> None:
+        """End a pass over ``count`` tokens a row."""
+        self.columns += count
+        self._masks.clear()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may be named several times."""
+        for layer, pair in self._stored.items():
+            self._stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
+        self._lengths = self._lengths[rows]
+
+    def mask(self, query: Tensor, window: int | None) -> Tensor | None:
+        """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once for all layers.
+
+        None where a single token sees all columns, and where several tokens see what a causal mask lets them see.
+        """
+        end = self.columns + query.shape[2]
+        window = None if window is None or window >= end else window
+        if window not in self._masks:
+            uneven = self._uneven or (window is not None) or (self.columns > 0 and query.shape[2] > 1)
+            self._masks[window] = self._made(query, end, window) if uneven else None
+        return self._masks[window]
+
+    def _made(self, query: Tensor, end: int, window: int | None) -> Tensor:
+        keys = torch.arange(end, device=query.device)
+        queries = keys[self.columns :, None]
+        seen = (keys <= queries) & (keys >= (self._width - self._lengths)[:, None, None, None])
+        if window is not None:
+            seen &= keys > queries - window
+        seen |= keys == queries  # a place without a token sees itself: nothing at all would give nan
+        return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+
+
+def _grown(tensor: Tensor, columns: int) -> Tensor:
+    """Return a copy of the first columns with room for more. [B, H, C, D]."""
+    rows, heads, _, width = tensor.shape
+    grown = tensor.new_empty(rows, heads, columns + max(_COLUMNS, columns // 4), width)
+    grown[:, :, :columns] = tensor[:, :, :columns]
+    return grown
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    decoding: KeyValueCache,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T, D] twice ->
+    [B, T, H, D].
+
+    ``decoding`` is an argument of the model's forward. NotImplementedError for attention with soft caps, sinks or
+    position bias.
+    """
+    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
+        raise NotImplementedError(f"cached attention supports no {unsupported}, which {type(module).__name__} needs")
+    rows, heads, count, width = query.shape
+    mask, few = decoding.mask(query, sliding_window), key.shape[1]
+    key, value = decoding.extend(module, key, value)
+    if count == 1:  # the heads that share keys are queries of one head: their keys are read once
+        query = query.view(rows, few, heads // few, width)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and count > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != few,
+    )
+    return output.reshape(rows, heads, count, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(DECODING, cached_attention)
+
+
+def padded(prompts: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
+    """Return the prompts with padding before the shorter ones, and 1 where there is none. [B, T] int64 each."""
+    width = max(map(len, prompts))
+    tokens = torch.full((len(prompts), width), pad_token)
+    mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.as_tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return tokens, mask
+
+
+class Decoder:
+    """Some rows under way through a model with ``cached_attention``."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token: int) -> None:
+        tokens, mask = padded(prompts, pad_token)
+        self._model, self._tokens = model, tokens.to(model.device)
+        self._cache = KeyValueCache(mask.sum(dim=1).to(model.device), tokens.shape[1])
+
+    def logits(self) -> Tensor:
+        """Compute the logits of each row's next token. [B, V] float32, for the caller to write to."""
+        count = self._tokens.shape[1]
+        output = self._model(
+            input_ids=self._tokens,
+            position_ids=self._cache.positions(count),
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=1,
+            decoding=self._cache,
+        )
+        self._cache.advance(count)
+        logits: Tensor = output.logits[:, -1].to(torch.float32)
+        return logits
+
+    def append(self, tokens: Tensor) -> None:
+        """Add a token to each row. [B]."""
+        self._tokens = tokens[:, None]
+
+    def select(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
+        """Keep these rows, in this order; a row may be named several times."""
+        index = torch.as_tensor(rows, device=self._tokens.device)
+        self._cache.select(index)
+        self._tokens = self._tokens[index]
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    ends: frozenset[int],
+    pad_token: int,
+    choose: Choose,
+) -> tuple[Tensor, Tensor]:
+    """Sample until each row has an end token or as many tokens as its limit, at least one.
+
+    Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
+    """
+    places: dict[tuple[int, ...], int] = {}
+    of_prompt = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    decoder = Decoder(model, [*places], pad_token)
+    logits = decoder.logits()
+    if len(places) < len(prompts):
+        decoder.select(of_prompt)
+        logits = logits[torch.as_tensor(of_prompt, device=logits.device)]
+    is_end = np.zeros(logits.shape[1], dtype=bool)
+    is_end[[end for end in ends if end < len(is_end)]] = True
+    longest = np.asarray(limits)
+    rows, ended = np.arange(len(prompts)), np.zeros(len(prompts), dtype=bool)
+    tokens, logprobs = [np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)]
+    for at in range(max(limits)):
+        chosen, scores = choose(logits, rows, at)
+        tokens[at, rows], logprobs[at, rows] = drawn, _ = chosen.cpu().numpy(), scores.float().cpu().numpy()
+        ended |= is_end[drawn] | (longest[rows] <= at + 1)
+        if ended.all():
+            break
+        decoder.append(chosen)
+        if ended.mean() >= _ENDED:
+            decoder.select(left := np.flatnonzero(~ended))
+            rows, ended = rows[left], ended[left]
+        logits = decoder.logits()
+    return torch.from_numpy(tokens[: at + 1].T), torch.from_numpy(logprobs[: at + 1].T)
+
+
+@torch.inference_mode()
+def use_decoding(model: PreTrainedModel) -> bool:
+    """Replace the model's attention for ``decode``, and return whether it gives the logits of plain passes; if it does
+    not, the model stays as it was.
+
+    Tried on two short rows of unequal length, each with a token more, for models whose layers attend fully or in a
+    window.
+    """
+    config = model.config.get_text_config()
+    if not {*(getattr(config, "layer_types", None) or ())} <= _LAYERS:
+        return False
+    rows = [[token % config.vocab_size for token in row] for row in ([1, 2, 3], [3, 4, 5, 4])]
+    plain = [model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float() for row in rows]
+    before, expected = model.config._attn_implementation, torch.stack(plain, dim=1)
+    model.set_attn_implementation(DECODING)
+    try:
+        decoder = Decoder(model, [row[:-1] for row in rows], pad_token=0)
+        first = decoder.logits()
+        decoder.append(torch.tensor([row[-1] for row in rows], device=model.device))
+        error = float((torch.stack([first, decoder.logits()]) - expected).abs().max())
+        if error <= _rounding(expected, model.dtype):
+            return True
+        reason = f"logits are off by {error:.2g}"
+    except Exception as failure:  # a model may do anything with an attention that it does not expect
+        reason = f"{type(failure).__name__}: {failure}"
+    logger.info("%s generates with transformers' generate, which takes longer: %s", type(model).__name__, reason)
+    model.set_attn_implementation(before)
+    return False
+
+
+def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest difference that kernels may make which add up in another order."""
+    return max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, float(logits.abs().max()))

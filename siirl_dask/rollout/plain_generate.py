@@ -1,0 +1,58 @@
+"""Samples with ``model.generate`` of transformers, which runs any causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from siirl_dask.rollout.decoding import Choose, padded
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    ends: frozenset[int],
+    pad_token: int,
+    choose: Choose,
+) -> tuple[Tensor, Tensor]:
+    """Sample as ``decoding.decode`` does, with arguments and results of the same meaning."""
+    input_ids, mask = padded(prompts, pad_token)
+    chosen = _ChosenTokens(choose)
+    model.generate(  # type: ignore[operator]
+        input_ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        logits_processor=LogitsProcessorList([chosen]),
+        generation_config=GenerationConfig(
+            max_new_tokens=max(limits),
+            do_sample=False,  # a token is left to choose from
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=pad_token,
+        ),
+    )
+    return chosen.result()
+
+
+class _ChosenTokens(LogitsProcessor):
+    """Chooses each row's next token inside ``generate`` and keeps it with its log-probability."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Choose a token for each row and make its score the highest, in place. [B, T], [B, V] float32 -> [B, V]."""
+        tokens, logprobs = self._choose(scores, np.arange(len(scores)), len(self._tokens))
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        return scores.scatter_(1, tokens[:, None], 1.0)  # the others are 0 at most
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""
+        return torch.stack(self._tokens, dim=1).cpu(), torch.stack(self._logprobs, dim=1).float().cpu()
