@@ -1,7 +1,10 @@
-"""Shared by the benchmarks of generation: a random model that no token ends, and lengths with a long tail."""
+"""Shared by the benchmarks of generation: a random model that no token ends, lengths with a long tail, and a run's
+overrides.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,3 +33,20 @@ def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
     tokenizer.save_pretrained(path)
     GenerationConfig().save_pretrained(path)
     return str(path), sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters())
+
+
+def two_workers(url: str, values: Mapping[str, object]) -> list[str]:
+    """Overrides of the quickstart for a run at ``url`` of two workers that do everything, with data and a model that
+    ``values`` name: it trains or generates, and does nothing besides.
+    """
+    bare = {
+        "run.url": url,
+        "data.prepare": "null",
+        "cluster.workers": 2,
+        "cluster.placement": "{}",
+        "checkpoint.every": 0,
+        "validation.url": "null",
+        "validation.test_url": "null",
+        "observe.progress": "false",
+    }
+    return [f"{key}={value}" for key, value in {**bare, **values}.items()]

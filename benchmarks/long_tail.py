@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from siirl_storage import open_table
 
-from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
+from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed, two_workers
 from siirl_dask.config import Config
 from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context
@@ -95,27 +95,19 @@ def make_data(path: Path, steps: int) -> str:
 
 def measure(folder: str, model: str, data: str, engine: str, *, expecting: bool, taking: bool, steps: int) -> Case:
     url = str(Path(folder, f"{engine}-{expecting}-{taking}"))
-    overrides = [
-        f"run.url={url}",
-        f"run.steps={steps + 1}",
-        f"data.url={data}",
-        "data.prepare=null",
-        f"data.batch_size={_PROMPTS}",
-        f"model.path={model}",
-        "cluster.workers=2",
-        "cluster.placement={}",
-        f"rollout.engine={engine}",
-        f"rollout.n={_SAMPLES}",
-        f"rollout.max_rows={_BATCH}",
-        f"rollout.max_response_length={LONGEST}",
-        f"rollout.work_stealing={taking}",
-        f"rollout.expected_length_column={'expected' if expecting else 'null'}",
-        "checkpoint.every=0",
-        "validation.url=null",
-        "validation.test_url=null",
-        "observe.progress=false",
-    ]
-    config = load(shipped("quickstart.yaml"), overrides)
+    values = {
+        "run.steps": steps + 1,
+        "data.url": data,
+        "data.batch_size": _PROMPTS,
+        "model.path": model,
+        "rollout.engine": engine,
+        "rollout.n": _SAMPLES,
+        "rollout.max_rows": _BATCH,
+        "rollout.max_response_length": LONGEST,
+        "rollout.work_stealing": taking,
+        "rollout.expected_length_column": "expected" if expecting else "null",
+    }
+    config = load(shipped("quickstart.yaml"), two_workers(url, values))
     run(config, generation(config))
     records = read_metrics(url)[1:]  # the first step warms up
     busy = [record["metrics"]["rollout/busy_seconds"] or 0.0 for record in records]

@@ -25,7 +25,7 @@ import pyarrow as pa
 from rich.console import Console
 from siirl_storage import open_table
 
-from generation import LONGEST, MEDIAN, SIGMA, endless_model
+from generation import LONGEST, MEDIAN, SIGMA, endless_model, two_workers
 from long_tail import end_there, make_data
 from siirl_dask.config import Config
 from siirl_dask.config.file import load, shipped
@@ -54,9 +54,9 @@ def compute(prompt: str, response: str, answer: str) -> float:
     return len(response) / LONGEST
 
 
-REWARDS: dict[str, tuple[RewardFn, str, list[str]]] = {
-    "judge": (judge, f"a judge: {_ANSWER} s, {_ASKED} at a time a worker", [f"rewards.concurrency={_ASKED}"]),
-    "compute": (compute, f"a function: {_COMPUTING} s of CPU time, 1 process a worker", ["rewards.processes=1"]),
+REWARDS: dict[str, tuple[RewardFn, str, dict[str, int]]] = {
+    "judge": (judge, f"a judge: {_ANSWER} s, {_ASKED} at a time a worker", {"rewards.concurrency": _ASKED}),
+    "compute": (compute, f"a function: {_COMPUTING} s of CPU time, 1 process a worker", {"rewards.processes": 1}),
 }
 
 
@@ -99,27 +99,19 @@ def main() -> None:
 def measure(folder: str, model: str, data: str, engine: str, reward: str, *, overlap: bool, steps: int) -> Case:
     url = str(Path(folder, f"{reward}-{overlap}"))
     function, _, options = REWARDS[reward]
-    overrides = [
-        f"run.url={url}",
-        f"run.steps={steps + 1}",
-        f"run.overlap={overlap}",
-        f"data.url={data}",
-        "data.prepare=null",
-        f"data.batch_size={_PROMPTS}",
-        f"model.path={model}",
-        "cluster.workers=2",
-        "cluster.placement={}",
-        f"rollout.engine={engine}",
-        f"rollout.n={_SAMPLES}",
-        f"rollout.max_rows={_BATCH}",
-        f"rollout.max_response_length={LONGEST}",
-        "checkpoint.every=0",
-        "validation.url=null",
-        "validation.test_url=null",
-        "observe.progress=false",
-        *options,
-    ]
-    config = load(shipped("quickstart.yaml"), overrides)
+    values = {
+        "run.steps": steps + 1,
+        "run.overlap": overlap,
+        "data.url": data,
+        "data.batch_size": _PROMPTS,
+        "model.path": model,
+        "rollout.engine": engine,
+        "rollout.n": _SAMPLES,
+        "rollout.max_rows": _BATCH,
+        "rollout.max_response_length": LONGEST,
+        **options,
+    }
+    config = load(shipped("quickstart.yaml"), two_workers(url, values))
     run(config, dag(config, function))
     records = read_metrics(url)[1:]  # the first step warms up
 

@@ -1,43 +1,54 @@
 """Where a step's time goes: generation, log-probs, update, other nodes, moving, waiting, and Python within them.
 
-    python benchmarks/step_parts.py [--sizes 0.3M 32M 150M] [--engine transformers vllm] [--steps 6] [--out FILE]
+    python benchmarks/step_parts.py [--sizes 0.3M 32M 150M] [--engine transformers vllm] [--steps 4] [--out FILE]
 
-GRPO on two workers that both generate and learn, a torch thread each, with prompts of some 20 tokens and random models
-whose responses all have the same length. A worker's clock is cut at the begin and the end of each node. Between two
-nodes it waits until the last worker has ended the first of them; the rest is moving rows, and control. In every other
-step torch's profiler counts the seconds inside operators; what is left of a node's seconds is Python. The profiler
-slows both, so that the share of Python is of those steps alone, and all other figures are of the steps between.
+GRPO on two workers that both generate and learn, a torch thread each, with prompts of 17 tokens and random models whose
+responses all have the same length. Seconds are those of the run's own trace (``siirl-dask trace``), on average over the
+workers. In every other step torch's profiler counts the seconds inside operators; what is left of a node's is Python.
+The profiler slows both, so that the share of Python is of those steps alone, and all other figures are of the steps
+between.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from generation import endless_model
-from siirl_dask import grpo
-from siirl_dask.config import Config
+from generation import endless_model, two_workers
 from siirl_dask.config.file import load, shipped
 from siirl_dask.driver.run import run
-from siirl_dask.planner import DAG
-from step_timing import FOLDER, TIMED
+from siirl_dask.observe import Record, read_metrics
+from siirl_dask.observe.bottleneck import WorkerTime, find_bottleneck
+from siirl_dask.runs.trace import read_trace
+from siirl_dask.trace import Lane
+from step_timing import PYTHON, is_profiled, profiled_grpo
 
-_PARTS = {"timed_generate": "generation", "timed_logprobs": "log-probs", "timed_update": "update"}
-COLUMNS = (*_PARTS.values(), "other nodes", "waiting", "moving, control", "new weights")
+_NODES = {
+    "rollout": "generation",
+    "old_logprobs": "log-probs",
+    "update": "update",
+    "weights": "new weights",
+    "load_weights": "new weights",
+}
+_LANES = {
+    Lane.TRANSFER: "moving, storing",
+    Lane.STORAGE: "moving, storing",
+    Lane.WAIT: "waiting",
+    Lane.CONTROL: "control",
+}
+COLUMNS = (*dict.fromkeys(_NODES.values()), "other nodes", *dict.fromkeys(_LANES.values()))
+_WARM_UP = 2  # steps
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,9 @@ class Size:
 
 SIZES = {
     "0.3M": Size({"hidden": 96, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 32, "intermediate": 256}, 32, 12),
-    "32M": Size({"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}, 16, 32),
+    "32M": Size({"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}, 4, 16),
     "150M": Size(
-        {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072}, 8, 32
+        {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072}, 4, 16
     ),
 }
 _SAMPLES = 8
@@ -67,7 +78,7 @@ class Case:
     engine: str
     parts: Mapping[str, float]
     python: Mapping[str, float]
-    """Share of a part's seconds outside of torch's operators; nothing for a part that ran none in its own thread."""
+    """Share of a part's seconds outside of torch's operators."""
 
     @property
     def seconds(self) -> float:
@@ -78,108 +89,66 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--engine", nargs="+", choices=("transformers", "vllm"), default=["transformers", "vllm"])
-    parser.add_argument("--steps", type=int, default=6, help="after two that warm up; half of them are profiled")
+    parser.add_argument("--steps", type=int, default=4, help="after two that warm up; half of them are profiled")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cases = []
-    with TemporaryDirectory() as times:
-        os.environ[FOLDER] = times  # once: workers are forked from a process that starts with the first case
-        for size, engine in product(given.sizes, given.engine):
-            with TemporaryDirectory() as folder:
-                cases.append(measure(Path(folder), Path(times), size, engine, given.steps))
-                print(line_of(cases[-1]), flush=True)
+    for size, engine in product(given.sizes, given.engine):
+        with TemporaryDirectory() as folder:
+            cases.append(measure(Path(folder), size, engine, given.steps))
+            print(line_of(cases[-1]), flush=True)
     text = report(cases, given.steps)
     print(text)
     if given.out:
         given.out.write_text(text)
 
 
-def measure(folder: Path, times: Path, name: str, engine: str, steps: int) -> Case:
-    size = SIZES[name]
+def measure(folder: Path, name: str, engine: str, steps: int) -> Case:
+    size, last = SIZES[name], steps + _WARM_UP
     model, parameters = endless_model(folder / "random", **size.shape)
-    for file in times.iterdir():
-        file.unlink()
-    data = make_prompts(folder / "data.parquet", size.prompts * (steps + 3))
-    values = [
-        f"run.url={folder}/run",
-        f"run.steps={steps + 3}",
-        f"data.url={data}",
-        "data.prepare=null",
-        f"model.path={model}",
-        f"data.batch_size={size.prompts}",
-        "cluster.workers=2",
-        "cluster.placement={}",
-        f"rollout.engine={engine}",
-        f"rollout.n={_SAMPLES}",
-        f"rollout.max_response_length={size.tokens}",
-        "checkpoint.every=0",
-        "validation.url=null",
-        "validation.test_url=null",
-        "observe.progress=false",
-    ]
-    config = load(shipped("quickstart.yaml"), values)
-    run(config, timed_grpo(config))
-    records = [json.loads(line) for file in times.iterdir() for line in file.read_text().splitlines()]
-    return case_of(name, parameters, engine, [each for each in records if each["step"] > 1])
+    data, url = make_prompts(folder / "data.parquet", size.prompts * last), f"{folder}/run"
+    values = {
+        "run.steps": last,
+        "data.url": data,
+        "data.batch_size": size.prompts,
+        "model.path": model,
+        "rollout.engine": engine,
+        "rollout.n": _SAMPLES,
+        "rollout.max_response_length": size.tokens,
+    }
+    config = load(shipped("quickstart.yaml"), two_workers(url, values))
+    run(config, profiled_grpo(config))
+    spans = [span for span in read_trace(url).spans if span.step > _WARM_UP and not is_profiled(span.step)]
+    found = find_bottleneck(spans)
+    parts = [parts_of(worker, found.steps) for worker in found.workers]
+    means = {part: mean(one[part] for one in parts) for part in COLUMNS}
+    return Case(name, parameters, engine, means, python_shares(read_metrics(url)[_WARM_UP:]))
 
 
-def make_prompts(path: Path, rows: int) -> Path:
+def make_prompts(path: Path, rows: int) -> str:
     texts = [f"Sort: {' '.join(f'{row:05}')} =" for row in range(rows)]
     pq.write_table(pa.table({"prompt": texts, "answer": texts}), path, row_group_size=64)
-    return path
+    return str(path)
 
 
-def timed_grpo(config: Config) -> DAG:
-    dag = grpo(config)
-    for node in dag.nodes:
-        if node.name in TIMED:
-            dag = dag.replace(node.name, fn=TIMED[node.name])
-    return dag
+def parts_of(worker: WorkerTime, steps: int) -> dict[str, float]:
+    """Return the seconds of each part in a step of one worker."""
+    sums = dict.fromkeys(COLUMNS, 0)
+    for node, time in worker.nodes.items():
+        sums[_NODES.get(node, "other nodes")] += time
+    for lane, part in _LANES.items():
+        sums[part] += worker.lanes[lane]
+    return {part: time / steps / 1e9 for part, time in sums.items()}
 
 
-def case_of(name: str, parameters: int, engine: str, records: Iterable[Mapping[str, Any]]) -> Case:
-    steps: dict[int, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        steps[record["step"]][record["worker"]].append(record)
-    parts = [
-        parts_of(workers, steps[step + 1])
-        for step, workers in sorted(steps.items())
-        if step % 2 == 0 and step + 1 in steps
-    ]
-    profiled = [record for workers in steps.values() for found in workers.values() for record in found]
-    python = {part: share for node, part in _PARTS.items() if (share := python_share(node, profiled)) is not None}
-    means = {part: mean(found[part] for found in parts) for part in COLUMNS}
-    return Case(name, parameters, engine, means, python)
-
-
-def parts_of(
-    workers: Mapping[str, Sequence[Mapping[str, Any]]], after: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> dict[str, float]:
-    """Return the mean seconds of each part over the workers of one step; ``after`` are the records of the next."""
-    sums = dict.fromkeys(COLUMNS, 0.0)
-    ends = defaultdict(float)
-    for record in (record for found in workers.values() for record in found):
-        ends[record["node"]] = max(ends[record["node"]], record["ended"])
-    for worker, found in workers.items():
-        ordered = sorted(found, key=lambda record: record["began"])
-        for record in ordered:
-            sums[_PARTS.get(record["node"], "other nodes")] += record["ended"] - record["began"]
-        for before, record in pairwise(ordered):
-            ready = min(record["began"], ends[before["node"]])
-            sums["waiting"] += ready - before["ended"]
-            sums["moving, control"] += record["began"] - ready
-        first = min(record["began"] for record in after[worker])
-        ready = min(first, ends[ordered[-1]["node"]])
-        sums["waiting"] += ready - ordered[-1]["ended"]
-        sums["new weights"] += first - ready
-    return {part: total / len(workers) for part, total in sums.items()}
-
-
-def python_share(node: str, records: Iterable[Mapping[str, Any]]) -> float | None:
-    found = [record for record in records if record["node"] == node and "operators" in record]
-    inside = sum(record["operators"] for record in found)
-    return 1 - inside / sum(record["ended"] - record["began"] for record in found) if inside else None
+def python_shares(records: Sequence[Record]) -> dict[str, float]:
+    shares = {}
+    for node, part in _NODES.items():
+        values = [value for one in records if (value := one["metrics"].get(f"{PYTHON}/{node}")) is not None]
+        if values:
+            shares[part] = mean(values)
+    return shares
 
 
 def line_of(case: Case) -> str:
@@ -202,7 +171,7 @@ def report(cases: Sequence[Case], steps: int) -> str:
             f"`python benchmarks/step_parts.py --steps {steps}` on {date.today():%d %B %Y}, {platform.machine()}, "
             f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end.",
             "",
-            doc[2].replace("\n", " "),
+            doc[2].strip(),
             "",
             f"| parameters | engine | rows x tokens | s a step | {' | '.join(COLUMNS)} |",
             f"|---|---|---|---:{'|---:' * len(COLUMNS)}|",
