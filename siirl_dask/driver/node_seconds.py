@@ -5,8 +5,9 @@ forward over the rows, one that takes mini-batches to a trained role passes forw
 from the node that writes parameters to the one that reads them. Everything else counts as nothing.
 
     pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
-                learn, and once more with recomputation
-    generation  each step reads weights and cache once; prompts are read before, once for all samples with vLLM
+                learn, and once more with recomputation; a prompt's rows on one worker, in one mini-batch, take it
+                through all but attention once
+    generation  each step reads weights and cache once; prompts are read before, once for all samples
     optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
     weights     all, in the model's type, or the adapters alone, in float32
     collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
@@ -82,6 +83,19 @@ class _Model:
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
         return 2 * self.one.layers * self.one.keys * self.narrow
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens that one worker takes through a model in a step."""
+
+    whole: float
+    """Of whole rows, as attention sees them."""
+    computed: float
+    """Without the prompts that rows share."""
+    responses: float
+    length: float
+    """Of a whole row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +182,10 @@ def _rows(config: Config) -> int:
     return config.data.batch_size * config.rollout.n
 
 
-def _forward_flops(model: _Model, tokens: float, length: float, responses: float) -> float:
-    """Return the arithmetic of a forward pass: layers, causal attention over rows of a length, and the head."""
-    attention = 2 * model.one.layers * model.one.queries * length  # half of the pairs, two products of 2 FLOPs
-    return tokens * (2 * model.layers + attention) + 2 * model.head * responses
+def _forward_flops(model: _Model, tokens: _Tokens) -> float:
+    """Return the arithmetic of a forward pass: layers, causal attention within rows, and the head."""
+    attention = 2 * model.one.layers * model.one.queries * tokens.length  # half of the pairs, two products of 2 FLOPs
+    return 2 * model.layers * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
 
 
 def _pass_bytes(model: _Model, tokens: float) -> float:
@@ -186,28 +200,39 @@ def _operations(model: _Model, speed: Speed, kind: str) -> float:
     return _MODULES * speed.operation * (each * model.one.layers + beside)
 
 
+def _tokens(
+    model: _Model, trainer: TrainerConfig, config: Config, lengths: Lengths, *, epochs: int = 1, parts: int = 1
+) -> _Tokens:
+    """Count them. A prompt's samples are spread over the workers, and those of a worker over ``parts`` of its rows."""
+    rows, length = epochs * _rows(config) / model.workers, lengths.prompt + lengths.response
+    together = max(1.0, config.rollout.n / model.workers / parts)
+    if trainer.backend is Backend.fsdp and trainer.fsdp.sequence_parallel > 1:
+        together = 1.0
+    computed = rows * (lengths.prompt / together + lengths.response)
+    return _Tokens(rows * length, computed, rows * lengths.response, length)
+
+
 def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
-    tokens = _rows(config) * (lengths.prompt + lengths.response) / model.workers
-    responses = tokens * lengths.response / (lengths.prompt + lengths.response)
-    compute = _forward_flops(model, tokens, lengths.prompt + lengths.response, responses)
-    passes = max(1.0, tokens / trainer.max_tokens_per_micro_batch)
+    tokens = _tokens(model, trainer, config, lengths)
+    compute = _forward_flops(model, tokens)
+    passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
     seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
-    seconds += _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    seconds += _pass_bytes(model, tokens.computed) / speed.memory_rate if speed.cores else 0.0
     gathered = model.narrow * model.size.total if trainer.backend is Backend.fsdp else 0
     return _with_collectives(seconds, passes * gathered * _ring(model.workers) / speed.link)
 
 
 def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
     steps = config.algorithm.minibatches * config.algorithm.epochs
-    tokens = _rows(config) * (lengths.prompt + lengths.response) / model.workers * config.algorithm.epochs
-    responses = tokens * lengths.response / (lengths.prompt + lengths.response)
+    parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
+    tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
     times = (2 if trainer.lora.rank else 3) + trainer.gradient_checkpointing
-    compute = times * _forward_flops(model, tokens, lengths.prompt + lengths.response, responses)
-    compute += 2 * model.head * responses  # logits are computed again in the backward pass
-    passes = max(float(steps), tokens / trainer.max_tokens_per_micro_batch)
+    compute = times * _forward_flops(model, tokens)
+    compute += 2 * model.head * tokens.responses  # logits are computed again in the backward pass
+    passes = max(float(steps), tokens.whole / trainer.max_tokens_per_micro_batch)
     operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
-    seconds += times * _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    seconds += times * _pass_bytes(model, tokens.computed) / speed.memory_rate if speed.cores else 0.0
     learned = model.size.total if not trainer.lora.rank else 0
     shards = 1 if trainer.backend is Backend.torch else trainer.fsdp.shard_size or model.workers
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
@@ -234,14 +259,14 @@ def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Sp
     ranks = rollout.tensor_parallel_size
     rows = _rows(config) / (model.workers / ranks)
     slots = min(rows, _slots(model, rollout, speed, lengths))
-    prompts = rows / rollout.n if vllm and rollout.vllm.enable_prefix_caching else rows
+    prompts = rows / rollout.n if rollout.vllm.enable_prefix_caching or not vllm else rows
     flops, rate = ranks * _flops(model, speed), ranks * speed.memory_rate * speed.decoding
     read = prompts * lengths.prompt
-    prefill = _forward_flops(model, read, lengths.prompt, rows) / (flops * speed.prefill)
+    prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (flops * speed.prefill)
     steps = max(lengths.longest, rows * lengths.response / slots)
     running = rows * lengths.response / steps
     weights = model.narrow * (model.layers + model.head)
-    cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes * (1 if vllm else 3)  # and a copy
+    cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes
     reading = (weights + cache) / rate
     arithmetic = running * 2 * (model.layers + model.head) / (flops * speed.prefill)
     token = reading + arithmetic if speed.cores else max(reading, arithmetic)

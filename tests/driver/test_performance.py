@@ -47,8 +47,9 @@ def test_arithmetic_by_hand_gives_the_same(planned):
     found = seconds(planned, APART)
     layers, head = 28 * 233_057_792, 152064 * 3584
     tokens, responses = 128 * 8 * 1100 / 4, 128 * 8 * 800 / 4
+    computed = responses + 128 * 8 * 300 / 4 / 2  # of a prompt's eight samples two are on each of four workers
     attention = 2 * 28 * 3584 * 1100  # two products over half of the pairs
-    forward = tokens * (2 * layers + attention) + 2 * head * responses
+    forward = 2 * layers * computed + attention * tokens + 2 * head * responses
     rate = 989e12 * 0.4
     assert found.nodes["old_logprobs"] == pytest.approx(forward / rate, rel=0.01)
     assert found.nodes["update"] == pytest.approx((3 * forward + 2 * head * responses) / rate, rel=0.03)
@@ -88,6 +89,14 @@ def test_the_fastest_split_is_proposed_and_sizes_that_do_not_divide_are_left_out
     assert found[0].together
     config, plan = planned(APART, "rollout.tensor_parallel_size=2", "trainer.fsdp.shard_size=4")
     assert {(one.rollout, one.policy) for one in splits(config, plan, TABLE["h100"], MEAN)} == {(4, 4), (8, 8)}
+
+
+def test_prompts_are_counted_once_for_samples_that_stay_together(planned):
+    together = seconds(planned, APART, "rollout.n=32").nodes["update"]
+    apart = seconds(planned, APART, "rollout.n=32", "algorithm.split_groups=true", "algorithm.minibatches=8")
+    whole = seconds(planned, APART, "rollout.n=32", "trainer.fsdp.sequence_parallel=2")
+    assert together < apart.nodes["update"]
+    assert apart.nodes["update"] == pytest.approx(whole.nodes["update"], rel=0.05)
 
 
 def test_a_recomputed_pass_and_several_epochs_take_longer(planned):
