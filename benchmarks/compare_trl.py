@@ -23,6 +23,7 @@ from against_trl.setting import Setting
 from siirl_dask.tasks.sorting import task_in, write_sorting_task
 
 PARTS = ("losses", "curves", "speed")
+WORKERS = (1, 2, 4)  # on one core, on two cores, and four on two cores, of which two generate and two learn
 _OUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "trl.md"
 _RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -33,7 +34,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=60, help="of each run; default 60")
     parser.add_argument("--rounds", type=int, default=5, help="in which the two alternate to be timed; default 5")
     parser.add_argument("--round-steps", type=int, default=10, help="timed steps of a round; default 10")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads, and cores when timed; default 1")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of a worker; default 1")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", choices=WORKERS, default=list(WORKERS), help="of ours when timed: default all"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; default all")
     parser.add_argument("--task", type=Path, help="folder of the sorting task, which is kept; default: a fresh one")
     parser.add_argument("--out", type=Path, default=_OUT, help="the page; .png is put beside it")
@@ -52,9 +56,10 @@ def main() -> None:
         if not task_in(folder).train.exists():
             print("warm start of the model", flush=True)
             write_sorting_task(folder)
-        for part in given.parts:
-            print(f"measuring {part}", flush=True)
-            parts[part] = measured_now(_command(given, part), _measure(part, given, str(folder)))
+        for part, workers in chosen_parts(given):
+            name = part if workers == 1 else f"{part} of {workers} workers"
+            print(f"measuring {name}", flush=True)
+            parts[name] = measured_now(_command(given, part, workers), _measure(part, given, str(folder), workers))
             write_page(given.out, record, parts)
     for line in summary(parts):
         print(line)
@@ -64,8 +69,13 @@ def main() -> None:
         sys.exit(f"not equal: {', '.join(wrong)}")
 
 
-def _measure(part: str, given: argparse.Namespace, folder: str) -> dict[str, Any]:
-    setting = Setting(folder=folder, steps=given.steps, threads=given.threads)
+def chosen_parts(given: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the parts with the number of our workers."""
+    return [(part, workers) for part in given.parts for workers in (given.workers if part == "speed" else [1])]
+
+
+def _measure(part: str, given: argparse.Namespace, folder: str, workers: int) -> dict[str, Any]:
+    setting = Setting(folder=folder, steps=given.steps, threads=given.threads, workers=workers)
     if part == "losses":
         return losses(setting)
     if part == "curves":
@@ -73,12 +83,12 @@ def _measure(part: str, given: argparse.Namespace, folder: str) -> dict[str, Any
     return speed(setting, given.rounds, given.round_steps)
 
 
-def _command(given: argparse.Namespace, part: str) -> str:
+def _command(given: argparse.Namespace, part: str, workers: int) -> str:
     """Return the command that measures one part again, without the folders."""
     options = {
         "losses": "",
         "curves": f" --seeds {' '.join(map(str, given.seeds))} --steps {given.steps}",
-        "speed": f" --rounds {given.rounds} --round-steps {given.round_steps}",
+        "speed": f" --workers {workers} --rounds {given.rounds} --round-steps {given.round_steps}",
     }
     return f"python benchmarks/compare_trl.py --parts {part}{options[part]} --threads {given.threads}"
 

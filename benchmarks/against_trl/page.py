@@ -21,6 +21,12 @@ from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
 _PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
 _LAST = 10  # steps that stand for the end of a run
 _QUIET = 1.5  # load beyond which times are not to be trusted
+_LAYOUTS = {
+    "speed": "one worker, one core",
+    "speed of 2 workers": "two workers that do everything, two cores",
+    "speed of 4 workers": "two workers that generate and two that learn, two cores",
+}
+"""Parts with samples per second, and what they are of."""
 
 
 class Measured(TypedDict):
@@ -66,8 +72,9 @@ def write_page(out: Path, record: Path, parts: Mapping[str, Measured]) -> None:
         plot_curves(picture, parts["curves"]["found"])
         blocks += ["## Whole runs", CURVES, f"![Rewards and entropy of both]({picture.name})"]
         blocks += [_curve_table(parts["curves"]["found"]), ALIKE, NOT_ALIKE, _how(parts["curves"])]
-    if "speed" in parts:
-        blocks += ["## Samples per second", SPEED, _speed_table(parts["speed"]["found"]), _how(parts["speed"])]
+    for at, (name, part) in enumerate(_speeds(parts)):
+        blocks += [*(["## Samples per second", SPEED] if not at else []), f"### {_LAYOUTS[name]}"]
+        blocks += [_speed_table(part["found"]), _how(part)]
     out.write_text("\n\n".join(block.strip("\n") for block in blocks) + "\n")
 
 
@@ -87,12 +94,17 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         ends = (f"{side} {mean(run['accuracy'][-1] for run in found[side]):.3f}" for side in SIDES)
         before = mean(run["accuracy"][0] for run in found[OURS])
         yield f"validation accuracy, from {before:.3f}: {', '.join(ends)}, means of {len(found[OURS])} seeds"
-    if "speed" in parts:
-        found = parts["speed"]["found"]
+    for name, part in _speeds(parts):
+        found = part["found"]
         ours, trl = (found["medians"][side] for side in SIDES)
         loud = max(found["loads"])
         trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > _QUIET else ""
-        yield f"samples per second: ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}{trust}"
+        rates = f"ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}"
+        yield f"samples per second, {_LAYOUTS[name]}: {rates}{trust}"
+
+
+def _speeds(parts: Mapping[str, Measured]) -> list[tuple[str, Measured]]:
+    return [(name, parts[name]) for name in _LAYOUTS if name in parts]
 
 
 def _loss_table(found: Mapping[str, Any]) -> str:

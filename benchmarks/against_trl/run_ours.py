@@ -1,4 +1,4 @@
-"""A run of this package on one worker: transformers generates, plain torch learns.
+"""A run of this package: transformers generates, plain torch learns.
 
 python -m against_trl.run_ours SETTING CURVES.json    # SETTING: JSON
 """
@@ -21,6 +21,7 @@ from siirl_dask.observe import Record, read_metrics
 from .setting import Curves, Setting, answer_to
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+_APART = "{rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
 def run_ours(setting: Setting, url: str) -> Curves:
@@ -49,9 +50,9 @@ def _overrides(setting: Setting, url: str) -> list[str]:
         "run.url": url,
         "run.steps": setting.steps,
         "run.seed": setting.seed,
-        "cluster.workers": 1,
+        "cluster.workers": setting.workers,
         "cluster.threads": setting.threads,
-        "cluster.placement": "{rollout: [0], reward: [0], policy: [0]}",
+        "cluster.placement": _APART if setting.workers == 4 else "{}",
         "data.url": task.train,
         "data.prepare": "null",
         "data.batch_size": setting.prompts,

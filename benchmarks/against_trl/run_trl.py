@@ -41,7 +41,7 @@ class Notes(TrainerCallback):
 
 
 def run_trl(setting: Setting) -> Curves:
-    torch.set_num_threads(setting.threads)
+    torch.set_num_threads(setting.cores)
     notes = Notes()
     with TemporaryDirectory() as folder:
         trainer = GRPOTrainer(

@@ -39,8 +39,8 @@ def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, A
 
 
 def speed(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
-    """Samples per second of each side in ``rounds`` runs of ``steps`` timed steps, which alternate; on one core a torch
-    thread, everything that a side starts included.
+    """Samples per second of each side in ``rounds`` runs of ``steps`` timed steps, which alternate; on the setting's
+    cores, everything that a side starts included.
     """
     short = replace(setting, steps=steps + _WARM_UP, validate=False)
     found: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -56,12 +56,16 @@ def speed(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def _run(side: str, setting: Setting, *, pinned: bool = False) -> Curves:
-    return Curves(**_child(f"run_{side}", [json.dumps(asdict(setting))], setting.threads, pinned=pinned))
+    threads = setting.threads if side == OURS else setting.cores
+    given = [json.dumps(asdict(setting))]
+    return Curves(**_child(f"run_{side}", given, threads, cores=setting.cores if pinned else 0))
 
 
-def _child(module: str, arguments: Sequence[str], threads: int, *, pinned: bool = False) -> Any:
-    """Run a module of this package and return the JSON that it writes. RuntimeError with the end of its output."""
-    command = [*(_pin(threads) if pinned else []), sys.executable, "-m", f"{__package__}.{module}", *arguments]
+def _child(module: str, arguments: Sequence[str], threads: int, *, cores: int = 0) -> Any:
+    """Run a module of this package, on so many cores, 0 for all, and return the JSON that it writes. RuntimeError with
+    the end of its output.
+    """
+    command = [*(_pin(cores) if cores else []), sys.executable, "-m", f"{__package__}.{module}", *arguments]
     with TemporaryDirectory() as folder:
         log, out = Path(folder, "log"), Path(folder, "out.json")
         with log.open("w") as said:

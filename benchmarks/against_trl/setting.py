@@ -39,13 +39,20 @@ class Setting:
     clip: float = 0.2
     max_grad_norm: float = 1.0
     threads: int = 1
-    """Threads that torch computes with."""
+    """Threads that torch computes with on each core's worker, or on each core of TRL's one process."""
+    workers: int = 1
+    """Of ours: 1 or 2 that do everything, on as many cores; or 4 on two cores, of which two generate and two learn."""
     validate: bool = True
     """Before the first step and after the last, greedily."""
 
     @property
     def task(self) -> Task:
         return task_in(self.folder)
+
+    @property
+    def cores(self) -> int:
+        """Cores that each side gets."""
+        return min(2, self.workers) * self.threads
 
     @property
     def rows(self) -> int:

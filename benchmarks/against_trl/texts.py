@@ -21,12 +21,12 @@ unless it is told otherwise.
 """
 ALIKE = """\
 **Alike**: the model folder; prompts in the same order; 32 prompts a step with 8 samples each, at temperature 1 and at
-most 12 tokens, by transformers' `generate`; advantages of groups; 4 optimiser steps a step in float32; loss `grpo`
-(a mean over rows of means over tokens) with clip 0.2 and no KL; AdamW without weight decay, learning rate 1e-4 after a
-rise over 5 optimiser steps (TRL is given this schedule: its own begins at 0), gradients clipped at norm 1; one torch
-thread. Here: one worker for all roles, engine `transformers`, backend `torch`. TRL: one process, without gradient
-checkpointing and bfloat16, which are its defaults. Accuracy is that of greedy answers to 256 other prompts, by the same
-engine.
+most 12 tokens, by a model of transformers (TRL's by `generate`, ours in a loop of the engine's own); advantages of
+groups; 4 optimiser steps a step in float32; loss `grpo` (a mean over rows of means over tokens) with clip 0.2 and no
+KL; AdamW without weight decay, learning rate 1e-4 after a rise over 5 optimiser steps (TRL is given this schedule: its
+own begins at 0), gradients clipped at norm 1; one torch thread. Here: one worker for all roles, engine `transformers`,
+backend `torch`. TRL: one process, without gradient checkpointing and bfloat16, which are its defaults. Accuracy is that
+of greedy answers to 256 other prompts, by the same engine.
 """
 NOT_ALIKE = """\
 **Mini-batches**: TRL shuffles a step's rows and cuts them into mini-batches; so does `algorithm.split_groups=true`, in
@@ -34,11 +34,12 @@ the blue runs. By default a prompt's samples stay together: a mini-batch then ha
 instead of nearly all, and on this task the policy sharpens somewhat more slowly.
 
 **Not alike**: TRL adds 1e-4 to the standard deviation of a group's rewards, this package 1e-6; TRL pads, this package
-packs.
+packs, and computes a prompt once for those of its samples that lie side by side.
 """
 SPEED = """\
-The two take turns, a fresh process each, in reversed order every other round; on one core a torch thread, to which
-everything that a side starts is pinned: here the scheduler, the nanny and the client as well. A step is all of it:
+The two take turns, a fresh process each, in reversed order every other round; on the same one or two cores, to which
+everything that a side starts is pinned: here the scheduler, the nanny and the client as well. TRL's process has a torch
+thread a core, each of our workers has one. A step is all of it:
 prompts, generation, rewards, old log-probs, four updates, new weights, and here also every sample written to disk. The
 start and the first two steps are not counted. Settings are those of the runs above, the blue ones.
 """

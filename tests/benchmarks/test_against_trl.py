@@ -105,13 +105,15 @@ def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
     timed = {**speeds, "ratio": 0.9, "steps": 5, "loads": [0.1]}
     around = {"command": "python x.py", "machine": "a machine", "versions": "1", "day": "today", "load": 0.1}
     found_by_part = {"losses": found, "curves": {"ours": [run], "trl": [run]}, "speed": timed}
+    found_by_part["speed of 4 workers"] = {**timed, "medians": {"ours": 150.0, "trl": 100.0}, "ratio": 1.5}
     parts = {part: {**around, "found": values} for part, values in found_by_part.items()}
     write_page(tmp_path / "page.md", tmp_path / "results" / "record.json", parts)
     page = (tmp_path / "page.md").read_text()
     assert "1 of 2 loss configurations" in page
     assert "no: and it should be" in page
     assert "no: it is another mean" in page
-    assert "ours 90, trl 100, ratio 0.90" in page
+    assert "samples per second, one worker, one core: ours 90, trl 100, ratio 0.90" in page
+    assert "two workers that generate and two that learn, two cores: ours 150, trl 100, ratio 1.50" in page
     assert json.loads((tmp_path / "results" / "record.json").read_text()) == parts
     assert (tmp_path / "page.png").stat().st_size > 0
 
