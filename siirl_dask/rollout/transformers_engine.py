@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,8 +66,10 @@ class TransformersEngine(HoldsNoGroups):
         """Generate until the queue is empty, one batch after the other."""
         while batch := queue.next(self._max_rows, wait=True):
             check_prompts([request.prompt for _, request in batch])
-            for sampling in dict.fromkeys(_unlimited(request) for _, request in batch):
-                alike = [(ticket, request) for ticket, request in batch if _unlimited(request) == sampling]
+            groups: dict[Sampling, list[tuple[Any, GenerationRequest]]] = {}
+            for ticket, request in batch:
+                groups.setdefault(_unlimited(request), []).append((ticket, request))
+            for alike in groups.values():
                 generations = self._generate_batch([request for _, request in alike])
                 for (ticket, _), generation in zip(alike, generations, strict=True):
                     queue.complete(ticket, generation)
