@@ -41,7 +41,7 @@ class Setting:
     threads: int = 1
     """Threads that torch computes with on each core's worker, or on each core of TRL's one process."""
     workers: int = 1
-    """Of ours: 1 or 2 that do everything, on as many cores; or 4 on two cores, of which two generate and two learn."""
+    """Workers of our side: 1 or 2 that do everything, on as many cores; or 4 on two cores, two of which generate."""
     validate: bool = True
     """Before the first step and after the last, greedily."""
 

@@ -90,12 +90,12 @@ class _Tokens:
     """Tokens that one worker takes through a model in a step."""
 
     whole: float
-    """Of whole rows, as attention sees them."""
+    """Tokens of whole rows, as attention sees them."""
     computed: float
-    """Without the prompts that rows share."""
+    """The same with each prompt once that rows share."""
     responses: float
     length: float
-    """Of a whole row."""
+    """Tokens of a whole row."""
 
 
 @dataclass(frozen=True, slots=True)
