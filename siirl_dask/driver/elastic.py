@@ -59,9 +59,9 @@ class Elastic:
         cluster = self._config.cluster
         if group is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
-        give_up_silent(client, group.members.values(), group.config)
+        give_up_silent(client, group, failure, own)
         if not isinstance(failure, WorkersJoined):
-            start_lost_workers(client, cluster)
+            start_lost_workers(client, cluster, group)
         in_order = isinstance(failure, (WorkersJoined, WorkerLeft))
         given = cluster.replacement_timeout
         patience = 0.0 if in_order else _REPLACEMENT_TIMEOUT if given is None else given

@@ -72,10 +72,11 @@ class Disturbed:
         self._gate.touch()
         self._printed = ""
 
-    def lose(self, process, host):
-        """Switch the host off once the run stands at the gate, and open that. Returns what the row of a table says."""
+    def lose(self, process, *hosts):
+        """Switch hosts off once the run stands at the gate, and open that. Returns what the row of a table says."""
         self._wait(process, lambda: self._gate.with_name(f"at-{self._gate.name}").exists() and self._stored())
-        self.lab.power_off(host)
+        for host in hosts:
+            self.lab.power_off(host)
         since = time.monotonic()
         self._gate.unlink()
         noticed = self._read(process, "restart 1 of 3") - since
@@ -117,27 +118,27 @@ class Disturbed:
 
 SPARE, ELASTIC = [], ["cluster.elastic=true", "cluster.replacement_timeout=1"]
 CASES = [
-    pytest.param(LEARNER, SPARE, 4, 3, id="learner-spare"),
-    pytest.param(SAMPLER, SPARE, 4, 3, id="sampler-spare", marks=SWEEP),
-    pytest.param(LEARNER, ELASTIC, 3, 2, id="learner-elastic", marks=SWEEP),
-    pytest.param(SAMPLER, ELASTIC, 3, 2, id="sampler-elastic", marks=SWEEP),
+    pytest.param(LEARNER, SPARE, 4, [1], 3, id="learner-spare"),
+    pytest.param(SAMPLER, SPARE, 4, [1], 3, id="sampler-spare", marks=SWEEP),
+    pytest.param(LEARNER, SPARE, 5, [1, 3], 3, id="learner-and-a-spare", marks=SWEEP),
+    pytest.param(LEARNER, ELASTIC, 3, [1], 2, id="learner-elastic", marks=SWEEP),
+    pytest.param(SAMPLER, ELASTIC, 3, [1], 2, id="sampler-elastic", marks=SWEEP),
+    pytest.param(LEARNER, [*ELASTIC, "cluster.max_workers=3"], 5, [1, 3], 3, id="elastic-and-a-spare", marks=SWEEP),
 ]
-"""Who is lost, how a run goes on, the hosts that there are, and the workers with which it does."""
+"""Where the run is, how it goes on, the hosts that there are, those that are lost, and the workers with which it does."""
 
 
-@pytest.mark.parametrize(("place", "overrides", "hosts", "workers"), CASES)
+@pytest.mark.parametrize(("place", "overrides", "hosts", "lost", "workers"), CASES)
 def test_a_run_goes_on_when_a_host_has_no_power_and_generates_nothing_again(
-    straight, digits_on, config, notes, tmp_path, place, overrides, hosts, workers
+    straight, digits_on, config, notes, tmp_path, request, place, overrides, hosts, lost, workers
 ):
     with Lab(hosts) as lab:
         cluster = DaskCluster(lab.hosts[0], lab.hosts, tmp_path)
         run = Disturbed(lab, tmp_path / "run", notes, place)
-        placed = f"cluster.placement={LOST[place]}"
-        driver = digits_on(
-            cluster, lab.hosts[0], *GIVEN, placed, "observe.progress=true", *overrides, config_file=config
-        )
-        row = run.lose(driver.process, lab.hosts[1])
-    print(f"\n| {place}, {'elastic' if overrides else 'a spare worker'} {row} {run.check(straight, workers)} |")
+        given = [*GIVEN, f"cluster.placement={LOST[place]}", "observe.progress=true", *overrides]
+        driver = digits_on(cluster, lab.hosts[0], *given, config_file=config)
+        row = run.lose(driver.process, *(lab.hosts[index] for index in lost))
+    print(f"\n| {request.node.callspec.id} {row} {run.check(straight, workers)} |")
 
 
 @pytest.fixture
