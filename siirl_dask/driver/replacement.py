@@ -47,13 +47,13 @@ class Fixed:
             wait_for_workers(client, cluster, self._progress, hint=hint)
         return WorkerGroup(members(client, cluster.workers, group.members), self._config)
 
-    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
+    def on_idle(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         return None
 
-    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+    def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         return iterations
 
-    def check(self, steps: int, since: float) -> None:
+    def check_change(self, steps: int, since: float) -> None:
         return
 
 
@@ -71,8 +71,8 @@ def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGrou
 
 
 def give_up_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:
-    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent: nobody could go
-    on with it, and no run could begin beside it. ``own`` is the name of the run's plugins.
+    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent: nobody could
+    go on with it, nor begin a run beside it. ``own`` is the name of the run's plugins.
 
     One that was silent for that long before, as its peers have found, has a last chance of two seconds. Where a nanny
     has started such a worker, that starts another. SilentPeer if the scheduler does not remove it in time.

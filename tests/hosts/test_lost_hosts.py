@@ -125,7 +125,7 @@ CASES = [
     pytest.param(SAMPLER, ELASTIC, 3, [1], 2, id="sampler-elastic", marks=SWEEP),
     pytest.param(LEARNER, [*ELASTIC, "cluster.max_workers=3"], 5, [1, 3], 3, id="elastic-and-a-spare", marks=SWEEP),
 ]
-"""Where the run is, how it goes on, the hosts that there are, those that are lost, and the workers with which it does."""
+"""Where the run is, how it goes on, the hosts that there are, which are lost, and the workers with which it goes on."""
 
 
 @pytest.mark.parametrize(("place", "overrides", "hosts", "lost", "workers"), CASES)
