@@ -162,7 +162,7 @@ def test_slurm_is_asked_for_another_job_when_the_host_of_one_has_no_power(
 ):
     spec, workers = home / "slurm.yaml", 2 * processes
     spec.write_text(CLUSTERS["slurm.yaml"].read_text().replace("processes: 1", f"processes: {processes}"))
-    learners = [*range(processes, workers)]
+    learners = [*range(1, workers)]
     placed = f"cluster.placement={{rollout: [0], reward: [0], policy: {learners}}}"
     with Lab(3, names=Names.LOOPBACK) as lab, slurm(lab, home / "daemons") as env:
         run = Disturbed(lab, home / "run", notes, LEARNER)
