@@ -264,12 +264,12 @@ def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
     return hint
 
 
-def no_replacement(cluster: Cluster) -> str:
+def no_replacement(spec: str, cluster: Cluster) -> str:
     """Return what to do where none comes in place of a lost worker, for a class that starts none; else nothing."""
     if cluster._supports_scaling:
         return ""
     return (
-        f": {cluster.name} starts none in place of a lost one; start one with `dask worker "
+        f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with `dask worker "
         f"{cluster.scheduler_address}`, begin with more workers than cluster.workers, or set cluster.elastic=true"
     )
 

@@ -67,7 +67,7 @@ def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGrou
     there = client.scheduler_info(n_workers=-1)["workers"]
     lost = {name for name, address in group.members.items() if address not in there}
     start_lost(client.cluster, cluster.workers, lost)
-    return no_replacement(client.cluster)
+    return no_replacement(cluster.spec, client.cluster)
 
 
 def give_up_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:

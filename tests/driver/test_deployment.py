@@ -183,8 +183,9 @@ def client_of_jobs():
 
 def test_where_a_class_starts_no_other_worker_the_error_says_what_to_do():
     with Fixed(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster:
-        said = deployment.no_replacement(cluster)
-    assert f"Fixed starts none in place of a lost one; start one with `dask worker {cluster.scheduler_address}`" in said
+        said = deployment.no_replacement("mine.yaml", cluster)
+    assert "the class of cluster.spec='mine.yaml' starts none in place of a lost one; start one with" in said
+    assert f"`dask worker {cluster.scheduler_address}`" in said
 
 
 def test_the_cluster_is_closed_when_the_run_fails(config):
