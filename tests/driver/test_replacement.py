@@ -5,40 +5,31 @@ import signal
 import time
 
 import pytest
-from distributed import Client
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver import replacement
 from siirl_dask.driver.replacement import give_up_silent
 from siirl_dask.driver.worker_group import WorkerGroup
 from siirl_dask.errors import SilentPeer
-from tests.clusters import local_cluster
-from tests.e2e.traps import start_workers
 
 PATIENCE, LAST_CHANCE = 1.0, 0.2
 
 
 @pytest.fixture
-def workers(monkeypatch):
+def workers(cluster, monkeypatch):
     """A client, the addresses of three workers, and a group of the first two; the last two stand still for a while."""
     monkeypatch.setattr(replacement, "_LAST_CHANCE", LAST_CHANCE)
-    with local_cluster(0) as cluster, Client(cluster) as client:
-        processes = start_workers(cluster.scheduler_address, 3)
-        try:
-            client.wait_for_workers(3, timeout=60)
-            seen = client.scheduler_info(n_workers=-1)["workers"]
-            addresses = [address for _, address in sorted((info["name"], address) for address, info in seen.items())]
-            for process in processes[1:]:
-                os.kill(process.pid, signal.SIGSTOP)
-            late = time.monotonic() + 30
-            while min(silences(client).values()) > 0 or sorted(silences(client).values())[1] < PATIENCE:
-                assert time.monotonic() < late
-                time.sleep(0.05)
-            config = Config(cluster=ClusterConfig(peer_timeout=PATIENCE))
-            yield client, addresses, WorkerGroup({"0": addresses[0], "1": addresses[1]}, config)
-        finally:
-            for process in processes:
-                process.kill()
+    client = cluster(a={}, b={}, c={})
+    pids = client.run(os.getpid)
+    named = {info["name"]: at for at, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    for name in "bc":
+        os.kill(pids[named[name]], signal.SIGSTOP)
+    late = time.monotonic() + 60
+    while sorted(silences(client).values())[1] < PATIENCE:
+        assert time.monotonic() < late
+        time.sleep(0.05)
+    group = WorkerGroup({name: named[name] for name in "ab"}, Config(cluster=ClusterConfig(peer_timeout=PATIENCE)))
+    return client, [named[name] for name in "abc"], group
 
 
 def silences(client):
