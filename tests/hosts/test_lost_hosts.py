@@ -102,7 +102,7 @@ class Disturbed:
         return any((self.url / "rollouts" / f"step={last:06d}").glob("_parts-*.json"))
 
     def _wait(self, process, reached):
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while not reached():
             assert process.poll() is None, process.stdout.read()
             assert time.monotonic() < deadline, "the run never came to the gate"
