@@ -25,7 +25,7 @@ from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ALONE = ["cluster.placement={}", "run.lookahead=1", "checkpoint.every=20"]
 ELASTIC = ["cluster.elastic=true", "cluster.replacement_timeout=0.5", "run.max_restarts=1"]
 PPO = shipped("quickstart_ppo.yaml")
