@@ -118,7 +118,8 @@ class Disturbed:
 
 SPARE, ELASTIC = [], ["cluster.elastic=true", "cluster.replacement_timeout=1"]
 CASES = [
-    pytest.param(LEARNER, SPARE, 4, [1], 3, id="learner-spare"),
+    pytest.param(LEARNER, ["cluster.peer_timeout=5"], 4, [1], 3, id="learner-soon"),
+    pytest.param(LEARNER, SPARE, 4, [1], 3, id="learner-spare", marks=SWEEP),
     pytest.param(SAMPLER, SPARE, 4, [1], 3, id="sampler-spare", marks=SWEEP),
     pytest.param(LEARNER, SPARE, 5, [1, 3], 3, id="learner-and-a-spare", marks=SWEEP),
     pytest.param(LEARNER, ELASTIC, 3, [1], 2, id="learner-elastic", marks=SWEEP),
