@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -73,17 +73,20 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
         _close(cluster)
 
 
-def start_lost(cluster: Cluster, workers: int) -> None:
+def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> None:
     """Have a cluster start workers anew that are lost for good, such as those of a host without power.
 
-    Returns at once. Dask waits for a lost worker before it forgets it (``distributed.deploy.lost-worker-timeout``), and
-    a class without scaling starts none.
+    ``lost`` are their names. Returns at once. Dask waits for a lost worker before it forgets it
+    (``distributed.deploy.lost-worker-timeout``), and a class without scaling starts none.
     """
     patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
 
     def start() -> None:
-        if cluster.status is Status.running:
-            _scale(cluster, workers).add_done_callback(warn)
+        if cluster.status is not Status.running:
+            return
+        if isinstance(cluster, SpecCluster):
+            cluster.sync(_forget, cluster, lost)
+        _scale(cluster, workers).add_done_callback(warn)
 
     def warn(started: Future[None]) -> None:
         if (error := started.exception()) is not None:
@@ -92,6 +95,19 @@ def start_lost(cluster: Cluster, workers: int) -> None:
     timer = threading.Timer(patience + _AFTER_LOST, start)
     timer.daemon = True
     timer.start()
+
+
+async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
+    """End and forget each job of which no worker is left: Dask does so by itself only where a job has a single one."""
+    there = {str(info["name"]) for info in cluster.scheduler_info["workers"].values()}
+    for job, spec in [*cluster.worker_spec.items()]:
+        names = {f"{job}{suffix}" for suffix in spec.get("group", ("",))}
+        if job not in cluster.workers or names.isdisjoint(lost) or not names.isdisjoint(there):
+            continue
+        try:
+            await cluster.workers.pop(job).close()
+        except Exception as error:  # whatever the command that ends a job gives
+            logger.warning("%s cannot end the job %s, whose workers are lost: %s", cluster.name, job, error)
 
 
 def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
@@ -246,6 +262,16 @@ def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
     if (folder := spec.kwargs.get("log_directory")) is not None:
         hint += f", and their logs are in {folder}"
     return hint
+
+
+def no_replacement(spec: str, cluster: Cluster) -> str:
+    """Return what to do where none comes in place of a lost worker, for a class that starts none; else nothing."""
+    if cluster._supports_scaling:
+        return ""
+    return (
+        f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with `dask worker "
+        f"{cluster.scheduler_address}`, begin with more workers than cluster.workers, or set cluster.elastic=true"
+    )
 
 
 def _close(cluster: Cluster) -> None:

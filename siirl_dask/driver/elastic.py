@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distributed import Client
@@ -15,22 +13,19 @@ from distributed import Client
 from siirl_dask.config import Config
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.iterations import until_asked
+from siirl_dask.driver.newcomers import Newcomers
 from siirl_dask.driver.phases import Phases
-from siirl_dask.driver.processes import check_alike, rank_order, workers_needed
-from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.replacement import give_up_silent, start_lost_workers
 from siirl_dask.driver.worker_group import Planner, WorkerGroup
-from siirl_dask.errors import ConfigError, RunError, SiirlError, UserError, WorkerLeft, WorkerLost, WorkersJoined
+from siirl_dask.errors import RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.planner.resizing import Kind, Kinds, kinds_of, placement_of
 from siirl_dask.worker.idle_workers import free_workers
-from siirl_dask.worker.report import Report, report
 
 logger = logging.getLogger("siirl_dask.driver")
 _GLANCE = 0.2  # seconds between two looks
 _REPLACEMENT_TIMEOUT = 10.0  # seconds, where cluster.replacement_timeout is not given
-_REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to say what it runs on
 
 
 class Elastic:
@@ -41,10 +36,9 @@ class Elastic:
 
     def __init__(self, config: Config, plan: Planner, reads: Mapping[str, Sequence[str]], progress: Progress) -> None:
         """``reads`` has the folders that the workers of each role read."""
-        self._config, self._plan, self._reads, self._progress = config, plan, reads, progress
+        self._config, self._plan, self._progress = config, plan, progress
         self._kinds = Kinds.of(config.cluster.placement, config.cluster.workers)
-        self._reports: dict[str, Report | Exception] = {}
-        self._refused: set[str] = set()
+        self._newcomers = Newcomers(reads, config.run.url)
         self._joined: list[str] = []
         self._tries = 0
         self._changing = threading.Lock()
@@ -59,9 +53,9 @@ class Elastic:
         cluster = self._config.cluster
         if group is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
-        give_up_silent(client, group.members.values(), group.config)
+        give_up_silent(client, group, failure, own)
         if not isinstance(failure, WorkersJoined):
-            start_lost_workers(client, cluster)
+            start_lost_workers(client, cluster, group)
         in_order = isinstance(failure, (WorkersJoined, WorkerLeft))
         given = cluster.replacement_timeout
         patience = 0.0 if in_order else _REPLACEMENT_TIMEOUT if given is None else given
@@ -69,7 +63,7 @@ class Elastic:
         self._tell(len(group.members), len(found.members), patience)
         return found
 
-    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
+    def on_idle(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         tries = self._tries
 
         def work() -> None:
@@ -86,10 +80,10 @@ class Elastic:
 
         return lambda: threading.Thread(target=work, name="look-at-idle-workers", daemon=True).start()
 
-    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+    def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         return until_asked(iterations, lambda: bool(self._joined), self._config.run.steps)
 
-    def check(self, steps: int, since: float) -> None:
+    def check_change(self, steps: int, since: float) -> None:
         if not self._joined or steps >= self._config.run.steps:
             return
         names, workers = ", ".join(map(repr, self._joined)), "workers" if len(self._joined) > 1 else "worker"
@@ -130,41 +124,38 @@ class Elastic:
     def _there(self, client: Client, own: str | None) -> dict[str, str]:
         """Return {name: address} of the workers that the run may use; those it has been refused are left out."""
         there: dict[str, str] = complete(client, lambda: client.run_on_scheduler(free_workers, own))
-        return {name: address for name, address in there.items() if address not in self._refused}
+        return {name: address for name, address in there.items() if address not in self._newcomers.refused}
 
     def _choose(self, client: Client, group: WorkerGroup | None, there: Mapping[str, str]) -> WorkerGroup | None:
         """Return a group of as many of the workers that are ``there`` as a plan can be made for; None if for none.
 
         ConfigError if those with which the run begins do not fit to each other.
         """
-        self._ask(client, there.values())
+        self._newcomers.ask(client, there.values())
         if group is None:
             group = self._first(client, there)
         known = {*group.members.values()}
         new = {name: address for name, address in there.items() if address not in known}
-        left_out = self._unlike(client, new)
-        usable = {name: address for name, address in there.items() if name not in left_out}
-        while True:
-            chosen = self._largest(group, usable)
-            if chosen is None:
-                return None
+        left_out = self._newcomers.unlike(client, new)
+        while (chosen := self._largest(group, _without(left_out, there))) is not None:
             found, phases = chosen
-            cut_off = self._cut_off(client, {name: new[name] for name in found.members if name in new}, phases)
+            taken_in = {name: new[name] for name in found.members if name in new}
+            cut_off = self._newcomers.cut_off(client, taken_in, phases)
             if not cut_off:
                 return found
-            usable = {name: address for name, address in usable.items() if name not in cut_off}
+            left_out |= cut_off
+        return None
 
     def _first(self, client: Client, there: Mapping[str, str]) -> WorkerGroup:
         """Return the group with which the run begins if no more workers are there than it was told to take."""
-        names = self._in_order(there)[: self._config.cluster.workers]
+        names = self._newcomers.in_order(there)[: self._config.cluster.workers]
         members = {name: there[name] for name in names}
-        with workers_needed(client, members):
-            check_alike(client, members, self._reports)
+        self._newcomers.check_alike(client, members)
         return WorkerGroup(members, self._config)
 
     def _largest(self, group: WorkerGroup, there: Mapping[str, str]) -> tuple[WorkerGroup, Phases] | None:
         cluster, before = self._config.cluster, _kinds(group)
-        new = self._in_order({name: address for name, address in there.items() if name not in before})
+        new = self._newcomers.in_order(_without(before, there))
         names = [*(name for name in group.members if name in there), *new]
         for count in range(min(len(names), cluster.max_workers or len(names)), 0, -1):
             for kinds in self._kinds.assign(before, names, count):
@@ -176,51 +167,6 @@ class Elastic:
                 except UserError as error:
                     self._why = error
         return None
-
-    def _in_order(self, workers: Mapping[str, str]) -> list[str]:
-        return rank_order({name: (address, self._reports.get(address)) for name, address in workers.items()})
-
-    def _ask(self, client: Client, addresses: Iterable[str]) -> None:
-        """Have workers that have not answered before say what they run on."""
-        new = [address for address in addresses if isinstance(self._reports.get(address, OSError()), OSError)]
-        self._reports |= dict(zip(new, complete(client, lambda: _reports(client, new)), strict=True))
-
-    def _unlike(self, client: Client, new: Mapping[str, str]) -> set[str]:
-        """Return the names of newcomers that do not answer, or do not fit to this process: those are refused."""
-        unlike = {name for name, address in new.items() if isinstance(self._reports[address], OSError)}
-        for name, address in new.items():
-            if name in unlike:
-                continue
-            try:
-                check_alike(client, {name: address}, self._reports)
-            except ConfigError as error:
-                unlike.add(name)
-                self._refuse(name, address, error)
-        return unlike
-
-    def _cut_off(self, client: Client, new: Mapping[str, str], phases: Phases) -> set[str]:
-        """Return the names of newcomers that have left, and of those, which it refuses, that do not reach the files."""
-        cut_off: set[str] = set()
-        with suppress(ConfigError, WorkerLost):
-            self._check_reachable(client, new, phases)
-            return cut_off
-        for name, address in new.items():
-            try:
-                self._check_reachable(client, {name: address}, phases)
-            except WorkerLost:
-                cut_off.add(name)
-            except ConfigError as error:
-                cut_off.add(name)
-                self._refuse(name, address, error)
-        return cut_off
-
-    def _check_reachable(self, client: Client, new: Mapping[str, str], phases: Phases) -> None:
-        with workers_needed(client, new):
-            check_reachable(client, new, phases, self._reads, self._config.run.url)
-
-    def _refuse(self, name: str, address: str, error: ConfigError) -> None:
-        self._refused.add(address)
-        logger.warning("worker %r at %s is left out: %s", name, address, error)
 
     def _tell(self, before: int, now: int, patience: float) -> None:
         """Tell the user of another number of workers, which was waited for ``patience`` seconds if it is lower."""
@@ -234,13 +180,5 @@ def _kinds(group: WorkerGroup) -> dict[str, Kind]:
     return {name: kinds[index] for index, name in enumerate(group.members)}
 
 
-async def _reports(client: Client, addresses: Sequence[str]) -> list[Report | Exception]:
-    async def ask(address: str) -> Report | Exception:
-        try:
-            answers = await asyncio.wait_for(client.run(report, workers=[address]), _REPORT_TIMEOUT)
-        except Exception as error:  # whatever an import there may raise; it may have left, or stand still
-            return error
-        answer: Report = answers[address]
-        return answer
-
-    return await asyncio.gather(*map(ask, addresses))
+def _without(names: Collection[str], workers: Mapping[str, str]) -> dict[str, str]:
+    return {name: address for name, address in workers.items() if name not in names}

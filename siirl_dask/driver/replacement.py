@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,17 @@ from distributed import Client
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.calls import complete
-from siirl_dask.driver.deployment import start_lost
+from siirl_dask.driver.deployment import no_replacement, start_lost
 from siirl_dask.driver.processes import members
 from siirl_dask.driver.worker_group import WorkerGroup
 from siirl_dask.errors import SchedulerLost, SiirlError, SilentPeer
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.idle_workers import free_workers
 
 logger = logging.getLogger("siirl_dask.driver")
+_LAST_CHANCE = 2.0  # seconds for a worker to answer that has been silent for as long as it may be
 _STOP_TIMEOUT = 1.0  # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
 
@@ -40,42 +42,66 @@ class Fixed:
         if group is None:
             return WorkerGroup(members(client, cluster.workers), self._config)
         if not isinstance(failure, SchedulerLost):  # whose cluster has been waited for
-            give_up_silent(client, group.members.values(), self._config)
-            start_lost_workers(client, cluster)
-            wait_for_workers(client, cluster, self._progress)
+            give_up_silent(client, group, failure, own)
+            hint = start_lost_workers(client, cluster, group)
+            wait_for_workers(client, cluster, self._progress, hint=hint)
         return WorkerGroup(members(client, cluster.workers, group.members), self._config)
 
-    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
+    def on_idle(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         return None
 
-    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+    def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         return iterations
 
-    def check(self, steps: int, since: float) -> None:
+    def check_change(self, steps: int, since: float) -> None:
         return
 
 
-def start_lost_workers(client: Client, cluster: ClusterConfig) -> None:
-    """Have a cluster that the run has started by ``cluster.spec`` start lost workers anew."""
-    if cluster.spec and client.cluster is not None:
-        start_lost(client.cluster, cluster.workers)
+def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGroup) -> str:
+    """Have a cluster that the run has started by ``cluster.spec`` start the lost workers of the group anew.
 
-
-def give_up_silent(client: Client, members: Iterable[str], config: Config) -> None:
-    """Remove each worker that answers nothing for as long as a peer may be silent: nobody could go on with it.
-
-    ``members`` are addresses. Where a nanny has started such a worker, that starts another. SilentPeer if the scheduler
-    does not remove it in time.
+    Returns what to add to the error of a run for which too few workers come.
     """
-    addresses = list(members)
-    patience = DataSettings.of(config, addresses).peer_timeout
-    present = client.scheduler_info(n_workers=-1)["workers"]
-    there = [address for address in addresses if address in present]
-    answered: list[bool] = client.sync(_answer, client, there, patience)
-    silent = [address for address, alive in zip(there, answered, strict=True) if not alive]
-    if not silent:
-        return
-    logger.warning("given up, since they answer nothing for %g s: workers at %s", patience, ", ".join(silent))
+    if not cluster.spec or client.cluster is None:
+        return ""
+    there = client.scheduler_info(n_workers=-1)["workers"]
+    lost = {name for name, address in group.members.items() if address not in there}
+    start_lost(client.cluster, cluster.workers, lost)
+    return no_replacement(cluster.spec, client.cluster)
+
+
+def give_up_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:
+    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent: nobody could
+    go on with it, nor begin a run beside it. ``own`` is the name of the run's plugins.
+
+    One that was silent for that long before, as its peers have found, has a last chance of two seconds. Where a nanny
+    has started such a worker, that starts another. SilentPeer if the scheduler does not remove it in time.
+    """
+    patiences = _patiences(client, group, own, was_silent=isinstance(failure, SilentPeer))
+    answered: list[bool] = client.sync(_answer, client, patiences)
+    if silent := [address for address, alive in zip(patiences, answered, strict=True) if not alive]:
+        logger.warning("given up, since they answer nothing: workers at %s", ", ".join(silent))
+        _remove(client, silent)
+
+
+def _patiences(client: Client, group: WorkerGroup, own: str | None, *, was_silent: bool) -> dict[str, float]:
+    """Return the seconds within which the worker at each address has to answer.
+
+    ``was_silent`` says whether a peer was found to be silent; its last heartbeat is older than the others' then.
+    """
+    members = group.members.values()
+    idle: dict[str, str] = complete(client, lambda: client.run_on_scheduler(free_workers, own))
+    patience = DataSettings.of(group.config, members).peer_timeout
+    seen = {address: info["last_seen"] for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    late = max(seen.values(), default=0.0) - patience if was_silent else 0.0
+    return {
+        address: min(patience, _LAST_CHANCE) if seen[address] <= late else patience
+        for address in {*members, *idle.values()} & seen.keys()
+    }
+
+
+def _remove(client: Client, silent: Sequence[str]) -> None:
+    """Have the scheduler remove workers, and their nannies kill them. SilentPeer if it does not do so in time."""
     scheduler: Any = client.scheduler
     remove = partial(
         scheduler.restart_workers,
@@ -88,18 +114,19 @@ def give_up_silent(client: Client, members: Iterable[str], config: Config) -> No
     try:
         complete(client, remove, timeout=_CALL_TIMEOUT)
     except TimeoutError as error:
-        where = ", ".join(silent)
         raise SilentPeer(
-            f"workers at {where} answer nothing, and the scheduler has not removed them: {error}"
+            f"workers at {', '.join(silent)} answer nothing, and the scheduler has not removed them: {error}"
         ) from error
 
 
-async def _answer(client: Client, addresses: Sequence[str], patience: float) -> list[bool]:
-    async def answers(address: str) -> bool:
+async def _answer(client: Client, patiences: Mapping[str, float]) -> list[bool]:
+    """Return whether the worker at each address answers within the seconds that it has."""
+
+    async def answers(address: str, patience: float) -> bool:
         try:
             await asyncio.wait_for(client.run(time.time, workers=[address]), patience)
         except Exception:  # a worker that is just leaving may break the connection in any way
             return False
         return True
 
-    return await asyncio.gather(*map(answers, addresses))
+    return await asyncio.gather(*(answers(address, patience) for address, patience in patiences.items()))

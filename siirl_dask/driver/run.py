@@ -161,7 +161,7 @@ def _drive(tried: Try, log: RunLog, dashboard: str, restarts: Restarts, earlier:
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
             planned = iterations(config, list(tried.phases), resume.done, resume.stages, resume.measured)
-            for event in driver.run(preemption.cut(tried.groups.cut(planned))):
+            for event in driver.run(preemption.cut(tried.groups.until_change(planned))):
                 if isinstance(event, Done):
                     log.record(event)
                     step_done = step_done if event.iteration.phase is Phase.CHECKPOINT else time.monotonic()
@@ -170,6 +170,6 @@ def _drive(tried: Try, log: RunLog, dashboard: str, restarts: Restarts, earlier:
         after = driver.traffic()
         log.scheduler_bytes = None if before is None or after is None else after - before
         if not preemption.asked:
-            tried.groups.check(log.steps, step_done)
+            tried.groups.check_change(log.steps, step_done)
     if preemption.asked and log.steps < config.run.steps:
         raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")

@@ -40,14 +40,14 @@ class WorkerGroups(Protocol):
         """
         ...
 
-    def look(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
+    def on_idle(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
         """Return what is to be called when idle workers have come; None if the run takes none."""
         ...
 
-    def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
+    def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         """Yield the iterations, as many as are done before the group changes."""
         ...
 
-    def check(self, steps: int, since: float) -> None:
+    def check_change(self, steps: int, since: float) -> None:
         """Raise WorkersJoined if the group is to change now that ``steps`` are done, the last one at time ``since``."""
         ...

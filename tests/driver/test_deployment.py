@@ -7,8 +7,9 @@ import time
 
 import dask
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster, Scheduler, SpecCluster, Worker
 from distributed.deploy.cluster import Cluster
+from distributed.deploy.spec import ProcessInterface
 
 from siirl_dask.commands.script import main
 from siirl_dask.config import ClusterConfig, Config
@@ -109,6 +110,82 @@ def test_a_worker_that_is_lost_for_good_is_started_anew(config):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert len(before - now) == 1
+
+
+def test_a_job_of_several_workers_is_asked_for_anew_when_all_of_them_are_lost(client_of_jobs):
+    """Dask knows a job by the name of its only worker; one of two it would never ask for again."""
+    client, cluster = client_of_jobs
+    for worker in cluster.workers[0].members:
+        cluster.sync(worker.close)
+    deployment.start_lost(cluster, 4, {"0-0", "0-1"})
+    wait_for_workers(client, {"0-0", "0-1", "1-0", "1-1"})
+    assert cluster.started == [0, 1, 0]
+    assert cluster.ended == [0]
+
+
+def test_a_job_with_a_worker_that_is_left_is_not_ended(client_of_jobs):
+    client, cluster = client_of_jobs
+    cluster.sync(cluster.workers[0].members[0].close)
+    wait_for_workers(client, {"0-1", "1-0", "1-1"})
+    cluster.sync(deployment._forget, cluster, {"0-0"})
+    assert cluster.ended == []
+
+
+def wait_for_workers(client, names):
+    deadline = time.monotonic() + 30
+    while {*(info["name"] for info in client.scheduler_info(n_workers=-1)["workers"].values())} != names:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Job(ProcessInterface):
+    """Two workers, in this process, as a job of ``processes: 2`` of dask-jobqueue has them."""
+
+    def __init__(self, scheduler, name):
+        super().__init__()
+        self._scheduler, self._name, self.members = scheduler, name, []
+
+    async def start(self):
+        made[0].started.append(self._name)
+        for number in range(2):
+            name = f"{self._name}-{number}"
+            self.members.append(await Worker(self._scheduler, name=name, nthreads=1, dashboard=False, host="127.0.0.1"))
+        await super().start()
+
+    async def close(self):
+        made[0].ended.append(self._name)
+        for worker in self.members:
+            await worker.close()
+        await super().close()
+
+
+class Jobs(SpecCluster):
+    def __init__(self):
+        made.append(self)
+        self.started, self.ended = [], []
+        scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1"}}
+        super().__init__(scheduler=scheduler, worker={"cls": Job, "options": {}, "group": ["-0", "-1"]})
+
+    def scale(self, n=0, **others):
+        return super().scale(-(-n // 2), **others)
+
+
+@pytest.fixture
+def client_of_jobs():
+    """A cluster of two jobs of two workers each."""
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "100ms"}), Jobs() as cluster:
+        cluster.scale(4)
+        with Client(cluster) as client:
+            wait_for_workers(client, {"0-0", "0-1", "1-0", "1-1"})
+            yield client, cluster
+            cluster.started, cluster.ended = [], []
+
+
+def test_where_a_class_starts_no_other_worker_the_error_says_what_to_do():
+    with Fixed(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster:
+        said = deployment.no_replacement("mine.yaml", cluster)
+    assert "the class of cluster.spec='mine.yaml' starts none in place of a lost one; start one with" in said
+    assert f"`dask worker {cluster.scheduler_address}`" in said
 
 
 def test_the_cluster_is_closed_when_the_run_fails(config):

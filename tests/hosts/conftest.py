@@ -61,10 +61,10 @@ class Driver:
 def digits_on(digits_task, tmp_path):
     """Start the digits task on a cluster of the lab, from one of its hosts."""
 
-    def start(cluster, host, *overrides, name="run"):
+    def start(cluster, host, *overrides, name="run", config_file=None):
         url = tmp_path / name
         given = [*digits_overrides(digits_task, url), f"cluster.address={cluster.address}", "cluster.workers=3", APART]
-        command = ("-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *given, *overrides)
+        command = ("-m", "siirl_dask.cli", "run", config_file or shipped("quickstart.yaml"), *given, *overrides)
         return Driver(cluster.run(host, *command), url, host)
 
     return start

@@ -36,12 +36,13 @@ def _one_axis(group: Any, device: torch.device) -> DeviceMesh:
 
 
 def _axis(name: str, group: Any) -> str:
-    """Return a name that makes meshes of different groups unequal.
+    """Return a name that makes meshes of different groups unequal, and those of a process whose rank has changed.
 
     DTensor caches an operation's result, mesh included, for all equal meshes. Another role, or an earlier run on the
-    same ranks, has other groups, and must not get a cached mesh.
+    same ranks, has other groups, and must not get a cached mesh; nor must the next try of an elastic run, whose groups
+    have the same names and ranks, and in which this process may be another one of these.
     """
-    return f"{name} of group {group.group_name}"
+    return f"{name} of group {group.group_name}, rank {dist.get_rank()}"
 
 
 def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
