@@ -39,6 +39,7 @@ from siirl_dask.worker.lazy_role import models_used
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.phase_loaders import PhaseLoaders
+from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
@@ -175,6 +176,7 @@ class DAGWorker(WorkerPlugin):
             self._checkpoints = CheckpointWriter(states, self._loaders, *given)
         self._runtime = WorkerRuntime(
             device=telling,
+            profiling=Profiling(self.spec.profile, self.spec.url, telling),
             run_url=self.spec.url,
             stages=self._stage_writer(),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,

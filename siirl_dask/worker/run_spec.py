@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, DevicePreference, Durability, parse_bytes
+from siirl_dask.config import Config, DevicePreference, Durability, ProfileConfig, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
@@ -56,6 +56,8 @@ class RunSpec:
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
     trace: bool = False
     """Whether workers write what they did into the run's table ``trace``."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Steps, roles and ranks that are profiled."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
@@ -99,6 +101,7 @@ class RunSpec:
             durability=config.storage.durability,
             attempt=attempt,
             trace=config.observe.trace and attempt is not None,
+            profile=config.profile,
             store=store,
             resume_from=resume_from,
             follows=follows,

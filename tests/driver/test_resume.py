@@ -91,7 +91,7 @@ def test_checkpoints_without_a_config_belong_to_nobody(url):
 
 
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
-            "observe.tensorboard=true", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
+            "observe.backends=[parquet]", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
             "data.transport=dask", "data.prefetch=false", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
             "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [

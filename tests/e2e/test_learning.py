@@ -35,7 +35,7 @@ def finished(digits_task, tmp_path_factory):
             f"validation.url={digits_task.validation}",
             f"validation.test_url={digits_task.test}",
             "validation.every=7",
-            "observe.tensorboard=true",
+            "observe.backends=[tensorboard, parquet]",
         ],
     )
     return Finished(url, run(file.config, *dags(file)))
