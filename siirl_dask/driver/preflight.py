@@ -131,9 +131,8 @@ def _check_profile(config: Config, plan: Plan) -> None:
     roles = list(plan.placement)
     for role in profile.roles:
         if role not in roles:
-            raise ConfigError(
-                f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has {roles}){did_you_mean(role, roles)}"
-            )
+            near = did_you_mean(role, roles)
+            raise ConfigError(f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has {roles}){near}")
     most = max((len(plan.placement[role]) for role in profile.roles or roles), default=0)
     if outside := [rank for rank in profile.ranks if rank >= most] if profile.steps else []:
         raise ConfigError(

@@ -58,7 +58,7 @@ class Profiling:
         try:
             profiler = make_profiler(self._device.kind, self._config.level)
             profiler.start()
-        except Exception as error:  # another profile is under way in this process, or the device's library refuses
+        except Exception as error:  # the device's library is not there, or refuses
             _warn(node, iteration, error)
             yield
             return

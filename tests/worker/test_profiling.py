@@ -91,25 +91,28 @@ def test_all_ranks_are_profiled_where_none_is_named(tmp_path):
 
 
 def test_an_error_of_the_node_passes_and_what_it_did_until_then_is_written(tmp_path):
-    with pytest.raises(ValueError, match="mine"), profiling(tmp_path, steps=[3]).of(UPDATE, TRAIN, Rank()):
-        multiply(None, None)
-        raise ValueError("mine")
+    def fail():
+        with profiling(tmp_path, steps=[3]).of(UPDATE, TRAIN, Rank()):
+            multiply(None, None)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
     assert "aten::matmul" in {event["name"] for event in events(tmp_path)}
 
 
-def test_a_profile_that_cannot_be_taken_or_written_is_named_and_the_node_runs(tmp_path, caplog):
-    ran = []
-    with caplog.at_level(logging.WARNING, "siirl_dask.worker"), torch.profiler.profile():
-        with profiling(tmp_path, steps=[3]).of(UPDATE, TRAIN, Rank()):
-            ran.append("beside another profile")
-        (tmp_path / "file").write_text("a file where a folder is to be")
-    with caplog.at_level(logging.WARNING, "siirl_dask.worker"):
-        with profiling(tmp_path / "file", steps=[3]).of(UPDATE, TRAIN, Rank()):
-            ran.append("where nothing can be written")
-    assert ran == ["beside another profile", "where nothing can be written"]
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "there is no profile of node 'update', step 3"
-    ] * 2
+def test_a_profile_that_cannot_be_taken_or_written_is_named_and_the_node_runs(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    (tmp_path / "file").write_text("a file where a folder is to be")
+    asked, ran = ProfileConfig(steps=[3]), []
+    for url, kind in ((tmp_path, DeviceKind.NPU), (tmp_path / "file", DeviceKind.CPU)):
+        profile = Profiling(asked, str(url), Device("0", kind)).of(UPDATE, TRAIN, Rank())
+        with caplog.at_level(logging.WARNING, "siirl_dask.worker"), profile:
+            ran.append(kind)
+    assert ran == [DeviceKind.NPU, DeviceKind.CPU]
+    said = [record.message for record in caplog.records]
+    assert [message.partition(":")[0] for message in said] == [f"there is no profile of node 'update', {TRAIN}"] * 2
+    assert "torch_npu" in said[0]
 
 
 def test_an_npu_is_profiled_by_its_own_library_at_the_level_asked_for(monkeypatch):
