@@ -54,6 +54,8 @@ class RunSpec:
     """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
+    name: str = ""
+    """``run.name``, by which Prometheus knows the run."""
     trace: bool = False
     """Whether workers write what they did into the run's table ``trace``."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -100,6 +102,7 @@ class RunSpec:
             footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,
+            name=config.run.name,
             trace=config.observe.trace and attempt is not None,
             profile=config.profile,
             store=store,
