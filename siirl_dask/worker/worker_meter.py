@@ -17,6 +17,7 @@ from siirl_dask.worker.pulse import Pulse
 _SECONDS = "seconds/"
 _SUMS = {"samples": "siirl_worker_samples", "tokens": "siirl_worker_tokens"}
 _TRAINED = ("train", "replay")
+_GAUGES = ("siirl_worker_engine_requests", "siirl_worker_arena_bytes", "siirl_worker_unacked_bytes")
 
 
 class WorkerMeter:
@@ -76,15 +77,12 @@ class WorkerMeter:
             yield name, self._labels, value
 
     def _gauges(self) -> dict[str, float]:
-        """Return the values of this moment; none between two starts of the run. Runs on the worker's event loop."""
+        """Return the values of this moment, zeros where no start of the run is here. Runs on the worker's event loop."""
         if self._source is None:
-            return {}
+            return dict.fromkeys(_GAUGES, 0.0)
         pulse, databuffer, device = self._source[0], self._source[1], self._source[2]()
-        gauges = {
-            "siirl_worker_engine_requests": pulse.requests,
-            "siirl_worker_arena_bytes": databuffer.arena.held,
-            "siirl_worker_unacked_bytes": databuffer.unacked_bytes,
-        }
+        now = (pulse.requests, databuffer.arena.held, databuffer.unacked_bytes)
+        gauges = dict(zip(_GAUGES, map(float, now), strict=True))
         if device is not None and device.kind is not DeviceKind.CPU:
             gauges["siirl_worker_device_bytes"] = getattr(torch, device.kind).memory_allocated(device.index)
         return gauges

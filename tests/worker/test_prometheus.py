@@ -20,9 +20,9 @@ from siirl_dask.worker import prometheus
 from siirl_dask.worker.prometheus import FAMILIES, Exporter
 from siirl_dask.worker.run_meter import RunMeter, StepMerger
 from siirl_dask.worker.worker_meter import WorkerMeter
+from tests.grafana import BOARD, queries
 
 ROOT = Path(__file__).parents[2]
-BOARD = ROOT / "siirl_dask" / "configs" / "grafana" / "siirl.json"
 
 
 def sampled(meter):
@@ -139,16 +139,11 @@ def test_without_prometheus_client_nothing_is_counted(monkeypatch):
 
 def test_the_page_lists_what_is_exported():
     text = (ROOT / "docs" / "monitoring.md").read_text()
-    listed = {name: labels for name, labels in re.findall(r"^\| `(siirl_\w+)` \| (.*?) \|", text, re.MULTILINE)}
+    listed = dict(re.findall(r"^\| `(siirl_\w+)` \| (.*?) \|", text, re.MULTILINE))
     assert listed == {
         f"{name}_total" if family.kind == "counter" else name: ", ".join(f"`{label}`" for label in family.labels)
         for name, family in FAMILIES.items()
     }
-
-
-def queries(board):
-    shown = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    return shown + [variable["definition"] for variable in board["templating"]["list"] if variable["type"] == "query"]
 
 
 def test_the_dashboard_is_one_that_grafana_imports():
