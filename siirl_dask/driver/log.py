@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
+
+logger = logging.getLogger("siirl_dask.driver")
 
 
 @dataclass(slots=True)
@@ -69,7 +72,8 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.steps, self.workers = self.resume.done, self.config.cluster.workers
-        self._tracker = Tracker(self.config.observe.backends, self.progress.note)
+        observe = self.config.observe
+        self._tracker = Tracker(observe.backends, self.progress.note if observe.progress else logger.warning)
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and say so."""

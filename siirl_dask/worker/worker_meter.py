@@ -77,7 +77,7 @@ class WorkerMeter:
             yield name, self._labels, value
 
     def _gauges(self) -> dict[str, float]:
-        """Return the values of this moment, zeros where no start of the run is here. Runs on the worker's event loop."""
+        """Return the values of this moment; zeros where no start of the run is here. Runs on the event loop."""
         if self._source is None:
             return dict.fromkeys(_GAUGES, 0.0)
         pulse, databuffer, device = self._source[0], self._source[1], self._source[2]()
