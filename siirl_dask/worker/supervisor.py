@@ -19,6 +19,7 @@ from siirl_dask.errors import PeerError
 from siirl_dask.worker.idle_workers import free_workers, other_runs
 from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_meter import StepMerger
+from siirl_dask.worker.tasks import is_task_of
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -145,7 +146,7 @@ class Supervisor(SchedulerPlugin):
             logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if finish == "erred" and str(key).startswith(f"{self.name}-"):
+        if finish == "erred" and is_task_of(self.name, key):
             self.abort(f"task {key} failed")
 
     def abort(self, reason: str) -> None:

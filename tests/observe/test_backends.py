@@ -185,8 +185,9 @@ def test_a_backend_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in MetricsBackend if name != "parquet"])
-def test_a_missing_package_is_refused_with_the_extra(name, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])
+def test_a_missing_package_is_refused_with_the_extra(name, monkeypatch, tmp_path):
+    (tmp_path / name).mkdir()  # as wandb leaves one
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match=rf"observe\.backends names {name}.*pip install 'siirl_dask\[{name}\]'"):
         check_backends([name])

@@ -79,11 +79,17 @@ class Tracker:
 def check_backends(names: Sequence[MetricsBackend]) -> None:
     """Raise ConfigError, with the cure, for a backend whose package is not installed."""
     for name in names:
-        if name is not MetricsBackend.parquet and find_spec(name) is None:
+        if name is not MetricsBackend.parquet and not _is_installed(name):
             raise ConfigError(
                 f"observe.backends names {name}, and its package is not installed here: pip install "
                 f"'siirl_dask[{name}]', or leave it out of observe.backends"
             )
+
+
+def _is_installed(package: str) -> bool:
+    """Tell whether a package can be imported; a mere folder of its name, such as wandb's ``./wandb``, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def tracked_id(url: str, *, new: bool) -> str:
