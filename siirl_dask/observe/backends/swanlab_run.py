@@ -10,19 +10,23 @@ from siirl_dask.observe.backends.protocol import TrackedRun, named_values
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
+_STATES = {Status.COMPLETE: "success", Status.FAILED: "crashed", Status.INTERRUPTED: "aborted"}
+
 
 class SwanlabBackend:
     """One experiment of SwanLab, which has one in a process."""
 
     def begin(self, run: TrackedRun) -> None:
         """Open the experiment of this id, or go on with it."""
-        self._swanlab: Any = importlib.import_module("swanlab")
-        self._swanlab.init(
+        swanlab: Any = importlib.import_module("swanlab")
+        self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", run.project),
-            experiment_name=run.name,
+            name=run.name,
             config=dict(run.config),
             id=run.id,
             resume="allow",
+            # it would ask for a key, and capture what is printed: the terminal is the run's
+            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
         )
 
     def rewind(self, step: int) -> None:
@@ -30,9 +34,8 @@ class SwanlabBackend:
 
     def write(self, record: Record) -> None:
         """Log the values of a record."""
-        self._swanlab.log(named_values(record), step=record["step"])
+        self._run.log(named_values(record), step=record["step"])
 
     def end(self, status: Status) -> None:
         """Note the status, and send what is left."""
-        failed = status is not Status.COMPLETE
-        self._swanlab.finish(*(["crashed", str(status)] if failed else []))
+        self._run.finish(_STATES[status])

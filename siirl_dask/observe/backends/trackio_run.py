@@ -14,6 +14,9 @@ from siirl_dask.observe.summary import Status
 class TrackioBackend:
     """One run of Trackio, which goes by its name: that has a part of the id in it."""
 
+    def __init__(self) -> None:
+        self._step = 0
+
     def begin(self, run: TrackedRun) -> None:
         """Open the run, or go on with it."""
         trackio: Any = importlib.import_module("trackio")
@@ -23,6 +26,8 @@ class TrackioBackend:
             config=dict(run.config),
             resume="allow",
             embed=False,
+            auto_log_cpu=False,  # of this machine, where perhaps no worker is
+            auto_log_gpu=False,
         )
 
     def rewind(self, step: int) -> None:
@@ -30,9 +35,10 @@ class TrackioBackend:
 
     def write(self, record: Record) -> None:
         """Log the values of a record."""
-        self._run.log(named_values(record), step=record["step"])
+        self._step = record["step"]
+        self._run.log(named_values(record), step=self._step)
 
     def end(self, status: Status) -> None:
         """Note the status, and send what is left."""
-        self._run.log({"status": str(status)})
+        self._run.log({"status": str(status)}, step=self._step)
         self._run.finish()

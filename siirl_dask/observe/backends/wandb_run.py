@@ -19,14 +19,16 @@ class WandbBackend:
     def begin(self, run: TrackedRun) -> None:
         """Open the run of this id, or go on with it."""
         wandb: Any = importlib.import_module("wandb")
+        online = wandb.setup().settings.mode in ("online", "shared", "run")
+        if online and not wandb.login(prompt=False):  # it would ask for one, on a terminal that is the run's
+            raise PermissionError("it has no API key: type `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", run.project),
             id=run.id,
             name=run.name,
             config=run.config,
             resume="allow",
-            # its own capture of the terminal would take the progress bar's; a prompt would take the user's input
-            settings=wandb.Settings(console="off", login_timeout=1),
+            settings=wandb.Settings(console="off"),  # its capture of the terminal would take the progress bar's
             allow_val_change=True,
         )
         self._run.define_metric("step")
