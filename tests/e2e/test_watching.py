@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.grafana import BOARD, queries
 
+PROFILED = ["profile.steps=[2]", "profile.roles=[policy]"]
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], policy: [1]}"]
 
 
@@ -51,8 +52,12 @@ def scraped(url):
     return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-def test_prometheus_gets_what_the_run_did_and_all_that_the_dashboard_asks_for(train, cluster_address):
-    done = train("scraped", "run.name=scraped", "run.steps=3", "observe.trace=true", *APART)
+def test_prometheus_gets_what_the_run_did_and_all_that_the_dashboard_asks_for(train, cluster_address, digits_task):
+    validation = f"validation.url={digits_task.validation}"
+    done = train("scraped", "run.name=scraped", "run.steps=3", "observe.trace=true", validation, *APART, *PROFILED)
+    profiles = {path.relative_to(done.url).as_posix() for path in done.url.glob("profile/*/*")}
+    nodes = ("old_logprobs", "advantage", "minibatches", "update")
+    assert profiles == {f"profile/step=000002/{node}.1.json.gz" for node in nodes}
     with Client(cluster_address) as client:
         info = client.scheduler_info(n_workers=-1)
         host = urlsplit(info["address"]).hostname
@@ -73,7 +78,8 @@ def test_prometheus_gets_what_the_run_did_and_all_that_the_dashboard_asks_for(tr
     for name, metric in (("samples", "samples"), ("tokens", "tokens"), ("peer_bytes", "bytes/peers")):
         assert of_run[f"siirl_run_{name}_total", run] == sum(record["metrics"][metric] for record in records)
     assert total("siirl_worker_tokens_total") == of_run["siirl_run_tokens_total", run]
-    assert total("siirl_worker_received_bytes_total") == of_run["siirl_run_peer_bytes_total", run]
+    everything = [*records, *done.records("validation")]
+    assert total("siirl_worker_received_bytes_total") == sum(record["metrics"]["bytes/peers"] for record in everything)
     assert total("siirl_worker_iterations_total", phase="train") == 3 * 2
     assert total("siirl_worker_lane_seconds_total", lane="compute") > 0
 

@@ -78,7 +78,9 @@ def test_mlflow_has_one_run_with_all_values(tmp_path):
 import json, mlflow
 client = mlflow.MlflowClient()
 (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-history = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
+history = {
+    name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics
+}
 print(json.dumps([run.info.status, run.info.run_name, run.data.params, history]))
 """
     status, name, params, history = json.loads(python(tmp_path, read, **where).splitlines()[-1])
@@ -119,9 +121,13 @@ def test_aim_has_one_run_with_all_values(tmp_path):
     read = """
 import json, aim
 repo = aim.Repo(".")
-(run,) = repo.iter_runs()
-found = {(metric.name, metric.context.to_dict()["phase"]): list(zip(*metric.values.sparse_list())) for metric in run.metrics()}
-print(json.dumps([run["status"], run["config"]["trainer"]["lr"], [[*key, value] for key, value in found.items()]]))
+(name,) = repo.list_all_runs()
+run = aim.Run(name, repo=repo, system_tracking_interval=None, capture_terminal_logs=False)
+found = []
+for metric in run.metrics():
+    steps, (values, *_) = metric.data.numpy()
+    found.append([metric.name, metric.context.to_dict()["phase"], list(zip(steps.tolist(), values.tolist()))])
+print(json.dumps([run["status"], run["config"]["trainer"]["lr"], found]))
 """
     status, rate, found = json.loads(python(tmp_path, read).splitlines()[-1])
     assert (status, rate) == ("complete", 0.001)

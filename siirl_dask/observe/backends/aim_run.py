@@ -12,20 +12,21 @@ from siirl_dask.observe.summary import Status
 
 
 class AimBackend:
-    """One run of Aim, which is found again by an attribute: Aim makes hashes of its own."""
+    """One run of Aim, which is found again by its description: Aim makes hashes of its own."""
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run with this id, or make one."""
         aim: Any = importlib.import_module("aim")
         place = os.environ.get("AIM_REPO", ".")
         repo = aim.Repo.from_path(place, init="://" not in place)
-        found = repo.query_runs(f"run.siirl_id == '{run.id}'", report_mode=0).iter_runs()
-        earlier = next((one.run.hash for one in found), None)
+        # queries and attributes of runs that are open for reading come from an index, which only a server keeps
+        mark, runs = f"siirl_dask {run.id}", (aim.Run(one, repo=repo, read_only=True) for one in repo.list_all_runs())
+        earlier = next((one.hash for one in runs if one.description == mark), None)
         # its capture of the terminal would take the progress bar's
         options = {"repo": repo, "system_tracking_interval": None, "capture_terminal_logs": False}
         self._run = aim.Run(run_hash=earlier, experiment=run.project, **options)
         self._run.name = run.name
-        self._run["siirl_id"] = run.id
+        self._run.description = mark
         self._run["config"] = dict(run.config)
         self._run["status"] = "running"
 
