@@ -83,7 +83,7 @@ class Profiling:
 
 def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
     """Return a profiler of the host and of a device of this kind."""
-    details = {
+    details: dict[str, Any] = {
         "record_shapes": level is not ProfileLevel.time,
         "profile_memory": level is not ProfileLevel.time,
         "with_stack": level is ProfileLevel.stacks,
@@ -98,7 +98,7 @@ def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
         return found
     of_torch = torch.profiler.ProfilerActivity
     activities = [of_torch.CPU, *([of_torch.CUDA] if kind is DeviceKind.CUDA else [])]
-    return torch.profiler.profile(activities=activities, **details)  # type: ignore[arg-type]
+    return torch.profiler.profile(activities=activities, **details)
 
 
 def _warn(node: Node, iteration: Iteration, error: Exception) -> None:

@@ -91,6 +91,7 @@ class Exporter:
         """Yield each family that has samples. prometheus_client calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        kinds: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
         with self._lock:
             meters = list(self._meters.values())
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {}
@@ -98,9 +99,7 @@ class Exporter:
             found.setdefault(name, []).append((labels, value))
         for name, family in FAMILIES.items():
             if name in found:
-                made = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(
-                    name, family.help, labels=family.labels
-                )
+                made = kinds[family.kind](name, family.help, labels=family.labels)
                 for labels, value in found[name]:
                     made.add_metric(labels, value)
                 yield made

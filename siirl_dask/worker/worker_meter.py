@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -25,7 +25,7 @@ class WorkerMeter:
 
     def __init__(self, run: str, worker: str) -> None:
         self._labels = (run, worker)
-        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         self._source: tuple[Pulse, Databuffer, Callable[[], Device | None]] | None = None
         self._carried: Counter[str] = Counter()
         self._within: list[tuple[int, int]] = []
@@ -96,4 +96,4 @@ class WorkerMeter:
         self._carried = now
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        self._counts[name, labels] += value  # type: ignore[assignment]  # counters of seconds are no integers
+        self._counts[name, labels] += value

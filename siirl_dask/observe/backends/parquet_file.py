@@ -64,5 +64,5 @@ class ParquetBackend:
 
 def _table(record: Record) -> pa.Table:
     names, values = list(record["metrics"]), list(record["metrics"].values())
-    same = [[record[key]] * len(names) for key in ("step", "phase", "seconds")]  # type: ignore[literal-required]
+    same = [[value] * len(names) for value in (record["step"], str(record["phase"]), record["seconds"])]
     return pa.table([*same, names, values], schema=SCHEMA)

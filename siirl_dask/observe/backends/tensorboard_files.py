@@ -51,10 +51,10 @@ class TensorBoardBackend:
         from torch.utils.tensorboard import SummaryWriter  # here, because it costs a second and is optional
 
         if self._writer is None:
-            self._writer = SummaryWriter(self._folder, purge_step=purge_step)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(self._folder, purge_step=purge_step)
         return self._writer
 
     def _close(self) -> None:
         if self._writer is not None:
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()
         self._writer = None
