@@ -1,4 +1,4 @@
-"""What one worker does for one run, in numbers for Prometheus: see ``siirl_dask.worker.prometheus``."""
+"""A worker meter counts what one worker does for one run, for Prometheus: see ``siirl_dask.worker.prometheus``."""
 
 from __future__ import annotations
 

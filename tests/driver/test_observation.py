@@ -1,4 +1,4 @@
-"""What a run is to be profiled for, and where its metrics go, is checked before anything starts."""
+"""Profiles and backends of metrics that a run cannot have are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told: each moment once, each metric merged as the driver merges it, in bounded memory."""
+"""Prometheus is told of each moment once, and of each metric as the driver merges it, in bounded memory."""
 
 from __future__ import annotations
 

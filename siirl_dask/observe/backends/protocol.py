@@ -1,4 +1,4 @@
-"""What a backend of metrics is: three calls and one for steps that are done again, all from one thread of its own."""
+"""A backend of metrics has four methods, all of which one thread of its own calls."""
 
 from __future__ import annotations
 
