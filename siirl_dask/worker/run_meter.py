@@ -94,9 +94,10 @@ def _metric(name: object, entry: object) -> Metric | None:
     if name not in _HEADLINES and name not in _SUMS:
         return None
     match entry:
-        case [str(reduce), *numbers] if reduce in set(Reduce) and len(numbers) == 5:
-            if all(type(number) in (int, float) for number in numbers) and 0 <= numbers[0] < math.inf:
-                return Metric(Reduce(reduce), *map(float, numbers))
+        case [str(reduce), *given] if reduce in set(Reduce):
+            numbers = [float(number) for number in given if isinstance(number, (int, float))]
+            if len(numbers) == len(given) == 5 and 0 <= numbers[0] < math.inf:
+                return Metric(Reduce(reduce), *numbers)
     return None
 
 

@@ -59,8 +59,9 @@ class Tracker:
             self._outlets = [Outlet(name, _MAKERS[name], self._note) for name in self._names]
             for outlet in self._outlets:
                 outlet.begin(run)
-        for outlet in self._outlets if again_from is not None else ():
-            outlet.rewind(again_from)
+        if again_from is not None:
+            for outlet in self._outlets:
+                outlet.rewind(again_from)
 
     def write(self, record: Record) -> None:
         """Give every backend a record."""
