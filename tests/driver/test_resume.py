@@ -136,7 +136,21 @@ def test_only_what_a_run_wrote_is_removed(url):
     write_summary(url, ended(Status.FAILED, 5))
     for table in ("rollouts", "test"):
         write_part(f"{url}/{table}/step=000005", 0, 1, pa.table({"x": [1]}))
-    theirs = ["notes.txt", "rollouts/notes.txt", "checkpoints/best.txt", "tensorboard/notes.txt", "mine/step=000001/x"]
+    for name in (
+        "metrics.parquet",
+        "tracking.json",
+        "profile/step=000003/update.0.json.gz",
+        "tensorboard/events.out.tfevents.1",
+    ):
+        write_atomic(*open_fs(f"{url}/{name}"), b"the run's")
+    theirs = [
+        "profile/mine.json",
+        "notes.txt",
+        "rollouts/notes.txt",
+        "checkpoints/best.txt",
+        "tensorboard/notes.txt",
+        "mine/step=000001/x",
+    ]
     for name in theirs:
         write_atomic(*open_fs(f"{url}/{name}"), b"mine")
     remove_run(url, tables_of([dag, None]))
