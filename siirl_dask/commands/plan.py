@@ -12,7 +12,7 @@ from siirl_dask.config import Config, DevicePreference
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
-from siirl_dask.driver.preflight import check
+from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
@@ -44,6 +44,7 @@ def describe_run(
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
+    check_observation(config, phases[Phase.TRAIN][0])
     checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
     notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)

@@ -21,7 +21,10 @@ from siirl_dask.config.run import (
     CheckpointConfig,
     ClusterConfig,
     DevicePreference,
+    MetricsBackend,
     ObserveConfig,
+    ProfileConfig,
+    ProfileLevel,
     RunConfig,
     ValidationConfig,
 )
@@ -42,8 +45,11 @@ __all__ = [
     "Engine",
     "FsdpConfig",
     "LoraConfig",
+    "MetricsBackend",
     "ModelConfig",
     "ObserveConfig",
+    "ProfileConfig",
+    "ProfileLevel",
     "PromptPlacement",
     "RewardsConfig",
     "RolloutConfig",
@@ -76,6 +82,7 @@ class Config:
     """Training of the critic, if the DAG has one."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from dask.base import annotate
 from distributed import Client, Future
 
+from siirl_dask.worker.tasks import task_group
+
 T = TypeVar("T")
 SLICE = 0.2  # seconds within which Ctrl-C is noticed
 
@@ -46,15 +48,27 @@ def complete(
 
 
 def submit(
-    client: Client, plugin: str, name: str, members: Mapping[str, str], function: Callable[..., None], **arguments: Any
+    client: Client,
+    plugin: str,
+    what: str,
+    run: str,
+    members: Mapping[str, str],
+    function: Callable[..., None],
+    *,
+    turn: int,
+    **arguments: Any,
 ) -> dict[str, Future[Any]]:
     """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
 
-    A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps.
+    A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps. Dask's pages show the
+    tasks as ``siirl-train``, by ``what`` they do, and in a span of that within one of the ``run``. There is no span for
+    each step: Dask forgets none.
     """
-    keys = {f"{plugin}-{name}-{worker}": address for worker, address in members.items()}
-    with annotate(workers=keys.__getitem__):  # the scheduler asks it for each key
+    group = task_group(plugin, what)
+    keys = {(group, turn, worker): address for worker, address in members.items()}
+    span = {"name": (run, what), "ids": (plugin, group)}
+    with annotate(workers=keys.__getitem__, span=span):  # the scheduler asks the former for each key
         futures = client.map(
-            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", **arguments
+            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", turn=turn, **arguments
         )
     return dict(zip(members, futures, strict=True))

@@ -198,7 +198,7 @@ class Driver:
     def _hand_out(self, iteration: Iteration) -> None:
         """Submit an iteration to all workers."""
         completed = self._pending[0].iteration.sequence if self._pending else iteration.sequence
-        name, arguments = f"{iteration.sequence:06d}", {"iteration": astuple(iteration), "completed": completed}
+        name, arguments = str(iteration.phase), {"iteration": astuple(iteration), "completed": completed}
         if iteration.phase is Phase.CHECKPOINT:
             url = self._folder(iteration.step)
             self._writing[iteration.sequence] = Writing(iteration, url)
@@ -207,10 +207,12 @@ class Driver:
             self._last = self._submit(name, run_chain, **arguments)
         self._pending.append(Pending(iteration, self._last))
 
-    def _submit(self, name: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
+    def _submit(self, what: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
         """Submit one task to each worker, whose next turn it is."""
-        members, plugin = self._spec.members, self._spec.plugin
-        futures = submit(self._client, plugin, name, members, function, turn=self._turn, **arguments)
+        spec = self._spec
+        futures = submit(
+            self._client, spec.plugin, what, spec.name, spec.members, function, turn=self._turn, **arguments
+        )
         self._turn += 1
         for worker, future in futures.items():
             future.add_done_callback(self._listener(worker))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from siirl_storage import join
 
 from siirl_dask.config import Config
+from siirl_dask.config.file.coerce import plain
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.driver.under_way import Done
@@ -24,15 +26,17 @@ from siirl_dask.observe import (
     Slowest,
     Status,
     Summary,
-    TensorBoardLog,
     plot_run,
     read_metrics,
     values,
     write_summary,
 )
+from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
+
+logger = logging.getLogger("siirl_dask.driver")
 
 
 @dataclass(slots=True)
@@ -64,10 +68,12 @@ class RunLog:
     _had_best: bool = False
     """True once a record had the metric of ``checkpoint.keep_best``; a step without rows has no metrics."""
     _metrics: MetricsLog | None = None
-    _tensorboard: TensorBoardLog | None = None
+    _tracker: Tracker = field(init=False)
 
     def __post_init__(self) -> None:
         self.steps, self.workers = self.resume.done, self.config.cluster.workers
+        observe = self.config.observe
+        self._tracker = Tracker(observe.backends, self.progress.note if observe.progress else logger.warning)
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and say so."""
@@ -90,11 +96,9 @@ class RunLog:
         url, done, last = self.config.run.url, self.resume.done, self.resume.last
         self.steps, self.samples, self.peer_bytes, self.accuracy = done, 0.0, 0.0, Accuracy()
         self._seconds_before, self._latest, self._of_step, self._had_best = 0.0, {}, {}, False
-        if self._tensorboard:
-            self._tensorboard.close()
         until, again_from = (last or -1, last + 1 if last else 0) if self.resume.exists else (None, None)
         self._metrics = MetricsLog(url, until, self.attempt.number)
-        self._tensorboard = TensorBoardLog(url, again_from) if self.config.observe.tensorboard else None
+        self._track(again_from)
         for record in read_metrics(url) if last else ():
             self._seconds_before += record["seconds"]
             self._tally(record)
@@ -116,8 +120,7 @@ class RunLog:
             self._tally(record)
             assert self._metrics is not None
             self._metrics.write(record)
-            if self._tensorboard:
-                self._tensorboard.write(record)
+            self._tracker.write(record)
         self._remember(record)
         if phase is Phase.TRAIN:
             self.progress.step(record)
@@ -148,8 +151,6 @@ class RunLog:
     def end(self, status: Status, error: str | None) -> Summary:
         """Close the logs; write summary and plot, unless the run never began or another start has taken it over."""
         self.progress.close()
-        if self._tensorboard:
-            self._tensorboard.close()
         seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
         per_step = 1 / self.steps if self.steps else None
         here = self.steps - self.resume.done
@@ -173,7 +174,18 @@ class RunLog:
             write_summary(self.config.run.url, summary)
             if self.steps:
                 plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
+            self._tracker.end(status)
         return summary
+
+    def _track(self, again_from: int | None) -> None:
+        """Have the backends of metrics open the run, or take the steps from ``again_from`` on once more."""
+        run, observe = self.config.run, self.config.observe
+        if observe.backends:
+            number = tracked_id(run.url, new=not self.resume.exists and not self.begun)
+            tracked = TrackedRun(
+                id=number, name=run.name, url=run.url, project=observe.project, config=plain(self.config)
+            )
+            self._tracker.begin(tracked, again_from)
 
     def _slowest(self) -> Slowest | None:
         """Return what took longest in the last steps; None where nothing is recorded, or another start has the run."""

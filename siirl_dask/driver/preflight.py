@@ -19,6 +19,7 @@ from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
+from siirl_dask.observe.backends import check_backends
 from siirl_dask.planner import DAG, Footprint, Plan, Role, RoleCost
 from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
@@ -110,6 +111,34 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
         if cost.memory is None and not cost.notes:
             notes.append(f"role {name!r}: its model is not on this machine, so its memory is not counted")
     return notes
+
+
+def check_observation(config: Config, plan: Plan) -> None:
+    """Raise ConfigError for backends of metrics that are not installed, and for what ``profile`` asks in vain.
+
+    ``plan`` is the one that the run begins with. Apart from ``check``: a run that has lost workers goes on without
+    their profiles, and an evaluation has neither.
+    """
+    check_backends(config.observe.backends)
+    _check_profile(config, plan)
+
+
+def _check_profile(config: Config, plan: Plan) -> None:
+    """Raise ConfigError for steps, roles and ranks of ``profile`` that the run does not have."""
+    profile, steps = config.profile, config.run.steps
+    if late := [step for step in profile.steps if step > steps]:
+        raise ConfigError(f"profile.steps={profile.steps}: step {late[0]} is none of 1 to run.steps={steps}")
+    roles = list(plan.placement)
+    for role in profile.roles:
+        if role not in roles:
+            near = did_you_mean(role, roles)
+            raise ConfigError(f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has {roles}){near}")
+    most = max((len(plan.placement[role]) for role in profile.roles or roles), default=0)
+    if outside := [rank for rank in profile.ranks if rank >= most] if profile.steps else []:
+        raise ConfigError(
+            f"profile.ranks={profile.ranks}: rank {outside[0]} is on no worker; "
+            f"{'these roles have' if profile.roles else 'roles have'} ranks from 0 to {most - 1}"
+        )
 
 
 def _check_expected_lengths(config: Config, phases: Phases) -> None:

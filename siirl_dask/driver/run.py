@@ -17,7 +17,7 @@ from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
 from siirl_dask.driver.phases import Phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
-from siirl_dask.driver.preflight import check
+from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.processes import hosts_of, workers_needed
 from siirl_dask.driver.replacement import Fixed
 from siirl_dask.driver.restarts import Restarts
@@ -54,6 +54,7 @@ def run(
     validation = validation_of(config, dag, validation)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     planned = plan_run(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
+    check_observation(config, planned[Phase.TRAIN][0])
     checked = check(config, planned)
     check_writable(config.run.url)
     if prepare(config):

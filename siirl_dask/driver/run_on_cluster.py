@@ -65,6 +65,7 @@ class RunOnCluster:
             tell_every=tell_every,
             follows=self._spec.follows,
             elastic=elastic,
+            run=self._spec.name,
         )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._report(event[1]))

@@ -30,7 +30,6 @@ from siirl_dask.observe.summary import (
     read_summary,
     write_summary,
 )
-from siirl_dask.observe.tensorboard import TensorBoardLog
 
 __all__ = [
     "MEASURED",
@@ -48,7 +47,6 @@ __all__ = [
     "Slowest",
     "Status",
     "Summary",
-    "TensorBoardLog",
     "damaged_lines",
     "eval_result_table",
     "merge",

@@ -38,9 +38,10 @@ from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
 CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
-_FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "plot.png")
+_FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
+_PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
-_MAY_CHANGE = {"cluster", "validation", "observe", "checkpoint", "storage"} | {
+_MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage"} | {
     "run.name",
     "run.url",
     "run.steps",
@@ -207,7 +208,9 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     remove_steps(url, {*tables, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
     remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
-    for file in (*events, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
+    steps = listed(fs, f"{path}/profile")
+    profiles = [file for step in steps for file in listed(fs, step) if _PROFILE.fullmatch(file[len(path) + 1 :])]
+    for file in (*events, *profiles, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
             fs.rm_file(file)
 

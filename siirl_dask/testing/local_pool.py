@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from siirl_dask.collectives import LOOPBACK, new_gloo_group
-from siirl_dask.config import RolloutConfig, parse_bytes
+from siirl_dask.config import ProfileConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
@@ -38,6 +38,7 @@ from siirl_dask.trace import Recorder
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.shared_items import ExpectedWork
@@ -183,6 +184,7 @@ class LocalPool:
         ranks = {name: Rank(members.index(worker), len(members)) for name, members in own.items()}
         return WorkerRuntime(
             device=device,
+            profiling=Profiling(ProfileConfig(), self.url, device),
             run_url=self.url,
             stages=PlainWriter(self.url),
             run_seed=self.seed,

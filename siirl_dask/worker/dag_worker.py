@@ -39,6 +39,7 @@ from siirl_dask.worker.lazy_role import models_used
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls
 from siirl_dask.worker.phase_loaders import PhaseLoaders
+from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release, await_all
 from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
@@ -52,12 +53,14 @@ from siirl_dask.worker.supervisor import ABORT
 from siirl_dask.worker.tracing import Tracing
 from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
+from siirl_dask.worker.worker_meter import WorkerMeter
 
 if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
 _RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
+_PLACE = "siirl_place"  # in Dask's metrics of a worker
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 _STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 
@@ -93,6 +96,7 @@ class DAGWorker(WorkerPlugin):
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
+        self._meter: WorkerMeter | None = None
         self._polls: frozenset[int] = frozenset()
         self._began = False
         self._checkpoints: CheckpointWriter | None = None
@@ -117,19 +121,26 @@ class DAGWorker(WorkerPlugin):
         )
         nodes = {f"{name}/{node.name}" for name, (plan, _) in self._phases.items() for node in plan.dag.nodes}
         self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
+        if (meter := WorkerMeter.of(self.spec.name, self.worker_name)) is not None:
+            meter.begin(self.pulse, self._plane.databuffer, lambda: self._device)
+            self._meter, self.tracing.listener = meter, meter.spans
         await self._plane.start(self._handle)
         self.port = self._plane.port
-        worker.metrics[self.name] = self._heartbeat
+        worker.metrics |= {self.name: self._heartbeat, _PLACE: self._place}
         self._watching = asyncio.create_task(self._watch_scheduler())
 
     async def teardown(self, worker: Worker) -> None:
         worker.metrics.pop(self.name, None)
+        if worker.metrics.get(_PLACE) == self._place:  # another run may be in this process by now
+            del worker.metrics[_PLACE]
         if hasattr(self, "_watching"):
             self._watching.cancel()
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
         worker.extensions[_RELEASES].remove(self.release)
         if hasattr(self, "_plane"):
+            if self._meter is not None:
+                self._meter.end(self._plane.databuffer)
             await self._plane.close()
 
     def bind_device(self) -> None:
@@ -175,6 +186,7 @@ class DAGWorker(WorkerPlugin):
             self._checkpoints = CheckpointWriter(states, self._loaders, *given)
         self._runtime = WorkerRuntime(
             device=telling,
+            profiling=Profiling(self.spec.profile, self.spec.url, telling),
             run_url=self.spec.url,
             stages=self._stage_writer(),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
@@ -206,8 +218,12 @@ class DAGWorker(WorkerPlugin):
         chain = plan.chains[self.worker_name]
         loader = self._loaders.get(iteration, dataset) if chain.loads or iteration.position is not None else None
         metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
+        if self._meter is not None:
+            self._meter.iteration(str(iteration.phase), metrics)
         tables = chain.saved if runtime.stages.reports else []
-        self._report({"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables})
+        about = {"phase": str(iteration.phase), "step": iteration.step}
+        done = {"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables}
+        self._report(done | about)
 
     def _stage_writer(self) -> StageWriter | PlainWriter:
         spec = self.spec
@@ -257,6 +273,10 @@ class DAGWorker(WorkerPlugin):
         logger.error("run %s is stopped: %s", self.spec.run, reason)
         self.abort(reason)
         await asyncio.to_thread(self.release.end, _PATIENCE)
+
+    def _place(self, worker: Worker) -> str:
+        """Return where this worker's task is, for the table of workers on Dask's dashboard."""
+        return self.pulse.place[:60]
 
     def _heartbeat(self, worker: Worker) -> list[Any]:
         """Return the pulse for a heartbeat. The one before has compared this host's clock with the scheduler's."""

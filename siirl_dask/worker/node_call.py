@@ -48,7 +48,8 @@ class NodeCalls:
         """Run the node's function and return ``columns`` of its output. NodeError when it breaks its contract."""
         with self.named(node):
             table, context = self.joined(inputs), self._handing(self.context_of(node), node)
-            with self.begun.pop(node.name, nullcontext()) as context.begun:
+            profile = self.runtime.profiling.of(node, self.iteration, context.rank)
+            with profile, self.begun.pop(node.name, nullcontext()) as context.begun:
                 return checked(node, columns, table, node.fn(context, table))
 
     def cancel_begun(self) -> None:

@@ -48,6 +48,8 @@ class Pulse:
         self._later: Pulse | None = None
         self._places: list[str] = []
         self._waits = 0
+        self.requests = 0
+        """Requests that this worker's engine has under way."""
         self.read_at = time.monotonic()
         """When it was read last: Dask reads it for each heartbeat, and sends none before the last one was answered."""
 
@@ -106,6 +108,7 @@ class Pulse:
 
     def engine_has(self, requests: int) -> None:
         """Note how many requests this worker's engine has under way."""
+        self.requests = requests
         self.trace.count(Lane.ENGINE, "requests", requests)
 
     def heard_by(self, device: Device) -> Device:

@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, DevicePreference, Durability, parse_bytes
+from siirl_dask.config import Config, DevicePreference, Durability, ProfileConfig, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
@@ -54,8 +54,12 @@ class RunSpec:
     """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
+    name: str = ""
+    """``run.name``, by which Prometheus knows the run."""
     trace: bool = False
     """Whether workers write what they did into the run's table ``trace``."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Steps, roles and ranks that are profiled."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
@@ -98,7 +102,9 @@ class RunSpec:
             footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,
+            name=config.run.name,
             trace=config.observe.trace and attempt is not None,
+            profile=config.profile,
             store=store,
             resume_from=resume_from,
             follows=follows,

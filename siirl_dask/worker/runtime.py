@@ -11,6 +11,7 @@ from typing import Any
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.trace import Recorder
+from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
@@ -24,6 +25,8 @@ class WorkerRuntime:
     """Holds one worker's built roles and connections, made once a run."""
 
     device: Device
+    profiling: Profiling
+    """Profiles nodes of some steps."""
     run_url: str
     run_seed: int
     stages: StageWriter | PlainWriter

@@ -18,6 +18,8 @@ from tornado.ioloop import PeriodicCallback
 from siirl_dask.errors import PeerError
 from siirl_dask.worker.idle_workers import free_workers, other_runs
 from siirl_dask.worker.pulse import Reading
+from siirl_dask.worker.run_meter import StepMerger
+from siirl_dask.worker.tasks import is_task_of
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -49,13 +51,15 @@ class Supervisor(SchedulerPlugin):
         tell_every: float = 60.0,
         follows: str | None = None,
         elastic: bool = False,
+        run: str = "",
     ) -> None:
         """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
 
         Such a driver counts as gone after ``patience`` seconds without a ping. It is told of progress every
         ``tell_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
-        told of workers that nobody uses, and shares none with another run.
+        told of workers that nobody uses, and shares none with another run. ``run`` is its name for Prometheus.
         """
+        self._run = run
         self.name = plugin
         self.members = dict(members)
         self._names = {address: name for name, address in members.items()}
@@ -75,6 +79,7 @@ class Supervisor(SchedulerPlugin):
         if self._elastic:
             self._claim()
         self._traffic = TrafficMeter(scheduler)
+        self._merger = StepMerger.of(self._run, len(self.members)) if self._run else None
         calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
         self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
         scheduler.handlers.update(self._handlers)
@@ -92,7 +97,11 @@ class Supervisor(SchedulerPlugin):
             self._lose(worker, in_order=False)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note that a worker leaves before it has: it ends its tasks by itself, and peers would be told of that."""
+        """Take reports for Prometheus, and note that a worker leaves before it has: peers would be told of its tasks,
+        which it ends by itself.
+        """
+        if topic == self._topic and self._merger is not None and isinstance(msg, dict):
+            self._merger.take(msg)
         if topic not in self._names or topic in self._left_in_order or not isinstance(msg, dict):
             return
         if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES:
@@ -137,7 +146,7 @@ class Supervisor(SchedulerPlugin):
             logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if finish == "erred" and str(key).startswith(f"{self.name}-"):
+        if finish == "erred" and is_task_of(self.name, key):
             self.abort(f"task {key} failed")
 
     def abort(self, reason: str) -> None:

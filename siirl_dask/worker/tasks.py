@@ -25,6 +25,16 @@ _Fields = tuple[str, int, int, bool, int | None, str]
 """An iteration in plain values."""
 
 
+def task_group(plugin: str, what: str) -> str:
+    """Return the first part of the keys of a run's tasks of one kind, such as ``train``."""
+    return f"siirl-{what}{plugin.removeprefix('siirl')}"
+
+
+def is_task_of(plugin: str, key: object) -> bool:
+    """Tell whether a key is that of a task of the run with this plugin."""
+    return isinstance(key, tuple) and str(key[0]).endswith(plugin.removeprefix("siirl"))
+
+
 def start_worker(plugin: str, turn: int, ports: Sequence[int]) -> None:
     """Build this worker's roles. ``ports`` are those of all workers, in rank order."""
     _call(plugin, turn, lambda running: running.start(ports))

@@ -7,7 +7,7 @@ store that takes no part, or takes long, costs parts of the trace and never the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
@@ -40,6 +40,8 @@ class Tracing:
         self._of_step: list[Entry] = []
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "siirl-trace")
+        self.listener: Callable[[Sequence[Entry]], None] | None = None
+        """Gets all entries as well."""
         self._closed = self._warned = False
 
     def compare(self, delay: float) -> None:
@@ -81,7 +83,10 @@ class Tracing:
         busy = self._writing is not None and not self._writing.done()
         if self._step is None or busy or self._closed or not self.recorder.enabled:
             return
-        self._of_step = [*self._of_step, *self.recorder.drain()][-_MOST:]
+        drained = self.recorder.drain()
+        if self.listener is not None:
+            self.listener(drained)
+        self._of_step = [*self._of_step, *drained][-_MOST:]
         self._writing = self._thread.submit(self._put, self._step, self._of_step)
 
     def _put(self, step: int, entries: list[Entry]) -> None:

@@ -91,7 +91,7 @@ def test_checkpoints_without_a_config_belong_to_nobody(url):
 
 
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",
-            "observe.tensorboard=true", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
+            "observe.backends=[parquet]", "checkpoint.every=7", "cluster.workers=8", "cluster.placement={}",
             "data.transport=dask", "data.prefetch=false", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
             "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
@@ -136,7 +136,21 @@ def test_only_what_a_run_wrote_is_removed(url):
     write_summary(url, ended(Status.FAILED, 5))
     for table in ("rollouts", "test"):
         write_part(f"{url}/{table}/step=000005", 0, 1, pa.table({"x": [1]}))
-    theirs = ["notes.txt", "rollouts/notes.txt", "checkpoints/best.txt", "tensorboard/notes.txt", "mine/step=000001/x"]
+    for name in (
+        "metrics.parquet",
+        "tracking.json",
+        "profile/step=000003/update.0.json.gz",
+        "tensorboard/events.out.tfevents.1",
+    ):
+        write_atomic(*open_fs(f"{url}/{name}"), b"the run's")
+    theirs = [
+        "profile/mine.json",
+        "notes.txt",
+        "rollouts/notes.txt",
+        "checkpoints/best.txt",
+        "tensorboard/notes.txt",
+        "mine/step=000001/x",
+    ]
     for name in theirs:
         write_atomic(*open_fs(f"{url}/{name}"), b"mine")
     remove_run(url, tables_of([dag, None]))

@@ -35,7 +35,7 @@ def finished(digits_task, tmp_path_factory):
             f"validation.url={digits_task.validation}",
             f"validation.test_url={digits_task.test}",
             "validation.every=7",
-            "observe.tensorboard=true",
+            "observe.backends=[tensorboard, parquet]",
         ],
     )
     return Finished(url, run(file.config, *dags(file)))
@@ -82,6 +82,10 @@ def test_metrics_are_logged_each_step_with_what_is_promised(finished):
         assert promised <= set(record["metrics"])
         assert record["metrics"]["samples"] == 128
     assert list((finished.url / "tensorboard").glob("events*"))
+    rewards = f"SELECT value FROM '{finished.url}/metrics.parquet' WHERE phase = 'train' AND name = 'reward/mean'"
+    assert [value for (value,) in duckdb.sql(f"{rewards} ORDER BY step").fetchall()] == [
+        record["metrics"]["reward/mean"] for record in finished.records()
+    ]
     assert (finished.url / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -22,6 +22,7 @@ GROUPS: Mapping[str, type[Any]] = get_type_hints(Config)
 _LISTS = ("nodes", "validation_nodes")
 _DAG_KEYS = ("roles", *_LISTS)
 RENAMED = {
+    "observe.tensorboard": "observe.backends",
     "rollout.weights_by": "rollout.weight_sync",
     "rollout.weights_bucket": "rollout.weight_bucket",
     "rollout.ahead": "rollout.steps_ahead",

@@ -1,0 +1,106 @@
+"""Profiles nodes of some steps with torch's profiler: a Chrome trace for each node, step and worker.
+
+The files lie in ``<run.url>/profile/step=000003/<node>.<worker>.json.gz``; https://ui.perfetto.dev opens them as they
+are. A profile that cannot be taken or written costs the profile and never the run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from siirl_storage import open_fs, write_atomic
+
+from siirl_dask.config import ProfileConfig, ProfileLevel
+from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.coordinator.stored_rows import step_folder
+from siirl_dask.planner import Iteration, Node, Phase
+
+logger = logging.getLogger("siirl_dask.worker")
+FOLDER = "profile"
+_NPU_LEVELS = {ProfileLevel.time: "Level0", ProfileLevel.memory: "Level1", ProfileLevel.stacks: "Level2"}
+
+
+class Profiler(Protocol):
+    """A profiler of torch's kind."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def export_chrome_trace(self, path: str) -> Any: ...
+
+
+class Profiling:
+    """Takes the profiles of one worker. Without ``steps`` it does nothing at all."""
+
+    def __init__(self, config: ProfileConfig, run_url: str, device: Device) -> None:
+        self._config, self._url, self._device = config, run_url, device
+
+    def of(self, node: Node, iteration: Iteration, rank: Rank) -> AbstractContextManager[None]:
+        """Return what profiles the code inside, if the node's role, the step and the rank are among those asked for."""
+        config = self._config
+        if iteration.step not in config.steps or iteration.phase.counts_as is not Phase.TRAIN:
+            return nullcontext()
+        chosen = (not config.roles or node.role in config.roles) and (not config.ranks or rank.rank in config.ranks)
+        return self._profiled(node, iteration) if chosen else nullcontext()
+
+    @contextmanager
+    def _profiled(self, node: Node, iteration: Iteration) -> Iterator[None]:
+        try:
+            profiler = make_profiler(self._device.kind, self._config.level)
+            profiler.start()
+        except Exception as error:  # the device's library is not there, or refuses
+            _warn(node, iteration, error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            try:
+                profiler.stop()
+                self._write(profiler, node, iteration)
+            except Exception as error:  # each store and each device's library has errors of its own
+                _warn(node, iteration, error)
+
+    def _write(self, profiler: Profiler, node: Node, iteration: Iteration) -> None:
+        name = re.sub(r"[^\w.-]", "_", f"{node.name}.{self._device.worker}")
+        with tempfile.TemporaryDirectory(prefix="siirl-profile-") as folder:
+            path = Path(folder) / f"{name}.json"
+            profiler.export_chrome_trace(str(path))
+            packed = gzip.compress(path.read_bytes(), compresslevel=3)
+        fs, to = open_fs(step_folder(self._url, FOLDER, iteration.step))
+        write_atomic(fs, f"{to}/{name}.json.gz", packed)
+
+
+def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
+    """Return a profiler of the host and of a device of this kind."""
+    details: dict[str, Any] = {
+        "record_shapes": level is not ProfileLevel.time,
+        "profile_memory": level is not ProfileLevel.time,
+        "with_stack": level is ProfileLevel.stacks,
+    }
+    if kind is DeviceKind.NPU:
+        npu: Any = importlib.import_module("torch_npu").profiler
+        found: Profiler = npu._KinetoProfile(
+            activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU],
+            experimental_config=npu._ExperimentalConfig(profiler_level=getattr(npu.ProfilerLevel, _NPU_LEVELS[level])),
+            **details,
+        )
+        return found
+    of_torch = torch.profiler.ProfilerActivity
+    activities = [of_torch.CPU, *([of_torch.CUDA] if kind is DeviceKind.CUDA else [])]
+    return torch.profiler.profile(activities=activities, **details)
+
+
+def _warn(node: Node, iteration: Iteration, error: Exception) -> None:
+    where = f"node {node.name!r}, {iteration}"
+    logger.warning("there is no profile of %s: %s: %s", where, type(error).__name__, error)

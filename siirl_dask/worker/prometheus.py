@@ -1,0 +1,120 @@
+"""Counters for Prometheus, at the ``/metrics`` that Dask's scheduler and workers serve where prometheus_client is.
+
+Where it is not installed nothing is counted. Labels are bounded: a process keeps the newest runs, a run has so many
+workers, and nodes, lanes, phases and transports are few. The scheduler imports this module: no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+_MOST = 32  # meters of a process: one for each run and worker in it, of which most have one
+
+
+class Family(NamedTuple):
+    """A metric by its name, as Prometheus knows it."""
+
+    kind: str
+    """``counter``, whose samples have ``_total`` behind the name, or ``gauge``."""
+    labels: tuple[str, ...]
+    help: str
+
+
+_WORKER = ("run", "worker")
+FAMILIES = {
+    "siirl_worker_iterations": Family("counter", (*_WORKER, "phase"), "Passes through the worker's chain."),
+    "siirl_worker_samples": Family("counter", _WORKER, "Responses that the worker generated."),
+    "siirl_worker_tokens": Family("counter", _WORKER, "Tokens of the responses that the worker generated."),
+    "siirl_worker_received_bytes": Family("counter", (*_WORKER, "transport"), "Bytes of rows from other workers."),
+    "siirl_worker_lane_seconds": Family("counter", (*_WORKER, "lane"), "Seconds of the chain in a lane of the trace."),
+    "siirl_worker_node_seconds": Family("counter", (*_WORKER, "node"), "Seconds of a node, with its waits."),
+    "siirl_worker_engine_requests": Family("gauge", _WORKER, "Requests that the engine has under way."),
+    "siirl_worker_arena_bytes": Family("gauge", _WORKER, "Bytes of the arena in which rows come and go."),
+    "siirl_worker_unacked_bytes": Family("gauge", _WORKER, "Bytes of published rows that somebody still has to take."),
+    "siirl_worker_device_bytes": Family("gauge", _WORKER, "Bytes of the accelerator that torch has allocated."),
+    "siirl_run_step": Family("gauge", ("run",), "Newest training step that all workers have done."),
+    "siirl_run_workers": Family("gauge", ("run",), "Workers of the run."),
+    "siirl_run_reward": Family("gauge", ("run",), "Mean reward of the newest step."),
+    "siirl_run_reward_std": Family("gauge", ("run",), "Standard deviation of the reward in the newest step."),
+    "siirl_run_validation_reward": Family("gauge", ("run",), "Mean reward of the newest validation."),
+    "siirl_run_response_length": Family("gauge", ("run",), "Mean tokens of a response in the newest step."),
+    "siirl_run_entropy": Family("gauge", ("run",), "Mean entropy of the policy in the newest step."),
+    "siirl_run_kl_to_sampler": Family("gauge", ("run",), "KL from the sampler to the policy in the newest step."),
+    "siirl_run_clip_fraction": Family("gauge", ("run",), "Share of tokens whose ratio was clipped in the newest step."),
+    "siirl_run_grad_norm": Family("gauge", ("run",), "Norm of the policy's gradient in the newest step."),
+    "siirl_run_loss": Family("gauge", ("run",), "Loss of the policy in the newest step."),
+    "siirl_run_peer_bytes": Family("counter", ("run",), "Bytes of rows from worker to worker."),
+    "siirl_run_samples": Family("counter", ("run",), "Responses that the run's steps have generated."),
+    "siirl_run_tokens": Family("counter", ("run",), "Tokens of these responses."),
+}
+"""Everything that is exported. docs/monitoring.md lists it."""
+Sample = tuple[str, tuple[str, ...], float]
+"""Family, values of its labels, value."""
+
+
+class Meter(Protocol):
+    """Has the samples of one run in this process."""
+
+    def samples(self) -> Iterator[Sample]: ...
+
+
+M = TypeVar("M", bound=Meter)
+
+
+class Exporter:
+    """Collects the samples of all meters of this process when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self._meters: OrderedDict[tuple[str, ...], Meter] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def meter(self, key: tuple[str, ...], make: Callable[[], M]) -> M:
+        """Return the meter of this key, so that another start of a run counts on; the oldest one goes for a new one."""
+        with self._lock:
+            found = self._meters.pop(key, None)
+            meter: Any = make() if found is None else found
+            self._meters[key] = meter
+            while len(self._meters) > _MOST:
+                self._meters.popitem(last=False)
+        known: M = meter
+        return known
+
+    def describe(self) -> list[Any]:
+        """Return nothing: what there is is not known before a run."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield each family that has samples. prometheus_client calls this."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        with self._lock:
+            meters = list(self._meters.values())
+        found: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for name, labels, value in (sample for meter in meters for sample in meter.samples()):
+            found.setdefault(name, []).append((labels, value))
+        for name, family in FAMILIES.items():
+            if name in found:
+                made = kinds[family.kind](name, family.help, labels=family.labels)
+                for labels, value in found[name]:
+                    made.add_metric(labels, value)
+                yield made
+
+
+@cache
+def exporter() -> Exporter | None:
+    """Return what exports this process's meters; None without prometheus_client.
+
+    There is one in a process, because prometheus_client has one registry in a process, which Dask serves.
+    """
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return None
+    made = Exporter()
+    REGISTRY.register(made)
+    return made
