@@ -22,6 +22,7 @@ from siirl_dask.config.run import (
     ClusterConfig,
     DevicePreference,
     ObserveConfig,
+    OnNan,
     RunConfig,
     ValidationConfig,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "ObserveConfig",
+    "OnNan",
     "PromptPlacement",
     "RewardsConfig",
     "RolloutConfig",
@@ -58,6 +60,8 @@ __all__ = [
     "WeightSync",
     "parse_bytes",
 ]
+
+_TIMES_STALL = 1.5  # of cluster.stall_timeout: where all workers are silent, that ends the run first
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,8 +96,20 @@ class Config:
                 "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a checkpoint; expected "
                 "checkpoint.every of at least 1"
             )
+        for name, trainer in {"trainer": self.trainer, "critic": self.critic}.items():
+            if trainer.max_skipped_steps and self.run.on_nan is OnNan.stop:
+                raise ConfigError(
+                    f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, which skips none: set "
+                    "run.on_nan=skip as well, or leave it out"
+                )
         self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
         self._fill_total_steps(self.critic, self.run.steps)
+
+    @property
+    def node_timeout(self) -> float:
+        """Seconds of silence of one node on one worker after which the step fails; 0: never."""
+        own = self.run.node_timeout
+        return _TIMES_STALL * self.cluster.stall_timeout if own is None else own
 
     def _fill_total_steps(self, trainer: TrainerConfig, steps: int) -> None:
         """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""

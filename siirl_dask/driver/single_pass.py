@@ -126,7 +126,7 @@ def _passes(
 
 
 def _run_steps(config: Config, client: Client, spec: RunSpec, steps: Sequence[int]) -> tuple[list[Done], list[str]]:
-    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
+    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint, node_timeout=config.node_timeout)
     with driver.at_work(config.cluster, SiirlError.announce):
         iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
         done = [event for event in driver.run(iterations) if isinstance(event, Done)]

@@ -110,7 +110,8 @@ def _driver(
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
     stall_timeout, on_progress = config.cluster.stall_timeout, log.progress.under_way
     on_idle = groups.look(client, group, spec.plugin)
-    return Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, on_progress, on_idle)
+    node_timeout = config.node_timeout
+    return Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, on_progress, on_idle, node_timeout)
 
 
 def plan_run(
