@@ -80,7 +80,7 @@ def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Na
 def resuming(options: argparse.Namespace) -> str:
     """Return the command that resumes the run, as one types it: without ``--fresh``, which would remove the run."""
     program = ["siirl-dask", "run"] if hasattr(options, "command") else ["python", sys.argv[0]]
-    cluster = [] if options.cluster is None else ["--cluster", options.cluster]
+    cluster = [] if options.cluster is None else [f"--cluster={options.cluster}"]
     force = ["--force"] if options.force else []
     return shlex.join([*program, options.config, *force, *cluster, *options.overrides])
 

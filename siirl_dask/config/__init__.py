@@ -61,8 +61,6 @@ __all__ = [
     "parse_bytes",
 ]
 
-_TIMES_STALL = 1.5  # of cluster.stall_timeout: where all workers are silent, that ends the run first
-
 
 @dataclass(kw_only=True, slots=True)
 class Config:
@@ -104,12 +102,6 @@ class Config:
                 )
         self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
         self._fill_total_steps(self.critic, self.run.steps)
-
-    @property
-    def node_timeout(self) -> float:
-        """Seconds of silence of one node on one worker after which the step fails; 0: never."""
-        own = self.run.node_timeout
-        return _TIMES_STALL * self.cluster.stall_timeout if own is None else own
 
     def _fill_total_steps(self, trainer: TrainerConfig, steps: int) -> None:
         """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""

@@ -14,11 +14,13 @@ from typing import Any
 
 from distributed import Client
 
+from siirl_dask.config import Config
 from siirl_dask.errors import Origin, RunError, SilentPeer
 from siirl_dask.observe.console import printable
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import describe_process, describe_wait
 
+_TIMES_STALL = 1.5  # where all workers are silent, cluster.stall_timeout ends the run first
 _ANSWER_TIMEOUT = 2.0  # seconds for a worker, and then for its nanny
 _TIMEOUT = 10.0  # seconds for all of them
 _ASKED = 64  # workers, at most: those that hang first
@@ -95,6 +97,13 @@ class Waits:
             return f"worker {worker!r} waits in {answer.place or 'a task of the run'} for the others of its group"
         each = [f"worker {peer!r} on edge {what}, for {seconds:.0f} s" for peer, (what, seconds) in owed.items()]
         return f"worker {worker!r} waits for " + " and ".join(each[:4]) + (" and others" if len(each) > 4 else "")
+
+
+def node_timeout(config: Config) -> float:
+    """Return the seconds for which one node on one worker may get nothing done; 0: any time."""
+    if config.run.node_timeout is None:
+        return _TIMES_STALL * config.cluster.stall_timeout
+    return config.run.node_timeout
 
 
 def failure_of_hang(client: Client, spec: RunSpec, silent: Sequence[Any], place: str) -> RunError:

@@ -45,7 +45,7 @@ class Drift:
 
     def note(self, record: Record) -> list[str]:
         """Return the sentences about what drifts as of this training step."""
-        numbers = {SECONDS: record["seconds"], **record["metrics"]}
+        numbers: dict[str, float | None] = {SECONDS: record["seconds"], **record["metrics"]}
         for name, value in numbers.items():
             if value is not None and (name in _RULES or _is_part(name)):
                 self._series.setdefault(name, _Series()).add(record["step"], value)
