@@ -31,7 +31,7 @@ def test_the_command_that_is_shown_starts_the_same_run_and_never_removes_it(name
 @pytest.mark.parametrize(
     ("cluster", "logs"),
     [
-        (ClusterConfig(), "worker '2' on host 'h' wrote to this terminal"),
+        (ClusterConfig(), "worker '2' wrote to this terminal"),
         (ClusterConfig(address="tcp://h:1"), "worker '2' on host 'h' are the output of its `dask worker`"),
         (ClusterConfig(spec="slurm.yaml"), "worker '2' on host 'h' are where slurm.yaml has the cluster write them"),
     ],
