@@ -216,6 +216,10 @@ class RowWork(Protocol):
         """End what is under way. Called when the node is done as well, and when it never gets its turn."""
 
 
+def _keeps_nothing(rows: Any) -> str | None:
+    return None
+
+
 def _draws_nothing(count: int) -> Any:
     raise TypeError("this node may not draw more prompts: declare draws=True (@columns(depends_on_options=...))")
 
@@ -257,6 +261,12 @@ class Context:
     """Whether work on finished rows may begin while others are made (``run.overlap``): for a node that does both."""
     begun: Any = None
     """RowWork that the node has begun with finished rows (``@columns(by_row=...)``); None where it has not."""
+    skip_nonfinite: bool = False
+    """Whether an optimizer step on numbers that are not finite is left out (``run.on_nan=skip``), or ends the run."""
+    put_aside: Callable[[Any], str | None] = _keeps_nothing
+    """``put_aside(rows)`` writes a table, for people to look at, as this worker's part of ``nonfinite-NODE`` in the
+    run's folder, and returns the folder of the step; None where it was not written. Each call replaces the one before.
+    """
     peers: Peers = field(default_factory=_NoPeers)
     """Collectives behind ``all_sum`` and ``all_gather``."""
 

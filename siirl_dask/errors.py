@@ -9,12 +9,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a failure of a run comes from, as far as it is known."""
+
+    worker: str | None = None
+    host: str | None = None
+    node: str | None = None
+    iteration: str | None = None
+    """Such as ``train step 3``."""
+    rows: tuple[int, ...] = ()
+    """Row ids within that step, some of them where there are many."""
 
 
 class SiirlError(Exception):
     """Root of all exceptions that this package raises on purpose."""
 
+    origin = Origin()
+    report = ""
+    """Lines about what was found when it happened, such as who waited for whom; shown also where the run goes on."""
     announced = False
     """The user has read it already: it was printed before what followed from it was tidied up."""
 
@@ -22,7 +39,8 @@ class SiirlError(Exception):
         """Print it on stderr, with its notes, unless that was done before."""
         if not self.announced:
             notes = "".join(f"\n  {note}" for note in getattr(self, "__notes__", ()))
-            print(f"error: {self}{notes}", file=sys.stderr, flush=True)
+            report = "".join(f"\n  {line}" for line in self.report.splitlines())
+            print(f"error: {self}{notes}{report}", file=sys.stderr, flush=True)
             self.announced = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         "GRPO: a small model learns to sort digits. "
         f"{_workers(config, 'rollout')} workers generate, {_workers(config, 'policy')} learn."
     )
-    summary = run(config, *dags(file), fresh=True)
+    again = shlex.join(["siirl-dask", "run", os.path.relpath(config_file.resolve()), *overrides])
+    summary = run(config, *dags(file), fresh=True, command=again)
     url, steps = config.run.url, config.run.steps
     files = {
         "every sample": join(url, "rollouts"),

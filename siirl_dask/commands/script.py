@@ -7,6 +7,7 @@ import atexit
 import gc
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -73,7 +74,15 @@ def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Na
     """Run the training as ``--fresh`` and ``--force`` say."""
     from siirl_dask.driver.run import run  # dask and torch: seconds that `plan` and `--help` need not wait for
 
-    run(config, dag, validation, fresh=options.fresh, force=options.force)
+    run(config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options))
+
+
+def resuming(options: argparse.Namespace) -> str:
+    """Return the command that resumes the run, as one types it: without ``--fresh``, which would remove the run."""
+    program = ["siirl-dask", "run"] if hasattr(options, "command") else ["python", sys.argv[0]]
+    cluster = [] if options.cluster is None else [f"--cluster={options.cluster}"]
+    force = ["--force"] if options.force else []
+    return shlex.join([*program, options.config, *force, *cluster, *options.overrides])
 
 
 def exit_with_message(work: Callable[[], _T]) -> _T:

@@ -23,6 +23,7 @@ from siirl_dask.config.run import (
     DevicePreference,
     MetricsBackend,
     ObserveConfig,
+    OnNan,
     ProfileConfig,
     ProfileLevel,
     RunConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "MetricsBackend",
     "ModelConfig",
     "ObserveConfig",
+    "OnNan",
     "ProfileConfig",
     "ProfileLevel",
     "PromptPlacement",
@@ -99,6 +101,12 @@ class Config:
                 "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a checkpoint; expected "
                 "checkpoint.every of at least 1"
             )
+        for name, trainer in {"trainer": self.trainer, "critic": self.critic}.items():
+            if trainer.max_skipped_steps and self.run.on_nan is OnNan.stop:
+                raise ConfigError(
+                    f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, which skips none: set "
+                    "run.on_nan=skip as well, or leave it out"
+                )
         self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
         self._fill_total_steps(self.critic, self.run.steps)
 

@@ -9,6 +9,15 @@ from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.errors import ConfigError
 
 
+class OnNan(StrEnum):
+    """Consequence of a loss, a gradient, log-probs, values or advantages that are not finite."""
+
+    stop = "stop"
+    """The run ends, and names the rows."""
+    skip = "skip"
+    """The optimizer step of that mini-batch is left out on all workers."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """``run``: name, output, length and seed."""
@@ -36,10 +45,20 @@ class RunConfig:
     """
     grace: float = 30.0
     """Seconds that a run which gets SIGTERM has for the steps under way and a last checkpoint. 0: it ends at once."""
+    node_timeout: float | None = None
+    """Seconds for which one node on one worker may get nothing done, while it does not wait for others; then the step
+    fails, and the message says who waits for whom. None: one and a half times ``cluster.stall_timeout``. 0: any time.
+    """
+    on_nan: OnNan = OnNan.stop
+    """Consequence of numbers that are not finite: ``stop`` ends the run; ``skip`` leaves the optimizer step of that
+    mini-batch out, up to ``trainer.max_skipped_steps`` times in a row. No step is ever taken on them.
+    """
 
     def __post_init__(self) -> None:
         at_least("run", 1, steps=self.steps, lookahead=self.lookahead)
         at_least("run", 0, seed=self.seed, max_restarts=self.max_restarts, grace=self.grace)
+        if self.node_timeout is not None:
+            at_least("run", 0, node_timeout=self.node_timeout)
         if self.keep_stages is not None:
             at_least("run", 1, keep_stages=self.keep_stages)
         if not 0 < self.lease <= 86400:

@@ -162,8 +162,8 @@ class TrainerConfig:
     """Share of ``lr`` that the rate falls to."""
     max_grad_norm: float = 1.0
     """Norm to which gradients are clipped."""
-    max_skipped_steps: int = 0
-    """Most optimizer steps in a row that may be skipped because their loss or gradient is not finite."""
+    max_skipped_steps: int | None = None
+    """Most optimizer steps in a row that ``run.on_nan=skip`` leaves out; one more ends the run. None: 10."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights; 0: no average is kept."""
     park: bool = False
@@ -178,7 +178,8 @@ class TrainerConfig:
             raise ConfigError(f"trainer.lr={self.lr!r}: expected more than 0, and finite")
         above("trainer", 0, max_grad_norm=self.max_grad_norm, eps=self.eps)
         at_least("trainer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
-        at_least("trainer", 0, max_skipped_steps=self.max_skipped_steps)
+        if self.max_skipped_steps is not None:
+            at_least("trainer", 0, max_skipped_steps=self.max_skipped_steps)
         at_least("trainer", 1, max_tokens_per_micro_batch=self.max_tokens_per_micro_batch)
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # a list is fine as well
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from typing import Any
@@ -20,9 +20,11 @@ from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.run_on_cluster import RunOnCluster
 from siirl_dask.driver.staged_tables import StagedTables
 from siirl_dask.driver.under_way import Done, Pending, Staged, Writing, Written
+from siirl_dask.driver.who_waits import failure_of_hang, report_on
 from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
+from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
@@ -44,17 +46,19 @@ class Driver:
         folder: Callable[[int], str],
         on_progress: Callable[[int, str], None] = lambda beats, place: None,
         on_idle: Callable[[], None] | None = None,
+        node_timeout: float = 0.0,
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
         ``on_progress`` is called every few seconds in which something got done, with the number of all that workers
         have got done so far, samples, micro-batches, rows and so on, and where most of them are. ``on_idle`` is called
-        when there are new workers that no run uses; None if the run could not take them.
+        when there are new workers that no run uses; None if the run could not take them. A node that gets nothing done
+        on a worker for ``node_timeout`` seconds fails the run; 0: it may take any time.
         """
         self._client = client
         self._spec = spec
         self._lookahead = lookahead
-        self._stall_timeout = stall_timeout
+        self._stall_timeout, self._node_timeout = stall_timeout, node_timeout
         self._folder, self._on_progress, self._on_idle = folder, on_progress, on_idle
         self._writing: dict[int, Writing] = {}
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -113,8 +117,8 @@ class Driver:
         ``stays``: the cluster stays when this process ends, however that happens.
         """
         tell_every = min(timeout / _TELLS, self._stall_timeout / _TELLS, _TELL_EVERY)
-        elastic = self._on_idle is not None
-        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting, elastic=elastic)
+        watched: dict[str, Any] = {"elastic": self._on_idle is not None, "node_timeout": self._node_timeout}
+        ports = self._on_cluster.register(stays, tell_every, self._handle_waiting, **watched)
         self._last = self._submit("start", start_worker, ports=ports)
         self._await_all(self._last, timeout, "the start", "cluster.start_timeout")
 
@@ -245,13 +249,20 @@ class Driver:
                 return self._events.get(timeout=min(left, SLICE))
             except queue.Empty:
                 continue
-        raise RunError(f"{place}: nothing got done within {timeout:g} s ({limit}): {self._where_they_are()}")
+        raise self._stall(f"{place}: nothing got done within {timeout:g} s ({limit})")
 
-    def _where_they_are(self) -> str:
+    def _stall(self, what: str) -> RunError:
+        """Return the failure of a run in which all workers are silent, with where they are and who waits for whom."""
         try:
             readings = self._on_cluster.readings()
         except OSError:
-            return "and the scheduler does not say where the workers are"
+            return RunError(f"{what}: and the scheduler does not say where the workers are")
+        stall = RunError(f"{what}: {self._where_they_are(readings)}")
+        hanging = [worker for worker, at in readings.items() if at.place and not at.waits]
+        stall.report = report_on(self._client, self._spec, hanging)
+        return stall
+
+    def _where_they_are(self, readings: Mapping[str, Reading]) -> str:
         late = [
             (worker, writing.url)
             for writing in self._writing.values()
@@ -279,6 +290,8 @@ class Driver:
                 self._writing[event["sequence"]].written[event["member"]] = files
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._place())
+            case "hung":
+                raise failure_of_hang(self._client, self._spec, event["silent"], self._place())
             case "no scheduler":
                 self._on_cluster.cut_off()
                 raise SchedulerLost(f"{self._place()}: {event['what']}; what was written is whole")

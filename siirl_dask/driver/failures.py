@@ -11,6 +11,7 @@ from typing import Any
 from siirl_dask.errors import (
     Aborted,
     CheckpointError,
+    Origin,
     PeerError,
     RunError,
     SchedulerLost,
@@ -39,8 +40,9 @@ def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]],
                 return WorkerLeft(f"{left}retired or told to end; parts that were written are complete")
             lost = WorkerLost(
                 f"{left}killed, ran out of memory or lost its connection; parts that were written are complete"
+                f"{_memory(event.get('memory'))}"
             )
-            lost.silence = event["silence"]
+            lost.silence, lost.origin = event["silence"], Origin(worker=event["member"], iteration=place)
             return lost
     return _cause([_as_error(event, place) for event in failures])
 
@@ -75,12 +77,18 @@ def _as_error(event: dict[str, Any], place: str) -> Exception:
         silent = SilentPeer(f"{place}: {event['what']}")
         silent.silence = event["silence"]
         return silent
-    if event["kind"] == "unstored":
-        return RunError(f"worker {event['member']!r}: {event['what']}")
-    if event["kind"] == "unsaved":
-        return CheckpointError(f"worker {event['member']!r}: {event['what']}")
+    if event["kind"] in ("unstored", "unsaved"):
+        kind = RunError if event["kind"] == "unstored" else CheckpointError
+        failure = kind(f"worker {event['member']!r}: {event['what']}")
+        failure.origin = Origin(worker=event["member"], iteration=place)
+        return failure
     error: Exception = event["error"]
     return error
+
+
+def _memory(nbytes: object) -> str:
+    """Return what is known of the memory of a process that is gone."""
+    return f"; it had {nbytes / 2**30:.2f} GiB at its last heartbeat" if isinstance(nbytes, int) and nbytes else ""
 
 
 def _cause(errors: Sequence[Exception]) -> Exception:

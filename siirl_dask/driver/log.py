@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from siirl_storage import join
 
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
+from siirl_dask.driver.ending import ending, failure_of
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.driver.under_way import Done
@@ -19,6 +21,8 @@ from siirl_dask.observe import (
     MEASURED,
     Accuracy,
     BytesPerStep,
+    Drift,
+    Failure,
     MetricsLog,
     Progress,
     Record,
@@ -48,6 +52,9 @@ class RunLog:
     """This start of the run: once another one has taken over, nothing more is written."""
     progress: Progress
     resume: ResumePoint = field(default_factory=ResumePoint)
+    command: str | None = None
+    """Command that starts the run again as the user did, where it is known."""
+    drift: Drift = field(default_factory=Drift)
     steps: int = field(init=False)
     """Steps trained, those before the resumption included."""
     samples: float = 0.0
@@ -102,6 +109,7 @@ class RunLog:
         for record in read_metrics(url) if last else ():
             self._seconds_before += record["seconds"]
             self._tally(record)
+        self.drift.begin()
         self._started = time.monotonic()
         self.progress.start(dashboard, url, done)
 
@@ -124,6 +132,8 @@ class RunLog:
         self._remember(record)
         if phase is Phase.TRAIN:
             self.progress.step(record)
+            for text in self.drift.note(record) if done.iteration.phase is Phase.TRAIN else ():
+                self.progress.note(f"drift      {text}")
         else:
             self.progress.validation(step, record["metrics"], phase)
 
@@ -148,7 +158,19 @@ class RunLog:
         self.progress.close()
         error.announce()
 
-    def end(self, status: Status, error: str | None) -> Summary:
+    def fail(self, error: BaseException) -> None:
+        """End a run that has failed: print the error, write the summary, and say how to go on."""
+        if self.begun and isinstance(error, SiirlError):
+            self.announce(error)
+        try:
+            self.end(Status.FAILED, f"{type(error).__name__}: {error}", failure_of(error, self.command))
+        except Exception as broken:  # each store has errors of its own; what ended the run must be seen
+            print(f"  the summary is not written: {type(broken).__name__}: {broken}", file=sys.stderr, flush=True)
+        if self.begun and isinstance(error, SiirlError):
+            for line in ending(self.config, error, self.steps, self.command):
+                print(f"  {line}", file=sys.stderr, flush=True)
+
+    def end(self, status: Status, error: str | None, failure: Failure | None = None) -> Summary:
         """Close the logs; write summary and plot, unless the run never began or another start has taken it over."""
         self.progress.close()
         seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
@@ -158,6 +180,7 @@ class RunLog:
             run_id=self.config.run.name,
             status=status,
             error=error,
+            failure=failure,
             steps=self.steps,
             workers=self.workers,
             seconds=seconds,
@@ -169,6 +192,7 @@ class RunLog:
             ),
             restarts=self.restarts,
             slowest=self._slowest(),
+            warnings=tuple(self.drift.said),
         )
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)

@@ -95,6 +95,8 @@ class Restarts:
         self._begin(failure, steps)
         silence = getattr(failure, "silence", None)
         after = "" if silence is None else f", noticed {silence:.1f} s after its last sign of life"
+        if failure.report:
+            self.note(failure.report)
         self.note(f"restart {self._row} of {self.limit} (run.max_restarts){after}: {failure}")
         return True
 

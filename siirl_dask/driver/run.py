@@ -36,14 +36,21 @@ from siirl_dask.runs.folder import check_writable
 
 
 def run(
-    config: Config, dag: DAG, validation: DAG | None = None, *, fresh: bool = False, force: bool = False
+    config: Config,
+    dag: DAG,
+    validation: DAG | None = None,
+    *,
+    fresh: bool = False,
+    force: bool = False,
+    command: str | None = None,
 ) -> Summary:
     """Train ``dag`` as ``config`` says; ``validation`` runs over the validation data in between.
 
     With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see recipes/common.py.
 
     A run that stopped is resumed from its newest checkpoint. ``fresh`` begins anew and removes what the run left;
-    ``force`` resumes although the configuration or the DAG has changed.
+    ``force`` resumes although the configuration or the DAG has changed. ``command`` resumes the run, for the message
+    about a failure.
 
     All files are under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
     starts, RunInProgress if another process trains this run; RunError if the run failed, Fenced if another start has
@@ -66,7 +73,7 @@ def run(
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:
         job = Job(config, dag, validation, checked, find_models(checked.reads), fresh, force)
-        return _run(job, RunLog(config, attempt, progress, resume))
+        return _run(job, RunLog(config, attempt, progress, resume, command))
 
 
 def _run(job: Job, log: RunLog) -> Summary:
@@ -80,7 +87,7 @@ def _run(job: Job, log: RunLog) -> Summary:
         log.end(Status.INTERRUPTED, message + str(stop))
         raise Interrupted(message + str(stop)) from None
     except BaseException as error:
-        log.end(Status.FAILED, f"{type(error).__name__}: {error}")
+        log.fail(error)
         raise
     return log.end(Status.COMPLETE, None)
 

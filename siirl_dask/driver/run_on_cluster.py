@@ -47,13 +47,20 @@ class RunOnCluster:
         return self._registered and not self._cut_off
 
     def register(
-        self, stays: bool, tell_every: float, meanwhile: Callable[[], None], *, elastic: bool = False
+        self,
+        stays: bool,
+        tell_every: float,
+        meanwhile: Callable[[], None],
+        *,
+        elastic: bool = False,
+        node_timeout: float = 0.0,
     ) -> list[int]:
         """Put the plugins there; return the ports where the workers listen for peers, in rank order.
 
-        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds, and idle
-        workers if the run is ``elastic``. What ``meanwhile`` raises ends the wait for the workers. SchedulerLost when
-        the scheduler goes away; PeerError if another run has just taken a worker that was idle.
+        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds, idle workers
+        if the run is ``elastic``, and nodes that get nothing done for ``node_timeout`` seconds. What ``meanwhile``
+        raises ends the wait for the workers. SchedulerLost when the scheduler goes away; PeerError if another run has
+        just taken a worker that was idle.
         """
         client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
         supervisor = Supervisor(
@@ -66,6 +73,7 @@ class RunOnCluster:
             follows=self._spec.follows,
             elastic=elastic,
             run=self._spec.name,
+            node_timeout=node_timeout,
         )
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._report(event[1]))

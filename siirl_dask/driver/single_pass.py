@@ -21,6 +21,7 @@ from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.under_way import Done
+from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import Interrupted, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
@@ -126,7 +127,7 @@ def _passes(
 
 
 def _run_steps(config: Config, client: Client, spec: RunSpec, steps: Sequence[int]) -> tuple[list[Done], list[str]]:
-    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint)
+    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint, node_timeout=node_timeout(config))
     with driver.at_work(config.cluster, SiirlError.announce):
         iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
         done = [event for event in driver.run(iterations) if isinstance(event, Done)]

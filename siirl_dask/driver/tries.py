@@ -21,6 +21,7 @@ from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.resume import ResumePoint, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.verification import verified_resume_point
+from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
@@ -110,7 +111,8 @@ def _driver(
     lookahead = config.run.lookahead + (config.rollout.steps_ahead or 0)
     stall_timeout, on_progress = config.cluster.stall_timeout, log.progress.under_way
     on_idle = groups.on_idle(client, group, spec.plugin)
-    return Driver(client, spec, lookahead, stall_timeout, checkpoints.folder, on_progress, on_idle)
+    folder, nodes = checkpoints.folder, node_timeout(config)
+    return Driver(client, spec, lookahead, stall_timeout, folder, on_progress, on_idle, nodes)
 
 
 def plan_run(

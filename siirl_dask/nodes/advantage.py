@@ -1,7 +1,7 @@
 """Estimates advantages of rows or of tokens, and draws mini-batches.
 
 A row without a reward (its reward function failed, and ``rewards.max_failures`` allowed it) gets no advantage and does
-not count in those of others.
+not count in those of others. TrainingError for an advantage that is not finite, unless ``run.on_nan=skip``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
+from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, valid_rows, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
@@ -82,7 +83,9 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
         all_sum=ctx.all_sum,
     )
     estimated = pa.array(advantage(outcomes).numpy(), TYPES[ADVANTAGE])
-    return table.append_column(ADVANTAGE, scatter_valid(comparable, estimated))
+    table = table.append_column(ADVANTAGE, scatter_valid(comparable, estimated))
+    check_finite(ctx, table, ADVANTAGE)
+    return table
 
 
 @columns(
@@ -117,6 +120,7 @@ def estimate_token_advantages(
         advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
     for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
         table = table.append_column(name, scatter_valid(comparable, ragged(flat, offsets, TYPES[name])))
+    check_finite(ctx, table, ADVANTAGES, RETURNS)
     return table
 
 

@@ -1,10 +1,14 @@
-"""Scores sampled responses: log-probs under the policy or a reference, values under a critic."""
+"""Scores sampled responses: log-probs under the policy or a reference, values under a critic.
+
+TrainingError for numbers that are not finite, unless ``run.on_nan=skip``.
+"""
 
 from __future__ import annotations
 
 import pyarrow as pa
 
 from siirl_dask.context import Context
+from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns
 from siirl_dask.schema import OLD_LOGPROBS, PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TYPES, VALUES, fields
@@ -37,7 +41,7 @@ def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False)
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
     scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
-    return table.append_column(column, packed.per_token(scores.logprobs, TYPES[column]))
+    return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(VALUES))
@@ -46,4 +50,10 @@ def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     ctx.free_device()
     critic: Critic = ctx.resource
     packed = pack_rows(table)
-    return table.append_column(VALUES, packed.per_token(critic.values(packed.rows), TYPES[VALUES]))
+    values = packed.per_token(critic.values(packed.rows), TYPES[VALUES])
+    return _finite(ctx, table.append_column(VALUES, values), VALUES)
+
+
+def _finite(ctx: Context, table: pa.Table, column: str) -> pa.Table:
+    check_finite(ctx, table, column)
+    return table

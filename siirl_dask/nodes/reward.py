@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.errors import RewardError
+from siirl_dask.errors import Origin, RewardError
 from siirl_dask.nodes.early_scores import EarlyScores, arguments
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
@@ -96,7 +96,9 @@ def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], fail
     if not failed:
         raise RewardError(f"reward {scorer.name} failed for {total:.0f} rows of step {ctx.step} elsewhere ({allowed})")
     count = f"; it failed for at least {total:.0f} rows of the step ({allowed})" if total > 1 else ""
-    raise RewardError(_describe(ctx, table, failed[0], scores[failed[0]]) + count)
+    error = RewardError(_describe(ctx, table, failed[0], scores[failed[0]]) + count)
+    error.origin = Origin(rows=(table[ROW_ID][failed[0]].as_py(),))
+    raise error
 
 
 def _describe(ctx: Context, table: pa.Table, index: int, score: Score) -> str:
@@ -116,10 +118,12 @@ def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
     scores = model.scores(pack_rows(table).rows)
     if not scores.isfinite().all():
         index = int((~scores.isfinite()).nonzero()[0])
-        raise RewardError(
+        error = RewardError(
             f"the reward model gave {scores[index].item()}: expected a finite number "
             f"(row {table[ROW_ID][index].as_py()} of step {ctx.step}); with model.dtype=bfloat16, try float32"
         )
+        error.origin = Origin(rows=(table[ROW_ID][index].as_py(),))
+        raise error
     ctx.log("reward/mean", scores.tolist())
     ctx.log("reward/std", scores.tolist(), Reduce.STD)
     return table.append_column(REWARD, pa.array(scores.numpy(), TYPES[REWARD]))

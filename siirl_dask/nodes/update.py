@@ -12,6 +12,7 @@ from torch import Tensor
 from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import TrainingError
+from siirl_dask.nodes.nonfinite import decide
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, valid_rows
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
@@ -101,16 +102,18 @@ def update_policy(
     Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
     Rows without an advantage are left out. ``columns``, with a number per row or per response token, reach the loss as
     ``LossInputs.columns``. The difference between sampler and policy is logged as ``mismatch/...``. TrainingError for
-    rows sampled by weights that are more than ``max_staleness`` steps old.
+    rows sampled by weights that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient
+    is not finite, unless ``run.on_nan=skip``: its step is left out then.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
-    batches = [_train_batch(part, columns) for part in _parts(table, advantages_of(table), minibatches)]
+    parts = list(_parts(table, advantages_of(table), minibatches))
+    batches = [_train_batch(part, columns) for part in parts]
     for batch in batches:
         _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
-        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate))
+        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
     return table
 
 
@@ -126,12 +129,13 @@ def update_critic(
 ) -> pa.Table:
     """Take one optimizer step per mini-batch towards the returns, in order, ``epochs`` times over.
 
-    Rows without returns are left out.
+    Rows without returns are left out. A mini-batch that is not finite is handled as by ``update_policy``.
     """
     ctx.free_device()
     critic: Critic = ctx.resource
-    batches = [_value_batch(part) for part in _parts(table, RETURNS, minibatches)]
-    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate))
+    parts = list(_parts(table, RETURNS, minibatches))
+    batches = [_value_batch(part) for part in parts]
+    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
     return table
 
 

@@ -4,6 +4,7 @@ Everything here observes and changes nothing. Each function takes ``run.url`` an
 """
 
 from siirl_dask.observe.console import PipeConsole, printable
+from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
@@ -23,6 +24,7 @@ from siirl_dask.observe.report import Report, Sample, render_report
 from siirl_dask.observe.summary import (
     Accuracy,
     BytesPerStep,
+    Failure,
     Restart,
     Slowest,
     Status,
@@ -35,7 +37,9 @@ __all__ = [
     "MEASURED",
     "Accuracy",
     "BytesPerStep",
+    "Drift",
     "EvalResult",
+    "Failure",
     "Message",
     "MetricsLog",
     "PipeConsole",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -80,6 +80,24 @@ class Slowest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The error that ended a run, by its parts; null where one is not known."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    worker: str | None = None
+    host: str | None = None
+    node: str | None = None
+    iteration: str | None = None
+    """Such as ``train step 3``."""
+    rows: Sequence[int] = ()
+    """Row ids within that step, some of them where there are many."""
+    resume: str | None = None
+    """Command that resumes the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """The content of ``summary.json``."""
 
@@ -88,6 +106,8 @@ class Summary:
     status: Status
     error: str | None = None
     """Error that stopped the run; None when it is complete."""
+    failure: Failure | None = None
+    """The same error by its parts."""
     steps: int
     """Steps trained."""
     workers: int
@@ -101,6 +121,8 @@ class Summary:
     """Failures after which this start of the run went on by itself, and changes of the number of workers."""
     slowest: Slowest | None = None
     """The node that took longest; null without a trace (``observe.trace``)."""
+    warnings: Sequence[str] = ()
+    """A sentence about each thing that drifted, and about steps that were left out."""
     version: str = __version__
     """Version of siirl_dask that ended the run."""
 
@@ -127,6 +149,10 @@ def read_summary(url: str) -> Summary:
         known["restarts"] = tuple(Restart(**_known(Restart, one)) for one in known.get("restarts", ()))
         if known.get("slowest") is not None:
             known["slowest"] = Slowest(**_known(Slowest, known["slowest"]))
+        if known.get("failure") is not None:
+            known["failure"] = Failure(**_known(Failure, known["failure"]))
+            known["failure"] = replace(known["failure"], rows=tuple(known["failure"].rows))
+        known["warnings"] = tuple(known.get("warnings", ()))
         return Summary(**known)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: the run is under way, was killed, or is elsewhere") from error

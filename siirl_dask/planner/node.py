@@ -30,6 +30,8 @@ STAGES = "stages"
 """Folder of a run with the rows of nodes that are stored until a later table has them (``Node.stage``)."""
 TRACE = "trace"
 """Table of a run with what each worker did."""
+NONFINITE = "nonfinite-"
+"""How tables begin, before a node's name, with rows whose numbers were not finite."""
 _NAME = re.compile(r"\w[\w-]*")
 
 
@@ -117,6 +119,8 @@ class Node:
             _check_name(f"save_as of {self.label}:", self.save_as)
         if taken := {STAGES: "the folder of stages", TRACE: "the table of the run's trace"}.get(self.save_as or ""):
             raise PlanError(f"save_as of {self.label}: {self.save_as!r} is {taken}: choose another name")
+        if (self.save_as or "").startswith(NONFINITE):
+            raise PlanError(f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose another name")
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if self.writes is not None:

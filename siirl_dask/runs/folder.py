@@ -32,7 +32,7 @@ from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
-from siirl_dask.planner.node import STAGES
+from siirl_dask.planner.node import NONFINITE, STAGES
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
@@ -51,6 +51,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "run.lease",
     "run.max_restarts",
     "run.grace",
+    "run.on_nan",
+    "run.node_timeout",
     "data.transport",
     "data.prefetch",
     "data.memory_limit",
@@ -61,6 +63,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "rollout.tensor_parallel_size",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
+    "trainer.max_skipped_steps",
+    "critic.max_skipped_steps",
 }
 """Groups and keys that may differ when a run is resumed: what is learned does not depend on them."""
 _Spec = Mapping[str, Any]
@@ -205,7 +209,7 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     """
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
-    remove_steps(url, {*tables, *_saved_tables(fs, path), *_replays(fs, path)}, 0)
+    remove_steps(url, {*tables, *_saved_tables(fs, path), *_made_beside(fs, path)}, 0)
     remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     steps = listed(fs, f"{path}/profile")
@@ -224,10 +228,10 @@ def _saved_tables(fs: AbstractFileSystem, path: str) -> set[str]:
     return {name for name in names if isinstance(name, str) and _TABLE.fullmatch(name)}
 
 
-def _replays(fs: AbstractFileSystem, path: str) -> set[str]:
-    """Return the names of the tables that replays of the run's rows have made."""
+def _made_beside(fs: AbstractFileSystem, path: str) -> set[str]:
+    """Return the names of the tables that replays of the run's rows have made, and of rows that were put aside."""
     names = {name.rpartition("/")[2] for name in listed(fs, path)}
-    return {name for name in names if REPLAY.fullmatch(name)}
+    return {name for name in names if REPLAY.fullmatch(name) or name.startswith(NONFINITE)}
 
 
 def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:

@@ -35,7 +35,7 @@ from siirl_dask.testing.rows import (
     save_state,
     signs,
 )
-from siirl_dask.training import Critic, PackedRows, ValueBatch
+from siirl_dask.training import Critic, NonFinite, PackedRows, ValueBatch
 
 _LOSS = partial(value_clip, clip=1e6)
 
@@ -105,6 +105,12 @@ class CriticTests:
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
             critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
         assert_same_tensors(copied_weights(critic), before)
+        returns, found = signs(rows), list[NonFinite]()
+        returns[0] = float("inf")
+        bad = ValueBatch(rows=rows, old_values=values, returns=returns)
+        assert critic.update([bad], _LOSS, on_nonfinite=found.append)["skipped_steps"] == 1
+        assert_same_tensors(copied_weights(critic), before)
+        assert found[0].rows["returns"] == [0]
 
     def test_weights_are_the_decoders_and_one_head(self, folder: Path) -> None:
         weights = copied_weights(self.build(folder))

@@ -41,7 +41,7 @@ from siirl_dask.testing.rows import (
     save_state,
     signs,
 )
-from siirl_dask.training import PackedRows, TrainBatch, Trainer
+from siirl_dask.training import NonFinite, PackedRows, TrainBatch, Trainer
 from siirl_dask.training.parallel.dtensor import full_tensor
 
 _TEMPERATURE = 0.7
@@ -215,6 +215,27 @@ class TrainerTests:
         trainer.update([_batch(trainer, rows)], _PPO)  # the failed update left no trace
         assert all(bool(tensor.isfinite().all()) for tensor in copied_weights(trainer).values())
 
+    def test_what_is_not_finite_is_found_by_row_and_its_step_left_out_where_asked(self, folder: Path) -> None:
+        """In micro-batches of at most 20 tokens: an advantage in row 5, and a gradient that a loss of 0 hides."""
+        trainer = self.build(folder, max_tokens_per_micro_batch=20)
+        rows, found = random_rows(LENGTHS), list[NonFinite]()
+        advantages = signs(rows)
+        advantages[-7] = float("nan")  # row 5 has all but the last six of its response tokens before it
+        before = copied_weights(trainer)
+        metrics = trainer.update([_batch(trainer, rows, advantages)], _PPO, on_nonfinite=found.append)
+        assert metrics["skipped_steps"] == 1
+        assert "loss" not in metrics
+        assert_same_tensors(copied_weights(trainer), before)
+        assert (found[0].minibatch, found[0].in_a_row, found[0].may_skip) == (0, 1, True)
+        assert {name: [*at] for name, at in found[0].rows.items()} == {"advantages": [5], "loss": [5]}
+        assert len(found[0].micro_batches) == 1
+        trainer.update([_batch(trainer, rows)], _hidden_in_the_gradient, on_nonfinite=found.append)
+        assert_same_tensors(copied_weights(trainer), before)
+        assert found[1].loss == 0
+        assert found[1].in_a_row == 2
+        assert found[1].micro_batches
+        assert trainer.update([_batch(trainer, rows)], _PPO)["skipped_steps"] == 0
+
     def test_weights_are_the_models_parameters_by_name(self, folder: Path) -> None:
         trainer = self.build(folder)
         assert_same_tensors(
@@ -256,6 +277,18 @@ class TrainerTests:
     def test_ranks_stay_equal_bit_for_bit(self, two_ranks: list[dict[str, object]]) -> None:
         assert_same_tensors(two_ranks[0]["weights"], two_ranks[1]["weights"])  # type: ignore[arg-type]
 
+    def test_every_rank_leaves_a_step_out_if_one_has_nonfinite_numbers(
+        self, two_ranks: list[dict[str, object]]
+    ) -> None:
+        assert [seen["found"] for seen in two_ranks] == [[["advantages", "loss"]], [[]]]
+        assert [seen["skipped"] for seen in two_ranks] == [1.0, 1.0]
+        first, second, before = (two_ranks[0]["weights after"], two_ranks[1]["weights after"], two_ranks[0]["weights"])
+        assert isinstance(first, dict)
+        assert isinstance(second, dict)
+        assert isinstance(before, dict)
+        assert_same_tensors(first, second)
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in first.items()), "the next one took a step"
+
     def test_every_rank_stops_if_one_has_nonfinite_numbers(self, two_ranks: list[dict[str, object]]) -> None:
         assert [seen["error"] for seen in two_ranks] == ["TrainingError", "TrainingError"]
 
@@ -279,10 +312,14 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
         "weights": copied_weights(trainer),
     }
     advantages = torch.full((response_tokens(probe),), float("nan") if rank.rank == 0 else 1.0)
+    bad, found = _batch(trainer, probe, advantages), list[NonFinite]()
     try:
-        trainer.update([_batch(trainer, probe, advantages)], _PPO)
+        trainer.update([bad], _PPO)
     except TrainingError as error:
         seen["error"] = type(error).__name__
+    later = trainer.update([bad, _batch(trainer, probe)], _PPO, on_nonfinite=found.append)
+    seen |= {"found": [[*one.rows] for one in found], "skipped": later["skipped_steps"]}
+    seen["weights after"] = copied_weights(trainer)
     trainer.close()
     return seen
 
@@ -294,6 +331,11 @@ def _batch(
     logprobs = trainer.logprobs(rows).logprobs
     advantages = signs(rows) if advantages is None else advantages
     return TrainBatch(rows=rows, mask=mask, old_logprobs=logprobs, advantages=advantages, rollout_logprobs=logprobs)
+
+
+def _hidden_in_the_gradient(inputs: LossInputs) -> TokenLoss:
+    """Return losses of 0 whose gradient is not finite."""
+    return TokenLoss(loss=(inputs.logprobs * 0).sqrt())
 
 
 def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:

@@ -19,6 +19,8 @@ from siirl_dask.training.preflight import (
 from siirl_dask.training.trainer import (
     Batch,
     Critic,
+    NonFinite,
+    OnNonFinite,
     PackedRows,
     RewardModel,
     TokenScores,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Critic",
+    "NonFinite",
+    "OnNonFinite",
     "PackedRows",
     "RewardModel",
     "TokenScores",

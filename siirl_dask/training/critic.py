@@ -18,7 +18,7 @@ from siirl_dask.training.model.network import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
-from siirl_dask.training.trainer import PackedRows, ValueBatch
+from siirl_dask.training.trainer import OnNonFinite, PackedRows, ValueBatch
 
 
 class ValueCritic(HoldsNoGroups):
@@ -53,11 +53,15 @@ class ValueCritic(HoldsNoGroups):
         return values
 
     def update(
-        self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
+        self,
+        batches: Sequence[ValueBatch],
+        loss_fn: ValueLossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 

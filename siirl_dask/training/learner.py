@@ -16,9 +16,10 @@ from siirl_dask.collectives import all_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import TrainingError
+from siirl_dask.training.nonfinite import Examination
 from siirl_dask.training.optimizer import Optimizer, all_reduce
 from siirl_dask.training.packing import MicroBatch, response_offsets
-from siirl_dask.training.trainer import Batch
+from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def _count_before(mask: Tensor) -> Tensor:
 
 
 _LOSS = "loss"
+_MAX_SKIPPED = 10  # steps in a row that may be left out, unless max_skipped_steps says otherwise
 B = TypeVar("B", bound=Batch)
 Losses = Callable[[B], Iterator[tuple[TokenLoss, Tensor]]]
 """Function of a batch that yields, per micro-batch, the losses [S] and row offsets [R + 1] of its selected tokens."""
@@ -93,12 +95,19 @@ class Learner:
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 
-    def update(self, batches: Sequence[B], losses: Losses[B], aggregate: Aggregation) -> dict[str, float]:
+    def update(
+        self,
+        batches: Sequence[B],
+        losses: Losses[B],
+        aggregate: Aggregation,
+        on_nonfinite: OnNonFinite | None = None,
+    ) -> dict[str, float]:
         """Take one step per mini-batch that has tokens to learn from on any rank.
 
-        Metrics are ``loss`` and ``grad_norm`` (before clipping), means over steps; the loss function's own, means over
-        tokens; the last step's ``lr``; and the counts ``empty_minibatches`` and ``skipped_steps``. Without a step only
-        the last three are there.
+        A mini-batch whose loss or gradient is not finite takes none: ``on_nonfinite`` decides what follows, and without
+        it TrainingError. Metrics are ``loss`` and ``grad_norm`` (before clipping), means over steps; the loss
+        function's own, means over tokens; the last step's ``lr``; and the counts ``empty_minibatches`` and
+        ``skipped_steps``. Without a step only the last three are there.
         """
         counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
         with self._waiting():
@@ -111,8 +120,14 @@ class Learner:
                 learned += 1
                 step_sums, loss = self._backward(batch, total, losses, aggregate)
                 norm = self._norm()
-                if not self._may_step(f"mini-batch {at + 1} of {len(batches)}", loss, norm):
+                if not (isfinite(norm) and isfinite(loss)):
+                    self._skipped += 1
+                    found = self._examine(batch, total, losses, aggregate, (at, len(batches), loss, norm))
+                    if on_nonfinite is None:
+                        raise TrainingError(str(found))
+                    on_nonfinite(found)
                     continue
+                self._skipped = 0
                 self._gradients.clip(norm, self._config.max_grad_norm)
                 self._optimizer.step()
                 sums = {name: value + sums.get(name, 0.0) for name, value in step_sums.items()}
@@ -162,9 +177,17 @@ class Learner:
         return self._optimizer.ema()
 
     def _backward(
-        self, batch: B, totals: Totals, losses: Losses[B], aggregate: Aggregation
+        self,
+        batch: B,
+        totals: Totals,
+        losses: Losses[B],
+        aggregate: Aggregation,
+        see: Callable[[TokenLoss, Tensor], None] | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks."""
+        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks.
+
+        ``see`` is called with the losses and row offsets of each micro-batch after its backward pass.
+        """
         self._gradients.zero()
         sums: dict[str, Tensor] = {}
         for result, offsets in losses(batch):
@@ -175,6 +198,8 @@ class Learner:
             weighted = (result.loss * aggregate(offsets, totals)).sum()
             if weighted.requires_grad:
                 weighted.backward()
+            if see is not None:
+                see(result, offsets)
             for name, value in {**result.metrics, _LOSS: weighted}.items():
                 sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
         own = torch.stack(list(sums.values())).tolist()
@@ -194,16 +219,32 @@ class Learner:
         with self._waiting():
             return sqrt(*all_sum(self._cpu_group, [squares], ranks=self._shard_ranks))
 
-    def _may_step(self, which: str, loss: float, norm: float) -> bool:
-        """Return whether the numbers are finite. TrainingError, on every rank, after too many in a row that are not."""
-        if isfinite(norm) and isfinite(loss):
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        if self._skipped <= self._config.max_skipped_steps:
-            return False
-        before = f" (the last {self._skipped} were so)" if self._skipped > 1 else ""
-        raise TrainingError(f"{which}: loss {loss}, gradient norm {norm}{before}; no step was taken on it")
+    def _examine(
+        self,
+        batch: B,
+        totals: Totals,
+        losses: Losses[B],
+        aggregate: Aggregation,
+        seen: tuple[int, int, float, float],
+    ) -> NonFinite:
+        """Do the passes of a mini-batch again, on all ranks, and find what is not finite in them.
+
+        ``seen`` are its index, the number of mini-batches, its loss and the norm of its gradient.
+        """
+        examination = Examination(batch, self._gradients, sharded=self._shard_ranks is not None)
+        self._backward(batch, totals, losses, aggregate, examination.see)
+        limit = self._config.max_skipped_steps
+        at, count, loss, norm = seen
+        return NonFinite(
+            minibatch=at,
+            minibatches=count,
+            loss=loss,
+            norm=norm,
+            in_a_row=self._skipped,
+            may_skip=self._skipped <= (_MAX_SKIPPED if limit is None else limit),
+            rows=examination.rows,
+            micro_batches=examination.micro_batches,
+        )
 
 
 def _count(batch: Batch) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
-from siirl_dask.training.trainer import PackedRows, TokenScores, TrainBatch
+from siirl_dask.training.trainer import OnNonFinite, PackedRows, TokenScores, TrainBatch
 
 
 class Reference(HoldsNoGroups):
@@ -57,7 +57,11 @@ class Reference(HoldsNoGroups):
         return self.logprobs(rows)
 
     def update(
-        self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
+        self,
+        batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
         raise TypeError("a reference does not learn: build the role with build_trainer instead of build_reference")
 
@@ -135,11 +139,15 @@ class Policy(Reference):
             return self.logprobs(rows)
 
     def update(
-        self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
+        self,
+        batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate)
+        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 

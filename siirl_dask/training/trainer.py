@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +71,39 @@ class ValueBatch(Batch):
     """[K] float32, the targets of the values."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite:
+    """A mini-batch whose loss or gradient is not finite. Ranks agree on all but ``rows`` and ``micro_batches``."""
+
+    minibatch: int
+    """Its index among those of the update."""
+    minibatches: int
+    loss: float
+    norm: float
+    """Norm of the gradient."""
+    in_a_row: int
+    """Mini-batches in a row that were so, this one included."""
+    may_skip: bool
+    """Whether ``max_skipped_steps`` allows to leave it out."""
+    rows: Mapping[str, Sequence[int]]
+    """This rank's rows of the mini-batch by what is not finite: a column of the batch, ``loss``, a metric of the loss
+    function, or ``gradient``. With a sharded model the gradient is that of all ranks, and has no rows."""
+    micro_batches: Sequence[int]
+    """Indices of this rank's micro-batches in which the loss or the gradient was not finite first."""
+
+    def __str__(self) -> str:
+        before = f" (the last {self.in_a_row} were so)" if self.in_a_row > 1 else ""
+        return (
+            f"mini-batch {self.minibatch + 1} of {self.minibatches}: loss {self.loss}, gradient norm {self.norm}"
+            f"{before}; no step was taken on it"
+        )
+
+
+OnNonFinite = Callable[[NonFinite], None]
+"""Called on every rank, before the optimizer step of a mini-batch that is not finite: when it returns, the step is left
+out on all ranks. It may raise on any of them."""
+
+
 class Trainer(Protocol):
     """A policy that scores and learns. Every rank of the role makes the same calls in order, even without rows."""
 
@@ -85,12 +118,17 @@ class Trainer(Protocol):
         ...
 
     def update(
-        self, batches: Sequence[TrainBatch], loss_fn: LossFn, aggregate: Aggregation = token_mean
+        self,
+        batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch, on token losses weighted by ``aggregate`` and summed over all ranks.
 
         Every rank returns the same metrics: ``loss``, a mean over steps, and the loss function's own, means over
-        tokens. TrainingError if the loss or the gradient is not finite; no step is taken on such numbers.
+        tokens. No step is taken where the loss or the gradient is not finite: ``on_nonfinite`` is called on every
+        rank, with what was found; without it TrainingError.
         """
         ...
 
@@ -136,7 +174,11 @@ class Critic(Protocol):
         ...
 
     def update(
-        self, batches: Sequence[ValueBatch], loss_fn: ValueLossFn, aggregate: Aggregation = token_mean
+        self,
+        batches: Sequence[ValueBatch],
+        loss_fn: ValueLossFn,
+        aggregate: Aggregation = token_mean,
+        on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Trainer.update``."""
         ...

@@ -47,6 +47,7 @@ from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
+from siirl_dask.worker.stacks import stacks
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.supervisor import ABORT
@@ -191,6 +192,7 @@ class DAGWorker(WorkerPlugin):
             stages=self._stage_writer(),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
             run_seed=self.spec.seed,
+            skip_nonfinite=self.spec.skip_nonfinite,
             resources=resources,
             ranks=ranks,
             peers={role: groups.RolePeers(rank, self.stop, self.pulse) for role, rank in ranks.items()},
@@ -262,6 +264,12 @@ class DAGWorker(WorkerPlugin):
     def position(self) -> str:
         """Return a description of where this worker's task is; another thread than the task's calls this."""
         return self.pulse.place or "a task of the run"
+
+    def describe_wait(self) -> dict[str, object]:
+        """Return where this worker's task is, whom it waits for, and its stacks; the event loop's thread calls this."""
+        owed = [list(one) for one in self._plane.transport.owed()] if hasattr(self, "_plane") else []
+        pulse = self.pulse
+        return {"place": pulse.place, "waits": pulse.waits, "owed": owed, "stacks": stacks(pulse.thread)}
 
     def models_used(self) -> list[str]:
         """Return the roles with a state, among those built when they are used, that a node has asked for."""

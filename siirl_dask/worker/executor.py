@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce
@@ -58,6 +59,7 @@ class ChainRun:
         context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
         context.log("bytes/early", traffic.early - early, Reduce.SUM)
+        context.log("bytes/process", psutil.Process().memory_info().rss, Reduce.MAX)
         return self.calls.metrics
 
     def _begin_early(self, chain: Chain) -> None:

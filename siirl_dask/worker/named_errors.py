@@ -9,22 +9,31 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from traceback import format_exception, walk_tb
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from siirl_dask import errors
-from siirl_dask.errors import PeerError, RunError, SiirlError
+from siirl_dask.errors import Origin, PeerError, RunError, SiirlError
 
 _LONGEST = 8000  # characters of a message or a note: Dask cuts what is longer than 10,000, and changes its type
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
+_OWN = "siirl_dask.worker."  # modules that only call what failed
 _CUT = "\n[... {} characters ...]\n"
+_UNKNOWN = Origin()
+_NO_MEMORY = ("OutOfMemoryError", "ArrowMemoryError")  # torch's and Arrow's, which this module does not import
+_MEMORY = (
+    "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to change, such as "
+    "trainer.max_tokens_per_micro_batch"
+)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 @contextmanager
-def named_errors(where: str, failure: type[SiirlError]) -> Iterator[None]:
-    """Add ``where`` to a SiirlError raised inside, as a note; any other exception becomes a ``failure``.
+def named_errors(where: str, failure: type[SiirlError], origin: Origin = _UNKNOWN) -> Iterator[None]:
+    """Add ``where``, as a note, and ``origin`` to a SiirlError raised inside; others become a ``failure``.
 
     That of a collective becomes a PeerError: a rank is gone, or stands still.
     """
@@ -32,12 +41,16 @@ def named_errors(where: str, failure: type[SiirlError]) -> Iterator[None]:
         yield
     except SiirlError as error:
         error.add_note(f"in {where}")
+        error.origin = replace(origin, rows=error.origin.rows)
         raise
     except Exception as error:
         if _is_of_collective(error):
             raise PeerError(f"{where}: a collective failed: {error}") from error
         named = failure(f"{where}: {type(error).__name__}: {error}")
+        named.origin = origin
         named.add_note(_traceback(error))
+        if isinstance(error, MemoryError) or type(error).__name__ in _NO_MEMORY:
+            named.add_note(_MEMORY)
         raise named from error
 
 
@@ -65,6 +78,8 @@ def portable(error: Exception, worker: str) -> SiirlError:
     for note in getattr(error, "__notes__", ()):
         failure.add_note(_cut(str(note)))
     failure.add_note(where)
+    origin = error.origin if isinstance(error, SiirlError) else _UNKNOWN
+    failure.origin = replace(origin, worker=worker, host=socket.gethostname())
     return failure
 
 
@@ -75,7 +90,15 @@ def _is_of_collective(error: Exception) -> bool:
 
 
 def _traceback(error: Exception) -> str:
-    return _cut("".join(format_exception(error)))
+    """Return the error's traceback from where the worker has called the code that failed."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None and _is_own(place.tb_frame):
+        place = place.tb_next
+    return _cut("".join(format_exception(type(error), error, place)))
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(_OWN)
 
 
 def _cut(text: str) -> str:

@@ -12,11 +12,13 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.dataloader import Dataloader
-from siirl_dask.errors import NodeError
+from siirl_dask.errors import NodeError, Origin
 from siirl_dask.planner import Edge, Input, Iteration, Load, Node, Run
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.named_errors import named_errors
+from siirl_dask.worker.pulse import NODE
+from siirl_dask.worker.put_aside import put_aside
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stages import SoFar
 
@@ -88,6 +90,7 @@ class NodeCalls:
             resources=runtime.resources,
             metrics=self.metrics,
             overlap=runtime.overlap,
+            skip_nonfinite=runtime.skip_nonfinite,
         )
         if role in runtime.peers:
             context.peers = runtime.peers[role]
@@ -98,6 +101,7 @@ class NodeCalls:
         context, load = self.context(node.role), self.loaded
         named = f"{self.iteration.phase.counts_as}/{node.name}"
         context.state = self.runtime.node_state.setdefault(named, {})
+        context.put_aside = partial(put_aside, self.runtime.run_url, node.name, self.iteration.step, context.rank)
         context.reloaded = self.reloaded.get(node.name, frozenset())
         if self.runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
@@ -134,9 +138,10 @@ class NodeCalls:
     @contextmanager
     def named(self, node: Node) -> Iterator[None]:
         """Add node, iteration and worker to errors raised inside; any other exception becomes a NodeError."""
-        position = f"node {node.name!r}, {self.iteration}"
-        where = f"{position}, worker {self.runtime.device.worker!r}"
-        with self.runtime.pulse.at(position), named_errors(where, NodeError):
+        position = f"{NODE}{node.name!r}, {self.iteration}"
+        worker = self.runtime.device.worker
+        where, origin = f"{position}, worker {worker!r}", Origin(worker, None, node.name, str(self.iteration))
+        with self.runtime.pulse.at(position), named_errors(where, NodeError, origin):
             yield
 
 

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from typing import Any
 
 from siirl_dask.context import Device
 from siirl_dask.trace import Lane, Recorder
+
+NODE = "node "
+"""How the name of a place begins that is in a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Pulse:
         self._beats = 0
         self._later: Pulse | None = None
         self._places: list[str] = []
+        self.thread: int | None = None
+        """Number of the thread that entered a place last: the task's."""
         self._waits = 0
         self.requests = 0
         """Requests that this worker's engine has under way."""
@@ -75,6 +81,7 @@ class Pulse:
     def at(self, place: str) -> Iterator[None]:
         """Name the place where the worker's task is while inside; entering and leaving are beats."""
         self._places.append(place)
+        self.thread = threading.get_ident()
         self.beat()
         try:
             yield
@@ -120,7 +127,12 @@ class Pulse:
         """Where the worker's task is; empty between tasks."""
         return next(iter(self._places[-1:]), "")
 
+    @property
+    def waits(self) -> bool:
+        """Whether the task does nothing but wait for other workers."""
+        return self._waits > 0
+
     def read(self) -> list[Any]:
         """Return the reading as plain data, for a heartbeat."""
         self.read_at = time.monotonic()
-        return [self._beats, self.place, self._waits > 0]
+        return [self._beats, self.place, self.waits]

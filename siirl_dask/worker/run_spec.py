@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, DevicePreference, Durability, ProfileConfig, parse_bytes
+from siirl_dask.config import Config, DevicePreference, Durability, OnNan, ProfileConfig, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
@@ -54,6 +54,8 @@ class RunSpec:
     """``storage.durability``."""
     attempt: int | None = None
     """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
+    skip_nonfinite: bool = False
+    """Whether a step on numbers that are not finite is left out; otherwise it ends the run."""
     name: str = ""
     """``run.name``, by which Prometheus knows the run."""
     trace: bool = False
@@ -102,6 +104,7 @@ class RunSpec:
             footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,
+            skip_nonfinite=config.run.on_nan is OnNan.skip,
             name=config.run.name,
             trace=config.observe.trace and attempt is not None,
             profile=config.profile,

@@ -29,6 +29,8 @@ class WorkerRuntime:
     """Profiles nodes of some steps."""
     run_url: str
     run_seed: int
+    skip_nonfinite: bool = False
+    """``run.on_nan=skip``."""
     stages: StageWriter | PlainWriter
     """Writes the parts of tables that nodes save."""
     read_limit: int = 2 * 2**30

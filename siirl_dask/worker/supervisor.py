@@ -17,12 +17,14 @@ from tornado.ioloop import PeriodicCallback
 
 from siirl_dask.errors import PeerError
 from siirl_dask.worker.idle_workers import free_workers, other_runs
+from siirl_dask.worker.node_watch import NodeWatch
 from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_meter import StepMerger
 from siirl_dask.worker.tasks import is_task_of
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
@@ -31,6 +33,8 @@ _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_
 _EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
 _LOOKS = 20  # within the patience for the driver, or the time between two words to it
 _LEAVES = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
+_NODES_EVERY = 1.0  # seconds between looks at what nodes get done
+_NAMED = 16  # silent workers of which the driver is told
 _CONNECTIONS = 100  # looked at in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
 
 
@@ -51,13 +55,15 @@ class Supervisor(SchedulerPlugin):
         tell_every: float = 60.0,
         follows: str | None = None,
         elastic: bool = False,
+        node_timeout: float = 0.0,
         run: str = "",
     ) -> None:
         """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
 
         Such a driver counts as gone after ``patience`` seconds without a ping. It is told of progress every
         ``tell_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
-        told of workers that nobody uses, and shares none with another run. ``run`` is its name for Prometheus.
+        told of workers that nobody uses, and shares none with another run. It is told of a node that gets nothing done
+        on a worker for ``node_timeout`` seconds; 0: never. ``run`` is its name for Prometheus.
         """
         self._run = run
         self.name = plugin
@@ -72,7 +78,8 @@ class Supervisor(SchedulerPlugin):
         self._patience, self._tell_every = patience, tell_every
         self._heard, self._silent = False, 0
         self._looks, self._beats = 0, 0
-        self._seen: dict[str, float] = {}
+        self._states: dict[str, WorkerState] = {}
+        self._nodes, self._since_nodes = NodeWatch(node_timeout), 0.0
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -111,9 +118,10 @@ class Supervisor(SchedulerPlugin):
     def _lose(self, worker: str, *, in_order: bool) -> None:
         name = self._names.get(worker)
         if name is not None:
-            seen = None if in_order else self._seen.get(worker)
-            silence = None if seen is None else max(0.0, time.time() - seen)
+            state = None if in_order else self._states.get(worker)
+            silence = None if state is None else max(0.0, time.time() - state.last_seen)
             event = {"kind": "lost", "member": name, "address": worker, "silence": silence, "in_order": in_order}
+            event["memory"] = None if state is None else state.metrics.get("memory")
             self._scheduler.log_event(self._topic, event)
             self.abort(f"worker {name!r} at {worker} left the cluster")
 
@@ -184,9 +192,10 @@ class Supervisor(SchedulerPlugin):
         Looks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
         """
         known = self._scheduler.workers
-        self._seen |= {address: known[address].last_seen for address in self.members.values() if address in known}
+        self._states |= {address: known[address] for address in self.members.values() if address in known}
         if self._elastic:
             self._tell_idle()
+        self._look_at_nodes()
         self._looks += 1
         if self._looks * self._pause >= self._tell_every / 2:
             self._looks, before = 0, self._beats
@@ -198,6 +207,22 @@ class Supervisor(SchedulerPlugin):
         self._heard = False
         if self._client is not None and self._silent * self._pause >= self._patience:
             self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
+
+    def _look_at_nodes(self) -> None:
+        """Tell the driver, every so often, of workers that have been silent in a node, or say nothing at all."""
+        self._since_nodes += self._pause
+        if not self._nodes.timeout or self._since_nodes < min(_NODES_EVERY, self._nodes.timeout / 4):
+            return
+        seconds, self._since_nodes = self._since_nodes, 0.0
+        known = self._scheduler.workers
+        readings = {
+            member: (Reading.of(known[address].metrics, self.name), known[address].last_seen)
+            for member, address in self.members.items()
+            if address in known
+        }
+        if silent := self._nodes.look(seconds, readings):
+            named = [[one.member, one.place, one.seconds, one.heard] for one in silent[:_NAMED]]
+            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": named})
 
     def _end_without_driver(self, reason: str) -> None:
         self._client = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import psutil  # type: ignore[import-untyped]  # Dask needs it
 from distributed import get_worker
 
 from siirl_dask.errors import Aborted
@@ -16,7 +17,7 @@ from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.named_errors import deliver_errors
 
 if TYPE_CHECKING:
-    from distributed import Worker
+    from distributed import Nanny, Worker
 
     from siirl_dask.worker.dag_worker import DAGWorker
 
@@ -65,6 +66,18 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
     """Return a description of where the worker's task is. Runs on the worker's event loop."""
     running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     return "a task of a run that has left it" if running is None else running.position()
+
+
+def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
+    """Return where the worker's task is, whom it waits for, and its stacks. Runs on the worker's event loop."""
+    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    return {"place": "", "waits": False, "owed": [], "stacks": []} if running is None else running.describe_wait()
+
+
+def describe_process(dask_worker: Nanny) -> tuple[str, int]:
+    """Return the state of a worker's process by the system, such as ``stopped``, and its pid. Runs in its nanny."""
+    assert dask_worker.pid is not None, "its process has ended"
+    return psutil.Process(dask_worker.pid).status(), dask_worker.pid
 
 
 def models_of(plugin: str, dask_worker: Worker) -> list[str]:

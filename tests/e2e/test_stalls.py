@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -43,7 +45,51 @@ def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_pat
     assert seconds < 15
     assert "error: train step 1: nothing got done within 3 s (cluster.stall_timeout): worker '" in err
     assert "is in node 'reward', train step 1" in err
+    assert "rewards.py:" in err, "the stack ends in the user's own line"
+    assert "in never_returns: time.sleep(10**6)" in err
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wait_for_it(start, tmp_path, monkeypatch):
+    """Within its own time, though all others wait for it and the run as a whole might stand for ten minutes."""
+    monkeypatch.setenv("NEVER_RETURNS", str(tmp_path / "entered"))
+    apart = ["cluster.workers=3", "cluster.placement={reward: [0], rollout: [0], policy: [1, 2]}", "run.node_timeout=3"]
+    run = start("rewards.function=tests.e2e.rewards:never_returns", *apart)
+    run.wait_until((tmp_path / "entered").exists)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 15
+    lines = err.splitlines()
+    cause = next(at for at, line in enumerate(lines) if line.startswith("error: "))
+    assert re.match(
+        r"error: node 'reward', train step 1: nothing got done for \d s \(run.node_timeout\) on worker '0'",
+        lines[cause],
+    )
+    assert "in never_returns: time.sleep(10**6)" in err
+    assert re.search(r"worker '[12]' waits for worker '0' on edge train/reward->\w+ \(\w+\), for \d s", err)
+    resume = lines[-1]
+    assert resume.startswith("  resume   siirl-dask run ")
+    assert "rewards.function=tests.e2e.rewards:never_returns" in resume
+    assert "0 of 3 steps are done" in err
+    failure = json.loads((run.url / "summary.json").read_text())["failure"]
+    assert (failure["kind"], failure["worker"], failure["node"]) == ("RunError", "0", "reward")
+    assert failure["resume"] == resume.split(maxsplit=1)[1]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_with_what_became_of_its_process_and_replaced(start):
+    """Its peers would have waited for it for a minute."""
+    run = start("run.steps=100000", "cluster.peer_timeout=60", "run.node_timeout=3", "run.max_restarts=0")
+    run.wait_for_steps(2)
+    stopped = run.workers()[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    seconds, _, err = run.end(timeout=60)
+    assert seconds < 20
+    assert re.search(
+        r"error: train step \d+: worker '\d' at \S+: no heartbeat for \d s \(run.node_timeout\): its process was", err
+    )
+    assert f"its process was stopped (SIGSTOP); kill -CONT {stopped.pid} wakes it" in err
 
 
 @pytest.mark.slow

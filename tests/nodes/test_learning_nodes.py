@@ -216,7 +216,7 @@ class Recorder:
 
     batches: list = field(default_factory=list)
 
-    def update(self, batches, loss, aggregate):
+    def update(self, batches, loss, aggregate, on_nonfinite=None):
         self.batches += batches
         return {"loss": 1.0}
 

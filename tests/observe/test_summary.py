@@ -11,7 +11,21 @@ import pytest
 
 from siirl_dask import __version__
 from siirl_dask.errors import DataError
-from siirl_dask.observe import Accuracy, BytesPerStep, Restart, Slowest, Status, Summary, read_summary, write_summary
+from siirl_dask.observe import (
+    Accuracy,
+    BytesPerStep,
+    Failure,
+    Restart,
+    Slowest,
+    Status,
+    Summary,
+    read_summary,
+    write_summary,
+)
+
+FAILURE = Failure(
+    kind="NodeError", message="it broke", worker="1", node="reward", iteration="train step 3", rows=(4, 5)
+)
 
 
 def summary(**changes: object) -> Summary:
@@ -34,7 +48,12 @@ def url(request: pytest.FixtureRequest, tmp_path) -> str:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"status": Status.FAILED, "error": "worker w1 left in step 7", "samples_per_second": None}]
+    "changes",
+    [
+        {},
+        {"failure": FAILURE, "warnings": ("a step takes 4 s",)},
+        {"status": Status.FAILED, "error": "worker w1 left in step 7", "samples_per_second": None},
+    ],
 )
 def test_a_summary_comes_back_as_written(url, changes):
     write_summary(url, summary(**changes))
@@ -48,6 +67,7 @@ def test_the_file_has_the_documented_keys_and_nulls(url):
         "run_id": "quickstart-1",
         "status": "complete",
         "error": None,
+        "failure": None,
         "steps": 60,
         "workers": 2,
         "seconds": None,
@@ -56,6 +76,7 @@ def test_the_file_has_the_documented_keys_and_nulls(url):
         "bytes_per_step": {"peers": 1.5e6, "scheduler_and_client": None},
         "restarts": [],
         "slowest": None,
+        "warnings": [],
         "version": __version__,
     }
 

@@ -109,20 +109,22 @@ def test_ema_weights_average_the_weights_under_the_same_names(folder):
     assert not list(build(folder).ema_weights())
 
 
-def test_nonfinite_steps_are_skipped_up_to_a_limit_in_a_row(folder):
+def test_nonfinite_steps_may_be_skipped_up_to_a_limit_in_a_row(folder):
     trainer = build(folder, max_skipped_steps=1, max_grad_norm=1e6)
     good, bad = batch(trainer), batch(trainer, float("nan"))
-    before = copied(trainer.weights())
-    metrics = trainer.update([bad], PPO)
+    before, found = copied(trainer.weights()), []
+    metrics = trainer.update([bad], PPO, on_nonfinite=found.append)
     assert (metrics["skipped_steps"], "loss" in metrics) == (1, False)
     assert_same_tensors(copied(trainer.weights()), before)
     assert not any(state["exp_avg"].any() or state["step"] for state in trainer.state()["optimizer"].values())
     alone = build(folder, max_grad_norm=1e6).update([good], PPO)
-    metrics = trainer.update([good, bad], PPO)
+    metrics = trainer.update([good, bad], PPO, on_nonfinite=found.append)
     assert metrics == alone | {"skipped_steps": 1}
     state = trainer.state()
     assert {name: int(value) for name, value in state["progress"].items()} == {"steps": 1, "skipped_steps": 1}
-    with pytest.raises(TrainingError, match=r"mini-batch 1 of 1: .*the last 2 were so"):
+    trainer.update([bad], PPO, on_nonfinite=found.append)
+    assert [one.may_skip for one in found] == [True, True, False]
+    with pytest.raises(TrainingError, match=r"mini-batch 1 of 1: .*the last 3 were so"):
         trainer.update([bad], PPO)
 
 

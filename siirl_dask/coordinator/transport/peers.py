@@ -49,6 +49,7 @@ class PeerTransport:
         self._chosen: dict[str, Carrier] = {}
         self._peer_timeout = peer_timeout
         self._pending: dict[str, set[asyncio.Timeout]] = {}  # the timeouts of requests that await an answer
+        self._asked: dict[asyncio.Timeout, tuple[Request, float]] = {}  # what these asked for, and when
         self._silent: set[asyncio.Timeout] = set()  # those that were ended because the peer answers no ping
         self._watched: dict[str, Callable[[str], None]] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
@@ -66,6 +67,7 @@ class PeerTransport:
         timeout = asyncio.timeout(None)
         pending = self._pending.setdefault(worker, set())
         pending.add(timeout)
+        self._asked[timeout] = request, asyncio.get_running_loop().time()
         try:
             async with timeout:
                 carrier = self._chosen.get(worker) or await self._choose(worker)
@@ -80,7 +82,17 @@ class PeerTransport:
             raise self._failed(worker, request, str(error)) from error
         finally:
             pending.discard(timeout)
+            self._asked.pop(timeout, None)
             self._silent.discard(timeout)
+
+    def owed(self) -> list[tuple[str, str, float]]:
+        """Return each answer that a peer owes: the peer, the edge and what was asked for, and for how many seconds."""
+        now = asyncio.get_running_loop().time()
+        return [
+            (worker, f"{request.key.edge} ({request.op})", now - since)
+            for worker, pending in self._pending.items()
+            for request, since in (self._asked[timeout] for timeout in pending if timeout in self._asked)
+        ]
 
     def watch(self, worker: str, on_silence: Callable[[str], None]) -> None:
         """Ping a peer from now on, whether it owes an answer or not. ``on_silence`` is called once, with what is wrong,
