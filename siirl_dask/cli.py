@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from siirl_dask.commands.check import CHECK_EXIT_CODES, check
 from siirl_dask.commands.data import add_data, data
+from siirl_dask.commands.report import add_report, write_report
 from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
     EXIT_CODES,
@@ -71,6 +72,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_cluster_option(quick)
     add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
     add_trace(commands.add_parser("trace", help="say where a run's time goes and who is slow; write it for Perfetto"))
+    add_report(
+        commands.add_parser("report", help="write one HTML file on a run, or compare several", epilog=EXIT_CODES)
+    )
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
     whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
     _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
@@ -206,6 +210,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             show_rollouts(chosen)
         case "trace":
             show_trace(chosen)
+        case "report":
+            write_report(chosen)
         case "check":
             sys.exit(check(chosen.run))
         case "eval":

@@ -1,0 +1,70 @@
+"""The charts of a report: what is asked of every run first, all other metrics below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from siirl_dask.commands.report.chart import Curve, chart
+from siirl_dask.commands.report.gather import RunFacts
+from siirl_dask.observe.thinning import series_of
+from siirl_dask.planner import Phase
+
+_Metric = tuple[Phase, str]
+HEADLINES: dict[_Metric, str] = {
+    (Phase.TRAIN, "reward/mean"): "training reward",
+    (Phase.VALIDATION, "reward/mean"): "validation reward",
+    (Phase.TRAIN, "policy/entropy"): "policy entropy (nats per token)",
+    (Phase.TRAIN, "response/length"): "response length (tokens)",
+    (Phase.TRAIN, "response/truncated"): "responses cut at the limit (share)",
+    (Phase.TRAIN, "policy/kl_to_sampler"): "KL of sampler and policy",
+    (Phase.TRAIN, "policy/reference_kl"): "KL to the reference",
+    (Phase.TRAIN, "policy/clip_fraction"): "clipped tokens (share)",
+    (Phase.TRAIN, "policy/grad_norm"): "gradient norm",
+    (Phase.TRAIN, "policy/loss"): "policy loss",
+    (Phase.TRAIN, "critic/loss"): "critic loss",
+    (Phase.TRAIN, "mismatch/kl"): "KL of engine and trainer, before the update",
+    (Phase.TRAIN, "staleness/mean"): "age of the sampling weights (steps)",
+    (Phase.TRAIN, "seconds"): "seconds of a step",
+    (Phase.TRAIN, "tokens_per_second"): "tokens a second",
+    (Phase.TRAIN, "bytes/peers"): "bytes from worker to worker",
+}
+"""Metrics that have a chart at the top where they are logged and not always 0, with their titles."""
+_MOST = 150  # charts of other metrics
+_ALWAYS = ("reward/mean",)
+
+
+def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the charts of the headlines."""
+    drawn = [chart(title, _curves(runs, metric)) for metric, title in HEADLINES.items() if _is_told(runs, metric)]
+    return [figure for figure in drawn if figure]
+
+
+def other_charts(runs: Sequence[RunFacts]) -> tuple[list[str], int]:
+    """Return the charts of the other metrics, and the number of metrics that are too many."""
+    metrics = sorted(_logged(runs) - HEADLINES.keys(), key=lambda metric: (metric[0] != Phase.TRAIN, *metric))
+    drawn = [
+        chart(name if phase == Phase.TRAIN else f"{phase}: {name}", _curves(runs, (phase, name)), tooltips=False)
+        for phase, name in metrics[:_MOST]
+    ]
+    return [figure for figure in drawn if figure], max(0, len(metrics) - _MOST)
+
+
+def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:
+    return [Curve(number, run.label, series_of(run.records, *metric)) for number, run in enumerate(runs)]
+
+
+def _is_told(runs: Sequence[RunFacts], metric: _Metric) -> bool:
+    """Return whether a metric says something: one that is always 0 does not, but for the reward."""
+    return metric[1] in _ALWAYS or any(value for curve in _curves(runs, metric) for _, value in curve.series)
+
+
+def _logged(runs: Sequence[RunFacts]) -> set[_Metric]:
+    return {metric for run in runs for metric in _metrics_of(run)}
+
+
+def _metrics_of(run: RunFacts) -> Iterator[_Metric]:
+    for record in run.records:
+        for name in record["metrics"]:
+            yield record["phase"], name
+        if record["phase"] != Phase.TRAIN:
+            yield record["phase"], "seconds"

@@ -1,0 +1,68 @@
+"""Words and numbers as a report shows them. All text goes through ``safe``: what a run holds is not trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from siirl_dask.observe import printable
+
+_LONGEST = 4000  # characters of a text
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_POWERS = {12: "T", 9: "G", 6: "M", 3: "k"}
+
+
+def safe(value: object) -> str:
+    """Return a text for HTML, in an element or between quotes, without characters that steer anything."""
+    return escape(printable(str(value)))
+
+
+def shortened(value: object) -> str:
+    """Return a text for HTML with its beginning and end, if it is long; a chat's messages one below the other."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = "\n".join(str(m["content"] if isinstance(m, Mapping) and "content" in m else m) for m in value)
+    text = printable("" if value is None else str(value)).strip()
+    if len(text) > _LONGEST:
+        half = _LONGEST // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+    return escape(text)
+
+
+def number(value: float | None) -> str:
+    """Return a number with about three digits that count; ``-`` for none."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
+    if size >= 1e5:
+        power = next(power for power in _POWERS if size >= 10**power)
+        return f"{value / 10**power:.3g}{_POWERS[power]}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if size < 100 else f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+
+
+def size(nbytes: float | None) -> str:
+    """Return bytes with a unit; ``-`` for none."""
+    if nbytes is None:
+        return "-"
+    power, left = 0, float(nbytes)
+    while left >= 999.5 and power < len(_UNITS) - 1:
+        power, left = power + 1, left / 1000
+    return f"{left:.0f} B" if not power else f"{left:.3g} {_UNITS[power]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as a time that people read, such as ``1 h 2 min``; ``-`` for none."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
