@@ -21,6 +21,7 @@ from siirl_dask.commands.script import (
 )
 from siirl_dask.commands.steps import steps_between
 from siirl_dask.commands.trace import add_trace, show_trace
+from siirl_dask.commands.watch import WATCH_EXIT_CODES, add_watch, watch
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.errors import did_you_mean
@@ -75,6 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_report(
         commands.add_parser("report", help="write one HTML file on a run, or compare several", epilog=EXIT_CODES)
     )
+    add_watch(commands.add_parser("watch", help="show a run, wherever it is, until it ends", epilog=WATCH_EXIT_CODES))
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
     whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
     _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
@@ -210,6 +212,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             show_rollouts(chosen)
         case "trace":
             show_trace(chosen)
+        case "watch":
+            sys.exit(watch(chosen))
         case "report":
             write_report(chosen)
         case "check":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from siirl_dask.observe.headlines import SECONDS
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
 
@@ -46,13 +47,13 @@ def _point(part: Sequence[tuple[int, float]]) -> Point:
 
 
 def series_of(records: Sequence[Record], phase: Phase, name: str) -> list[tuple[int, float]]:
-    """Return step and value of a metric where it was logged. ``seconds`` are those of the whole iteration."""
+    """Return step and value of a metric where it was logged. ``SECONDS`` are those of the iteration."""
     return list(_logged(records, phase, name))
 
 
 def _logged(records: Sequence[Record], phase: Phase, name: str) -> Iterator[tuple[int, float]]:
     for record in records:
         if record["phase"] == phase:
-            value = record["seconds"] if name == "seconds" else record["metrics"].get(name)
+            value = record["seconds"] if name == SECONDS else record["metrics"].get(name)
             if value is not None:
                 yield record["step"], float(value)

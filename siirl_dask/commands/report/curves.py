@@ -6,31 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from siirl_dask.commands.report.chart import Curve, chart
 from siirl_dask.commands.report.gather import RunFacts
+from siirl_dask.observe.headlines import ALWAYS, HEADLINES, SECONDS
 from siirl_dask.observe.thinning import series_of
 from siirl_dask.planner import Phase
 
 _Metric = tuple[Phase, str]
-HEADLINES: dict[_Metric, str] = {
-    (Phase.TRAIN, "reward/mean"): "training reward",
-    (Phase.VALIDATION, "reward/mean"): "validation reward",
-    (Phase.TRAIN, "policy/entropy"): "policy entropy (nats per token)",
-    (Phase.TRAIN, "response/length"): "response length (tokens)",
-    (Phase.TRAIN, "response/truncated"): "responses cut at the limit (share)",
-    (Phase.TRAIN, "policy/kl_to_sampler"): "KL of sampler and policy",
-    (Phase.TRAIN, "policy/reference_kl"): "KL to the reference",
-    (Phase.TRAIN, "policy/clip_fraction"): "clipped tokens (share)",
-    (Phase.TRAIN, "policy/grad_norm"): "gradient norm",
-    (Phase.TRAIN, "policy/loss"): "policy loss",
-    (Phase.TRAIN, "critic/loss"): "critic loss",
-    (Phase.TRAIN, "mismatch/kl"): "KL of engine and trainer, before the update",
-    (Phase.TRAIN, "staleness/mean"): "age of the sampling weights (steps)",
-    (Phase.TRAIN, "seconds"): "seconds of a step",
-    (Phase.TRAIN, "tokens_per_second"): "tokens a second",
-    (Phase.TRAIN, "bytes/peers"): "bytes from worker to worker",
-}
-"""Metrics that have a chart at the top where they are logged and not always 0, with their titles."""
 _MOST = 150  # charts of other metrics
-_ALWAYS = ("reward/mean",)
 
 
 def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
@@ -55,7 +36,7 @@ def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:
 
 def _is_told(runs: Sequence[RunFacts], metric: _Metric) -> bool:
     """Return whether a metric says something: one that is always 0 does not, but for the reward."""
-    return metric[1] in _ALWAYS or any(value for curve in _curves(runs, metric) for _, value in curve.series)
+    return metric[1] in ALWAYS or any(value for curve in _curves(runs, metric) for _, value in curve.series)
 
 
 def _logged(runs: Sequence[RunFacts]) -> set[_Metric]:
@@ -67,4 +48,4 @@ def _metrics_of(run: RunFacts) -> Iterator[_Metric]:
         for name in record["metrics"]:
             yield record["phase"], name
         if record["phase"] != Phase.TRAIN:
-            yield record["phase"], "seconds"
+            yield record["phase"], SECONDS
