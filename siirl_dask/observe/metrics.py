@@ -125,7 +125,7 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        line = _encode(record, self._attempt)
+        line = encode(record, self._attempt)
         if self._appends:
             with self._fs.open(self._path, "ab") as file:
                 file.write(line)
@@ -192,7 +192,8 @@ def whole_lines(text: bytes) -> bytes:
     return text[: text.rfind(b"\n") + 1]
 
 
-def _encode(record: Record, attempt: int) -> bytes:
+def encode(record: Record, attempt: int) -> bytes:
+    """Return the line of a record that the start ``attempt`` of the run writes."""
     finite = {name: _finite(value) for name, value in record["metrics"].items()}
     line = {
         "step": record["step"],

@@ -27,7 +27,7 @@ from siirl_dask.runs.reader import Run, open_run
 from siirl_dask.runs.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_trace
 
-_TRACE_BYTES, _TRACE_PARTS = 2**22, 256
+_TRACE_BYTES, _TRACE_PARTS = 2**22, 128
 _STARTS = 100
 _PAIRS, _EACH = 6, 2  # validation prompts, and best and worst samples
 

@@ -17,7 +17,7 @@ from siirl_dask.observe.progress import time_left
 from siirl_dask.observe.sparkline import sparkline
 from siirl_dask.observe.thinning import series_of
 
-_BESIDE = 57  # characters of a line of the table beside its curve
+_BESIDE = 60  # characters of a line of the table beside its curve
 _CURVE = (10, 60)  # characters of a curve
 _TEXT = 60  # characters of a prompt or a response
 _ERROR = 600
