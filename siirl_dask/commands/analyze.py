@@ -89,7 +89,7 @@ def _text(config: Config, found: Analysis, notes: Sequence[str], device: str | N
             f"== nodes ==\n\n{_nodes(found, device)}",
             f"== memory ==\n\n{_memory(found)}",
             f"== another split of the workers ==\n\n{_splits(config, found, device)}",
-            f"{_MARK} marks what differs from its estimate by half as much again or more, rows that differ by more than "
+            f"{_MARK} marks what differs from its estimate by half as much again, rows that differ by more than "
             "1 %, and memory above its bound. '-': not measured, or not estimated.",
         ]
     )
