@@ -46,6 +46,13 @@ def _point(part: Sequence[tuple[int, float]]) -> Point:
     return Point(part[0][0], part[-1][0], min(max(mean, low), high), low, high)
 
 
+def merged(points: Sequence[Point]) -> Point:
+    """Return neighbouring points, one at least, as one; its mean is that of theirs."""
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    mean = sum(point.mean / len(points) for point in points)
+    return Point(points[0].first, points[-1].last, min(max(mean, low), high), low, high)
+
+
 def series_of(records: Sequence[Record], phase: Phase, name: str) -> list[tuple[int, float]]:
     """Return step and value of a metric where it was logged. ``SECONDS`` are those of the iteration."""
     return list(_logged(records, phase, name))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from siirl_dask.commands.report.text import number, safe
-from siirl_dask.observe.thinning import Point, thin
+from siirl_dask.observe.thinning import Point, merged, thin
 
 _WIDTH, _HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
@@ -17,6 +17,7 @@ _MOST = 240  # points of a curve
 _TOOLTIPS = 80  # of a chart
 _DOTS = 16  # points up to which each is marked
 _COLOURS = 8
+_LEAST = 1e-300  # difference that is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ def chart(title: str, curves: Sequence[Curve], *, tooltips: bool = True) -> str:
 def _scale(points: Sequence[Point]) -> _Scale:
     first, last = min(point.first for point in points), max(point.last for point in points)
     low, high = min(point.low for point in points), max(point.high for point in points)
-    if low == high:
-        apart = abs(low) / 10 or 1.0
+    if high / 2 - low / 2 < _LEAST:
+        apart = max(abs(low) / 10, _LEAST) if low else 1.0
         low, high = low - apart, high + apart
     else:
         margin = (high - low) / 20 if math.isfinite(high - low) else 0.0
@@ -113,23 +114,27 @@ def _curve(curve: Curve, points: Sequence[Point], scale: _Scale) -> Iterator[str
 
 
 def _tooltips(curves: Sequence[tuple[str, Sequence[Point]]], scale: _Scale) -> Iterator[str]:
-    """Yield invisible columns over the chart, each of which tells every curve's value there."""
+    """Yield invisible columns over the chart, each of which tells every curve's values there."""
     longest = max((points for _, points in curves), key=len)
     every = -(-len(longest) // _TOOLTIPS)
-    chosen = longest[::every]
-    places = [scale.x(point.step) for point in chosen]
+    columns = [merged(longest[at : at + every]) for at in range(0, len(longest), every)]
+    places = [scale.x(column.step) for column in columns]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), _WIDTH - _RIGHT]
-    for at, point in enumerate(chosen):
-        told = f"step {point.first:,}" + (f" to {point.last:,}" if point.last > point.first else "")
+    for at, column in enumerate(columns):
+        told = f"step {column.first:,}" + (f" to {column.last:,}" if column.last > column.first else "")
         for label, points in curves:
-            near = _nearest(points, point.step)
-            told += f"\n{number(near.mean)}  {label}"
-            if near.low < near.high:
-                told += f", {number(near.low)} to {number(near.high)}"
+            here = _within(points, column)
+            told += f"\n{number(here.mean)}  {label}"
+            if here.low < here.high:
+                told += f", {number(here.low)} to {number(here.high)}"
         box = f'x="{edges[at]:.1f}" y="{_TOP}" width="{edges[at + 1] - edges[at]:.1f}"'
         yield f'<rect class="tip" {box} height="{_HEIGHT - _TOP - _BOTTOM}"><title>{safe(told)}</title></rect>'
 
 
-def _nearest(points: Sequence[Point], step: float) -> Point:
-    at = bisect_left([point.step for point in points], step)
-    return min(points[max(0, at - 1) : at + 1], key=lambda point: abs(point.step - step))
+def _within(points: Sequence[Point], column: Point) -> Point:
+    """Return the points that share steps with a column, as one; the nearest where none does."""
+    first = bisect_left([point.last for point in points], column.first)
+    last = bisect_right([point.first for point in points], column.last)
+    if first < last:
+        return merged(points[first:last])
+    return min(points[max(0, first - 1) : first + 1], key=lambda point: abs(point.step - column.step))

@@ -16,7 +16,8 @@ _MOST = 150  # charts of other metrics
 
 def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
     """Return the charts of the headlines."""
-    drawn = [chart(title, _curves(runs, metric)) for metric, title in HEADLINES.items() if _is_told(runs, metric)]
+    curves = {metric: _curves(runs, metric) for metric in HEADLINES}
+    drawn = [chart(title, curves[metric]) for metric, title in HEADLINES.items() if _is_told(metric, curves[metric])]
     return [figure for figure in drawn if figure]
 
 
@@ -34,9 +35,9 @@ def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:
     return [Curve(number, run.label, series_of(run.records, *metric)) for number, run in enumerate(runs)]
 
 
-def _is_told(runs: Sequence[RunFacts], metric: _Metric) -> bool:
+def _is_told(metric: _Metric, curves: Sequence[Curve]) -> bool:
     """Return whether a metric says something: one that is always 0 does not, but for the reward."""
-    return metric[1] in ALWAYS or any(value for curve in _curves(runs, metric) for _, value in curve.series)
+    return metric[1] in ALWAYS or any(value for curve in curves for _, value in curve.series)
 
 
 def _logged(runs: Sequence[RunFacts]) -> set[_Metric]:
