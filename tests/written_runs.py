@@ -1,6 +1,7 @@
 """Folders of runs that never ran: what the readers of a run are given, in a moment."""
 
 from dataclasses import replace
+from functools import cache
 
 import pyarrow as pa
 from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
@@ -12,7 +13,7 @@ from siirl_dask.observe.metrics import FILE, Record, encode
 from siirl_dask.observe.trace_table import trace_table
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER
-from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, write_identity
 from siirl_dask.runs.holder import Holder
 from siirl_dask.trace import Entry, Lane
 
@@ -20,13 +21,26 @@ SECOND = 10**9
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
+_NOWHERE = "memory://a-run-that-was-written"
+
+
 def begin_run(url, *overrides):
-    """Write configuration and DAG of a quickstart on four workers, two of which learn."""
-    given = [f"run.url={url}", "data.prepare=null", "data.url=none", "validation.url=null", "validation.test_url=null"]
-    given += ["model.path=none", "rollout.engine=transformers", "run.steps=60", APART, *overrides]
+    """Write configuration and DAG of a quickstart on four workers, two of which learn. Return the URL as text."""
+    fs, path = open_fs(str(url))
+    for name, text in _identity(overrides).items():
+        write_atomic(fs, f"{path}/{name}", text.replace(_NOWHERE.encode(), str(url).encode()))
+    return str(url)
+
+
+@cache
+def _identity(overrides):
+    """Return the files of such a run; it takes half a second to make a configuration, and many tests need the same."""
+    given = ["data.prepare=null", "data.url=none", "validation.url=null", "validation.test_url=null", "run.steps=60"]
+    given += [f"run.url={_NOWHERE}", "model.path=none", "rollout.engine=transformers", APART, *overrides]
     file = load_config_file(shipped("quickstart.yaml"), given)
     write_identity(file.config, dags(file)[0], replace=True)
-    return file.config
+    fs, path = open_fs(_NOWHERE)
+    return {name: fs.cat_file(f"{path}/{name}") for name in (CONFIG_FILE, DAG_FILE)}
 
 
 def train_record(step, seconds=2.0, **metrics):

@@ -76,7 +76,7 @@ def test_a_run_whose_process_has_gone_without_a_word_is_said_to_be_gone(tmp_path
 
 
 def test_a_run_lives_while_its_sign_of_life_changes_and_is_gone_after_its_lease(tmp_path):
-    url = begin_run(tmp_path / "run").run.url
+    url = begin_run(tmp_path / "run")
     start_run(url, beat=b"1\n", lease=30)
     watcher = Watcher(url)
     assert watcher.look(0.0).life is Life.UNKNOWN
@@ -108,7 +108,7 @@ def test_a_summary_of_an_earlier_start_does_not_end_the_watch(tmp_path):
 
 
 def test_the_time_left_is_that_of_the_steps_as_they_are_seen_to_come(tmp_path):
-    url = begin_run(tmp_path / "run", "run.steps=10").run.url
+    url = begin_run(tmp_path / "run", "run.steps=10")
     write_metrics(url, [train_record(step, seconds=3.0) for step in (1, 2, 3, 4)])
     watcher = Watcher(url)
     assert watcher.look(100.0).seconds_left == pytest.approx(18.0), "as the steps themselves say"
@@ -119,7 +119,7 @@ def test_the_time_left_is_that_of_the_steps_as_they_are_seen_to_come(tmp_path):
 
 
 def test_what_is_shown_of_a_run_under_way_is_of_its_newest_whole_step(tmp_path):
-    url = begin_run(tmp_path / "run").run.url
+    url = begin_run(tmp_path / "run")
     write_metrics(url, [validation_record(0, 0.25), *(train_record(step) for step in (1, 2))])
     write_trace(url, 1, slow=3.0)
     save_rows(url, "rollouts", 1, [("Sort: [bold]2[/x] 1 =", "1 2", "\x1b[2J1 2", 1.0)])
@@ -135,7 +135,7 @@ def test_what_is_shown_of_a_run_under_way_is_of_its_newest_whole_step(tmp_path):
 
 
 def test_damage_is_told_and_the_last_look_stays(tmp_path):
-    url = begin_run(tmp_path / "run").run.url
+    url = begin_run(tmp_path / "run")
     write_metrics(url, [train_record(1)])
     write_trace(url, 1)
     (part, *_) = (tmp_path / "run" / "trace" / "step=000001").iterdir()
@@ -147,7 +147,7 @@ def test_damage_is_told_and_the_last_look_stays(tmp_path):
 
 
 def test_of_large_tables_little_is_read(tmp_path):
-    url = begin_run(tmp_path / "run").run.url
+    url = begin_run(tmp_path / "run")
     write_metrics(url, [train_record(1)])
     rows = [(f"{at} " + "long prompt " * 40, "1", f"{at} " * 400, 1.0) for at in range(4000)]
     save_rows(url, "rollouts", 1, rows)
@@ -158,7 +158,7 @@ def test_of_large_tables_little_is_read(tmp_path):
 
 
 def test_without_a_terminal_lines_come_as_the_run_goes_on(tmp_path, capsys):
-    url = begin_run(tmp_path / "run", "run.steps=3").run.url
+    url = begin_run(tmp_path / "run", "run.steps=3")
     start_run(url, beat=b"1\n")
     write_metrics(url, [train_record(1)])
     codes = []

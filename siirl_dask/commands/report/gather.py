@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from siirl_storage import StorageError
@@ -92,20 +92,12 @@ def gather(urls: Sequence[str]) -> list[RunFacts]:
     if len(set(urls)) < len(urls):
         twice = next(url for url in urls if urls.count(url) > 1)
         raise ConfigError(f"{twice!r} is given twice: expected different runs")
-    runs = [open_run(url) for url in urls]
-    names = [_name(run) for run in runs]
-    labels = [name if names.count(name) == 1 else f"{name} ({run.url})" for name, run in zip(names, runs, strict=True)]
-    return [_facts(run, label) for run, label in zip(runs, labels, strict=True)]
+    found = [_facts(run) for run in [open_run(url) for url in urls]]
+    names = [run.label for run in found]
+    return [run if names.count(run.label) == 1 else replace(run, label=f"{run.label} ({run.url})") for run in found]
 
 
-def _name(run: Run) -> str:
-    try:
-        return run.config.run.name
-    except ConfigError:
-        return run.url.rstrip("/").rpartition("/")[2]
-
-
-def _facts(run: Run, label: str) -> RunFacts:
+def _facts(run: Run) -> RunFacts:
     missing: dict[str, str] = {}
 
     @contextmanager
@@ -128,6 +120,8 @@ def _facts(run: Run, label: str) -> RunFacts:
     for field_name, (words, reading) in read.items():
         with part(words):
             found[field_name] = reading()
+    config = found.get("config")
+    label = config.run.name if config else run.url.rstrip("/").rpartition("/")[2]
     return RunFacts(run.url, label, missing=missing, **found)
 
 

@@ -58,7 +58,8 @@ def _contents(runs: Sequence[RunFacts]) -> str:
 
 
 def _cards(runs: Sequence[RunFacts]) -> str:
-    return f'<div class="runs">{"".join(_card(at, run) for at, run in enumerate(runs))}</div>'
+    alone = " alone" if len(runs) == 1 else ""
+    return f'<div class="runs{alone}">{"".join(_card(at, run) for at, run in enumerate(runs))}</div>'
 
 
 def _card(at: int, run: RunFacts) -> str:
@@ -80,8 +81,8 @@ def _card(at: int, run: RunFacts) -> str:
     else:
         status = '<span class="chip open">no end recorded</span>'
     if run.config:
-        told["model"] = safe(run.config.model.path.rstrip("/").rpartition("/")[2] or run.config.model.path)
-    rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in told.items())
+        told["model"] = safe("/".join(run.config.model.path.rstrip("/").split("/")[-2:]))
+    rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in told.items())
     return (
         f'<div class="run r{at % _COLOURS}"><h3>{safe(run.label)}{status}</h3>'
         f'<p class="url">{safe(run.url)}</p><dl>{rows}</dl></div>'
@@ -90,7 +91,7 @@ def _card(at: int, run: RunFacts) -> str:
 
 def _curves(runs: Sequence[RunFacts]) -> str:
     charts = headline_charts(runs)
-    body = f'<div class="charts">{"".join(charts)}</div>' if charts else '<p class="note">No metrics were logged.</p>'
+    body = _grid(charts, runs) if charts else '<p class="note">No metrics were logged.</p>'
     return f'<h2 id="curves">Curves</h2>{_key(runs)}{body}{_missing(runs, "metrics")}'
 
 
@@ -107,7 +108,9 @@ def _configuration(runs: Sequence[RunFacts]) -> str:
         run = runs[0]
         rows = [(f"<code>{safe(key)}</code>", safe(own), safe(usual)) for key, (own, usual) in _own(run).items()]
         body = (
-            table(("key", "value", "default"), rows, left=3) if rows else '<p class="note">All keys have defaults.</p>'
+            table(("key", "value", "default"), rows, texts=(1, 2))
+            if rows
+            else '<p class="note">All keys have defaults.</p>'
         )
         shown = (
             f"<p>{len(rows)} keys differ from their defaults.</p><details><summary>show them</summary>{body}</details>"
@@ -118,7 +121,7 @@ def _configuration(runs: Sequence[RunFacts]) -> str:
     changed = differences(runs)
     rows = [(f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in changed.items()]
     heads = ("key", *(safe(run.label) for run in runs))
-    body = table(heads, rows, left=len(heads)) if rows else '<p class="note">No key differs.</p>'
+    body = table(heads, rows, texts=range(1, len(heads))) if rows else '<p class="note">No key differs.</p>'
     dags = "".join(_dag_changes(runs[0], run) for run in runs[1:])
     return (
         f'<h2 id="configuration">Configuration, where the runs differ</h2><div class="scroll">{body}</div>{dags}'
@@ -169,8 +172,12 @@ def _others(runs: Sequence[RunFacts]) -> str:
     left = f'<p class="note">{more} more metrics are not shown.</p>' if more else ""
     return (
         f'<h2 id="others">All other metrics</h2><details><summary>{len(charts)} charts</summary>'
-        f'<div class="charts">{"".join(charts)}</div>{left}</details>'
+        f"{_grid(charts, runs)}{left}</details>"
     )
+
+
+def _grid(charts: Sequence[str], runs: Sequence[RunFacts]) -> str:
+    return f'<div class="charts{" several" if len(runs) > 1 else ""}">{"".join(charts)}</div>'
 
 
 def _missing(runs: Sequence[RunFacts], part: str) -> str:

@@ -17,6 +17,7 @@ from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane
 
 _WORKERS, _NODES, _RESTARTS = 32, 20, 50
+_TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
 _MOVED = {
     "bytes/peers": "from worker to worker",
@@ -73,7 +74,7 @@ def timing(run: RunFacts) -> str:
     if found.step:
         parts.append(f"<h4>step {found.step[0].step:,}, of median length</h4>")
         parts.append(f'<div class="scroll">{draw_timeline(found.step)}</div>')
-    return "".join([*parts, "<h4>nodes</h4>", _nodes(slow), "<h4>workers</h4>", _workers(slow)])
+    return "".join([*parts, "<h4>nodes, validations included</h4>", _nodes(slow), "<h4>workers</h4>", _workers(slow)])
 
 
 def _told(found: Bottleneck) -> Iterator[str]:
@@ -99,7 +100,7 @@ def _nodes(found: Bottleneck) -> str:
             duration(one.seconds),
             f"{one.share:.0%}",
             bar([("compute", min(1.0, one.share))]),
-            f"{one.times_others:.2f}" if one.times_others else "",
+            f"{one.times_others:.2f}" if one.times_others and one.share >= _TOLD else "",
         )
         for one in found.nodes[:_NODES]
     ]
@@ -120,7 +121,7 @@ def _workers(found: Bottleneck) -> str:
     more = (
         f'<p class="note">{len(found.workers) - len(shown)} more workers</p>' if len(found.workers) > _WORKERS else ""
     )
-    return table(("worker", "", "computes", "moves", "waits", "other", "waits most"), rows) + more
+    return table(("worker", "", "computes", "moves", "waits", "other", "waits most"), rows, texts=(6,)) + more
 
 
 def _shares(worker: WorkerTime) -> list[tuple[str, float]]:
@@ -163,8 +164,8 @@ def picture(run: RunFacts) -> str:
     if dag is None:
         return _missing(run, "DAG") or '<p class="note">The run recorded no DAG that can be drawn.</p>'
     told = (
-        "Seconds are those of the slowest worker in an average step, without its waits; bold arrows carry bytes "
-        "between workers."
+        "Seconds are those of the slowest worker in an average training step, without its waits; bold arrows "
+        "carry bytes between workers."
         if measured
         else "Nothing was measured of it: the run has no trace."
     )
@@ -223,7 +224,9 @@ def _starts(run: RunFacts) -> str:
         for one in run.starts
     ]
     told = _missing(run, "starts") if not rows else ""
-    return told or "<h4>starts and restarts</h4>" + table(("number", "time", "host", "steps that count"), rows, left=4)
+    return told or "<h4>starts and restarts</h4>" + table(
+        ("number", "time", "host", "steps that count"), rows, texts=(1, 2, 3)
+    )
 
 
 def _between(steps: list[int]) -> str:

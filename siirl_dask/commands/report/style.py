@@ -28,14 +28,18 @@ pre { white-space: pre-wrap; margin: 0 }
 .runs { display: grid; grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); gap: 1rem; margin: 1rem 0 }
 .run { border: 1px solid var(--line); border-left: 4px solid; border-radius: 6px; padding: .7rem 1rem }
 .run h3 { margin: 0; overflow-wrap: anywhere } .run h3, .run dt, .run p, .run dd { color: var(--ink) }
-.run dl { display: grid; grid-template-columns: auto 1fr; gap: 0 1rem; margin: .5rem 0 0 }
+.run dl { margin: .5rem 0 0 } .run dl div { display: flex; justify-content: space-between; gap: 1rem }
 .run dt, .run .url { color: var(--dim) } .run dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums }
 .run .url { font-size: .8rem; overflow-wrap: anywhere; margin: 0 }
+.alone { grid-template-columns: 1fr } .alone dl { display: flex; flex-wrap: wrap; gap: .4rem 2.2rem }
+.alone dl div { display: block } .alone dd { text-align: left; font-weight: 600 }
 .chip { font-size: .75rem; font-weight: 600; border: 1px solid; border-radius: 1rem; padding: 0 .55rem;
   margin-left: .4rem; white-space: nowrap; vertical-align: 2px }
 .complete, .rose { color: var(--good) } .failed, .fell { color: var(--bad) } .interrupted, .open { color: var(--warn) }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(320px, 1fr)); gap: 1rem 1.4rem }
 figure { margin: 0 } figcaption { font-size: .85rem; color: var(--dim); display: flex; justify-content: space-between }
+.several figcaption { flex-direction: column; line-height: 1.3 } .several b:first-child { margin-left: 0 }
+figcaption span { white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 figcaption b { margin-left: .6rem; font-variant-numeric: tabular-nums }
 svg { display: block; width: 100%; height: auto } svg text { font: 10.5px system-ui, sans-serif; fill: var(--dim) }
 svg .g { stroke: var(--line); stroke-width: 1 } svg .tip { fill: transparent } svg .tip:hover { fill: var(--line);

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table of cells that are HTML already; the first ``left`` columns are texts, the others numbers."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[int] = ()) -> str:
+    """Return a table of cells that are HTML already. The first column and ``texts`` are texts, the others numbers."""
 
     def cells(kind: str, row: Sequence[str]) -> str:
         return "".join(
-            f'<{kind} class="left">{cell}</{kind}>' if 0 < at < left else f"<{kind}>{cell}</{kind}>"
+            f'<{kind} class="left">{cell}</{kind}>' if at in texts else f"<{kind}>{cell}</{kind}>"
             for at, cell in enumerate(row)
         )
 

@@ -29,15 +29,15 @@ def shortened(value: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with about three digits that count; ``-`` for none."""
+    """Return a number with three or four digits that count; ``-`` for none."""
     if value is None:
         return "-"
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
-        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e+")
     if size >= 1e5:
         power = next(power for power in _POWERS if size >= 10**power)
-        return f"{value / 10**power:.3g}{_POWERS[power]}"
+        return f"{value / 10**power:.4g}{_POWERS[power]}"
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if size < 100 else f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
