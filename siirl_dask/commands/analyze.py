@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from textwrap import fill
 from typing import Any
 
 from siirl_dask.commands.report.text import duration
@@ -26,6 +27,12 @@ _BYTES, _PARTS = 2**22, 128  # of the trace
 _GAIN = 0.98  # of the measured step: a smaller gain is no news
 _SHOWN = 3  # splits
 _MARK = "!"
+_LINE = 120
+_MARKED = (
+    "seconds and bytes that differ from their estimates by half as much again (bytes: above them alone, since rows "
+    "that stay on their worker bring none), rows that differ by more than 1 %, and memory above its bound. '-': not "
+    "measured, or not estimated."
+)
 
 
 def analyze_run(url: str, form: str, timing: Timing) -> str:
@@ -89,8 +96,7 @@ def _text(config: Config, found: Analysis, notes: Sequence[str], device: str | N
             f"== nodes ==\n\n{_nodes(found, device)}",
             f"== memory ==\n\n{_memory(found)}",
             f"== another split of the workers ==\n\n{_splits(config, found, device)}",
-            f"{_MARK} marks what differs from its estimate by half as much again, rows that differ by more than "
-            "1 %, and memory above its bound. '-': not measured, or not estimated.",
+            fill(f"{_MARK} marks {_MARKED}", _LINE),
         ]
     )
 
@@ -128,7 +134,7 @@ def _rows(rows: Compared) -> str:
 
 def _nodes(found: Analysis, device: str | None) -> str:
     on = "not estimated (--on cpu or another device)" if device is None else f"estimated for {device}"
-    title = f"Seconds of the slowest worker, without its waits; {on}. Memory: its process at the node's end"
+    title = f"Seconds of the slowest worker, without its waits; {on}.\nMemory: most of a process at the node's end"
     rows = [
         (
             node.name,
@@ -181,7 +187,7 @@ def _splits(config: Config, found: Analysis, device: str | None) -> str:
     )
     now = found.measured.seconds
     faster = [one for one in found.splits if one.seconds < _GAIN * now][:_SHOWN]
-    title = f"Supposing that {how}; whether it fits was not looked at."
+    title = fill(f"Supposing that {how}; whether it fits was not looked at.", _LINE)
     if not faster:
         best = found.splits[0]
         said = f"{best.text(workers)}, {_seconds(best.seconds)} a step"
@@ -200,7 +206,7 @@ def _seconds(value: float | None) -> str:
 
 def _ratio(one: Compared) -> str:
     if one.ratio is None:
-        return f"{_MARK}" if one.deviates else "-"
+        return _MARK if one.deviates else "-"
     return f"{one.ratio:.2f}{' ' + _MARK if one.deviates else ''}"
 
 

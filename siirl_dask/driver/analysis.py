@@ -35,8 +35,8 @@ class Compared:
     measured: float | None
     times: float = _TIMES
     """Factor by which they may differ before that is told."""
-    is_bound: bool = False
-    """True where the estimate is an upper bound, above which alone a measurement deviates."""
+    above_only: bool = False
+    """True where a measurement may well be below its estimate: a bound, or bytes of rows that need not all move."""
 
     @property
     def ratio(self) -> float | None:
@@ -45,12 +45,11 @@ class Compared:
 
     @property
     def deviates(self) -> bool:
-        """Whether they differ by more than a factor of ``times``, or the measurement is above its bound."""
-        if self.is_bound:
-            return self.ratio is not None and self.ratio > 1
-        if self.ratio is not None:
-            return not 1 / self.times <= self.ratio <= self.times
-        return None not in (self.estimated, self.measured) and self.estimated != self.measured
+        """Whether they differ by more than a factor of ``times``, in a direction that is told."""
+        if self.estimated is None or self.measured is None:
+            return False
+        above = self.measured > self.estimated * self.times
+        return above or (not self.above_only and self.measured * self.times < self.estimated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _edges(
                 moves=moves,
                 rows=Compared(bound.rows, rows.get(plan.stages[ends[1]].rows), _ROWS),
                 most_bytes=bound.bytes if moves else None,
-                bytes=Compared(expected, seen.received if seen else None),
+                bytes=Compared(expected, seen.received if seen else None, above_only=True),
                 unknown=bound.unknown,
                 waiting=seen.waiting if seen else None,
             )
@@ -242,10 +241,8 @@ def _measured_rows(plan: Plan, sizes: Sizes, records: Sequence[Record]) -> dict[
 
 
 def _memory(group: WorkerMemory, measured: Measured) -> MemoryAnalysis:
-    seen = [measured.memory[worker] for worker in group.workers if worker in measured.memory]
-    return MemoryAnalysis(
-        group.workers, tuple(group.roles), Compared(group.total, max(seen, default=None), is_bound=True)
-    )
+    seen = max((measured.memory[worker] for worker in group.workers if worker in measured.memory), default=None)
+    return MemoryAnalysis(group.workers, tuple(group.roles), Compared(group.total, seen, times=1.0, above_only=True))
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:
