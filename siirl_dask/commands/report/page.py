@@ -104,33 +104,24 @@ def _key(runs: Sequence[RunFacts]) -> str:
 
 
 def _configuration(runs: Sequence[RunFacts]) -> str:
-    if len(runs) == 1:
-        run = runs[0]
-        rows = [(f"<code>{safe(key)}</code>", safe(own), safe(usual)) for key, (own, usual) in _own(run).items()]
-        body = (
-            table(("key", "value", "default"), rows, texts=(1, 2))
-            if rows
-            else '<p class="note">All keys have defaults.</p>'
-        )
-        shown = (
-            f"<p>{len(rows)} keys differ from their defaults.</p><details><summary>show them</summary>{body}</details>"
-        )
-        return (
-            f'<h2 id="configuration">Configuration</h2>{shown if run.config else ""}{_missing(runs, "configuration")}'
-        )
-    changed = differences(runs)
-    rows = [(f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in changed.items()]
+    told, missing = _own_settings(runs[0]) if len(runs) == 1 else _compared(runs), _missing(runs, "configuration")
+    return f'<h2 id="configuration">Configuration{", where the runs differ" * (len(runs) > 1)}</h2>{told}{missing}'
+
+
+def _own_settings(run: RunFacts) -> str:
+    if run.config is None:
+        return ""
+    own = settings(run.config)
+    rows = [(f"<code>{safe(key)}</code>", safe(value), safe(usual)) for key, (value, usual) in own.items()]
+    body = table(("key", "value", "default"), rows, texts=(1, 2))
+    return f"<p>{len(rows)} keys differ from their defaults.</p><details><summary>show them</summary>{body}</details>"
+
+
+def _compared(runs: Sequence[RunFacts]) -> str:
+    rows = [(f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in differences(runs).items()]
     heads = ("key", *(safe(run.label) for run in runs))
     body = table(heads, rows, texts=range(1, len(heads))) if rows else '<p class="note">No key differs.</p>'
-    dags = "".join(_dag_changes(runs[0], run) for run in runs[1:])
-    return (
-        f'<h2 id="configuration">Configuration, where the runs differ</h2><div class="scroll">{body}</div>{dags}'
-        f"{_missing(runs, 'configuration')}"
-    )
-
-
-def _own(run: RunFacts) -> dict[str, tuple[str, str]]:
-    return settings(run.config) if run.config else {}
+    return f"{body}{''.join(_dag_changes(runs[0], run) for run in runs[1:])}"
 
 
 def _dag_changes(first: RunFacts, other: RunFacts) -> str:
