@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from textwrap import fill
 from typing import Any
 
-from siirl_dask.commands.report.text import duration
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config
 from siirl_dask.driver.analysis import Analysis, Compared, analyze, mean_lengths
@@ -16,6 +15,7 @@ from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError, DataError, UserError
+from siirl_dask.observe.figures import duration
 from siirl_dask.observe.measured import Measured, measure
 from siirl_dask.observe.metrics import read_metrics
 from siirl_dask.planner import Phase, dag_from_spec

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from siirl_dask.commands.report.text import number, safe
+from siirl_dask.commands.report.text import safe
+from siirl_dask.observe.figures import number
 from siirl_dask.observe.thinning import Point, merged, thin
 
 _WIDTH, _HEIGHT = 360, 190

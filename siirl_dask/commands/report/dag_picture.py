@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_dask.commands.report.text import duration, safe, size
+from siirl_dask.commands.report.text import safe
+from siirl_dask.observe.figures import duration, size
 from siirl_dask.observe.measured import Measured
 from siirl_dask.planner.explain.as_svg import Bend, Layout, Place, lay_out
 

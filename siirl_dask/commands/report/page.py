@@ -12,7 +12,8 @@ from siirl_dask.commands.report.gather import RunFacts
 from siirl_dask.commands.report.run_parts import failures, movement, picture, samples, timing
 from siirl_dask.commands.report.style import POLICY, STYLE
 from siirl_dask.commands.report.tables import table
-from siirl_dask.commands.report.text import duration, number, safe
+from siirl_dask.commands.report.text import safe
+from siirl_dask.observe.figures import duration, number
 
 _COLOURS = 8
 _CHANGES = 40  # of a DAG

@@ -8,10 +8,11 @@ from typing import Any
 from siirl_dask.commands.report.dag_picture import Drawable, draw_dag
 from siirl_dask.commands.report.gather import RunFacts, Samples
 from siirl_dask.commands.report.tables import bar, table
-from siirl_dask.commands.report.text import duration, number, safe, shortened, size
+from siirl_dask.commands.report.text import safe, shortened
 from siirl_dask.commands.report.timeline import draw_timeline
 from siirl_dask.commands.rollouts.answer import headings, lineage, reward_parts
 from siirl_dask.observe.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
+from siirl_dask.observe.figures import duration, number, size
 from siirl_dask.observe.thinning import series_of
 from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from siirl_dask.commands.report.text import duration, safe
+from siirl_dask.commands.report.text import safe
+from siirl_dask.observe.figures import duration
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
 

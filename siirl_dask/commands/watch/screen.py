@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from siirl_dask.commands.report.text import duration, number
 from siirl_dask.commands.watch.look import Life, Look
 from siirl_dask.observe import Status, printable
+from siirl_dask.observe.figures import duration, number
 from siirl_dask.observe.headlines import ALWAYS, HEADLINES
 from siirl_dask.observe.progress import time_left
 from siirl_dask.observe.sparkline import sparkline
