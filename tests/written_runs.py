@@ -129,13 +129,13 @@ def save_rows(url, table, step, rows, attempt=1):
     commit_parts(folder, attempt, [stage_part(folder, attempt, 0, pa.table(columns))])
 
 
-def whole_run(url, *overrides, steps=10, memory=None):
-    """Write all that a run of some steps leaves behind, and return its URL as text."""
+def whole_run(url, *overrides, steps=10, traced=3, memory=None):
+    """Write all that a run of some steps leaves behind, the newest of them traced, and return its URL as text."""
     begin_run(url, *overrides)
     start_run(url)
     records = [train_record(step) for step in range(1, steps + 1)]
     write_metrics(url, [validation_record(0, 0.46), *records, validation_record(steps, 0.91)])
-    for step in range(max(1, steps - 2), steps + 1):
+    for step in range(max(1, steps - traced + 1), steps + 1):
         write_trace(url, step, slow=1.5, memory=memory)
     save_rows(url, "validation", 0, [("Sort: 2 1 =", "1 2", "2 1", 0.0), ("Sort: 2 1 =", "1 2", "2 2", 0.0)])
     save_rows(url, "validation", steps, [("Sort: 2 1 =", "1 2", "1 2", 1.0), ("Sort: 2 1 =", "1 2", "1 2", 1.0)])

@@ -41,7 +41,7 @@ def shown(look, width=110):
 
 
 def test_a_run_that_has_ended_is_shown_from_any_store(store_url, capsys):
-    code, said = watched(capsys, whole_run(join(store_url, "run")))
+    code, said = watched(capsys, whole_run(join(store_url, "run"), traced=1))
     assert code == 0
     for told in (
         "quickstart  complete  step 10 of 60  in 1 min 31 s on 4 workers",
@@ -58,7 +58,8 @@ def test_a_run_that_has_ended_is_shown_from_any_store(store_url, capsys):
 @pytest.mark.parametrize(("status", "code"), [(Status.COMPLETE, 0), (Status.FAILED, 1), (Status.INTERRUPTED, 130)])
 @pytest.mark.parametrize("options", [[], ["--once"]])
 def test_the_exit_code_is_how_the_run_ended(tmp_path, capsys, status, code, options):
-    url = whole_run(tmp_path / "run")
+    url = begin_run(tmp_path / "run")
+    start_run(url)
     end_run(url, status=status, error=None if code == 0 else "it raised \x1b[2J")
     ended, said = watched(capsys, url, *options)
     assert ended == code
