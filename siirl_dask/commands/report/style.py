@@ -59,7 +59,8 @@ svg.wide rect { fill: currentColor } svg.wide rect:hover { opacity: .75 }
   margin-right: .35rem; vertical-align: -1px }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 th { color: var(--dim); font-weight: 600; text-align: right; vertical-align: bottom }
-th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line) } td { text-align: right }
+th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line) }
+td { text-align: right; white-space: nowrap } td.left, td:first-child { white-space: normal }
 th:first-child, td:first-child, .left { text-align: left } td code { font-size: 12.5px }
 .bar { background: var(--faint); width: 9rem; height: .8rem; display: flex; overflow: hidden; border-radius: 2px }
 .bar i { background: currentColor; height: 100% }
