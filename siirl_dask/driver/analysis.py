@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """What was measured, divided by the estimate; None where one of them is unknown or 0."""
+        """The measurement divided by the estimate; None where one of them is unknown or 0."""
         return self.measured / self.estimated if self.measured and self.estimated else None
 
     @property
@@ -107,7 +107,7 @@ class Analysis:
     nodes: Sequence[NodeAnalysis]
     memory: Sequence[MemoryAnalysis]
     seconds: Compared
-    """Of a step."""
+    """Seconds of a step."""
     splits: Sequence[Split]
     """Splits of the workers with the seconds that a step would take, the fastest first."""
 

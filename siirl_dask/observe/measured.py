@@ -55,7 +55,7 @@ class Measured:
     workers: Sequence[str]
     nodes: Mapping[str, MeasuredNode]
     edges: Mapping[str, MeasuredEdge]
-    """By name, as ``rollout->update``."""
+    """Edges by name, as ``rollout->update``."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Most resident bytes of each worker at the end of a node, where they were recorded."""
 

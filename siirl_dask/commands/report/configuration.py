@@ -1,4 +1,4 @@
-"""What a report says of configurations: where runs differ, or what a single one sets."""
+"""Compares configurations for a report: where runs differ, or what a single one sets."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _PAIRS, _EACH = 6, 2  # validation prompts, and best and worst samples
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the trace of a run's newest steps tells."""
+    """Timing of a run's newest steps, by its trace."""
 
     steps: Sequence[int]
     bottleneck: Bottleneck

@@ -1,4 +1,4 @@
-"""What a report tells of one run: samples, time, data movement, its DAG, failures and starts."""
+"""Tells of one run in a report: samples, time, data movement, its DAG, failures and starts."""
 
 from __future__ import annotations
 
