@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from siirl_dask.commands.check import CHECK_EXIT_CODES, check
 from siirl_dask.commands.data import add_data, data
+from siirl_dask.commands.report import add_report, write_report
 from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
     EXIT_CODES,
@@ -20,9 +21,10 @@ from siirl_dask.commands.script import (
 )
 from siirl_dask.commands.steps import steps_between
 from siirl_dask.commands.trace import add_trace, show_trace
+from siirl_dask.commands.watch import WATCH_EXIT_CODES, add_watch, watch
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.errors import did_you_mean
+from siirl_dask.errors import ConfigError, did_you_mean
 
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
@@ -47,7 +49,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {"run": "train as CONFIG says", "plan": "show what CONFIG would do; start nothing"}.items():
         command = commands.add_parser(name, help=text, epilog=EXIT_CODES)
-        command.add_argument("config", metavar="CONFIG", help="a YAML file")
+        count = {"nargs": "?"} if name == "plan" else {}
+        command.add_argument("config", metavar="CONFIG", help="a YAML file", **count)  # type: ignore[arg-type]
         command.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=2e-6")
         add_cluster_option(command)
         if name == "run":
@@ -65,12 +68,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 "--figure", action="append", default=[], metavar="flops=4e14", help="figure of the device"
             )
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
+            command.add_argument("--analyze", metavar="RUN", help="beside it, what this run of the plan has measured")
     _add_doctor(commands.add_parser("doctor", help="examine this machine, a store and a cluster", epilog=_DOCTOR_CODES))
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
     add_cluster_option(quick)
     add_questions(commands.add_parser("rollouts", help="ask every sample of a run, in SQL or ready questions"))
     add_trace(commands.add_parser("trace", help="say where a run's time goes and who is slow; write it for Perfetto"))
+    add_report(
+        commands.add_parser("report", help="write one HTML file on a run, or compare several", epilog=EXIT_CODES)
+    )
+    add_watch(commands.add_parser("watch", help="show a run, wherever it is, until it ends", epilog=WATCH_EXIT_CODES))
     whole = commands.add_parser("check", help="verify every file of a run", epilog=CHECK_EXIT_CODES)
     whole.add_argument("run", metavar="RUN", help="the run's folder or URL")
     _add_clean(commands.add_parser("clean", help="delete what a run does not need", epilog=EXIT_CODES))
@@ -169,18 +177,7 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             file = load_config_file(chosen.config, overrides_of(chosen))
             train(file.config, *dags(file), chosen)
         case "plan":
-            from siirl_dask.commands.hosts import read_hosts
-            from siirl_dask.commands.plan import describe_run
-            from siirl_dask.commands.step_time import Timing
-            from siirl_dask.driver.phases import dags
-
-            hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
-            workers = chosen.workers if hosts is None else sum(hosts)
-            scaled = [] if workers is None else [f"cluster.workers={workers}"]
-            scaled += [] if chosen.device_memory is None else [f"cluster.device_memory={chosen.device_memory}"]
-            file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
-            timing = Timing(chosen.on, chosen.tokens, tuple(chosen.figure))
-            print(describe_run(file.config, *dags(file), chosen.format, hosts, chosen.devices, timing))
+            _plan(chosen)
         case "doctor":
             from siirl_dask.commands.doctor import doctor
 
@@ -206,6 +203,10 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             show_rollouts(chosen)
         case "trace":
             show_trace(chosen)
+        case "watch":
+            sys.exit(watch(chosen))
+        case "report":
+            write_report(chosen)
         case "check":
             sys.exit(check(chosen.run))
         case "eval":
@@ -218,6 +219,33 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             options = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter")}
             step = export(chosen.run, chosen.to, **options)
             print(f"{chosen.role} of step {step} is in {chosen.to}")
+
+
+def _plan(chosen: argparse.Namespace) -> None:
+    from siirl_dask.commands.step_time import Timing
+
+    timing = Timing(chosen.on, chosen.tokens, tuple(chosen.figure))
+    if chosen.analyze is not None:
+        from siirl_dask.commands.analyze import analyze_run
+
+        others = ("workers", "hosts", "device_memory", "devices", "cluster")
+        given = [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]
+        if given := [text for text in (chosen.config, *chosen.overrides) if text] + given:
+            raise ConfigError(f"--analyze {chosen.analyze} reads that run's own configuration: leave out {given[0]}")
+        print(analyze_run(chosen.analyze, chosen.format, timing))
+        return
+    if chosen.config is None:
+        raise ConfigError("plan needs CONFIG, a YAML file, or --analyze RUN")
+    from siirl_dask.commands.hosts import read_hosts
+    from siirl_dask.commands.plan import describe_run
+    from siirl_dask.driver.phases import dags
+
+    hosts = None if chosen.hosts is None else read_hosts(chosen.hosts, chosen.workers)
+    workers = chosen.workers if hosts is None else sum(hosts)
+    scaled = [] if workers is None else [f"cluster.workers={workers}"]
+    scaled += [] if chosen.device_memory is None else [f"cluster.device_memory={chosen.device_memory}"]
+    file = load_config_file(chosen.config, [*overrides_of(chosen), *scaled])
+    print(describe_run(file.config, *dags(file), chosen.format, hosts, chosen.devices, timing))
 
 
 def _evaluate(chosen: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     duration: int
     """Nanoseconds."""
     amount: int | None
-    """Bytes of a transfer or a file; value of a count."""
+    """Bytes of a transfer or a file; bytes that the process had in memory when a node ended; value of a count."""
 
 
 class Span:

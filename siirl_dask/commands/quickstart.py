@@ -17,7 +17,7 @@ from siirl_dask.config.file import load_config_file
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
-from siirl_dask.observe import PipeConsole, Report, Sample, render_report
+from siirl_dask.observe import EndOfRun, PipeConsole, Sample, render_end_of_run
 
 _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
@@ -48,7 +48,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     )
     before, after = (_validation_rows(url, step) for step in (0, steps))
     console.print(
-        render_report(Report(summary=summary, files=files, before=before, after=after, next_lines=next_lines))
+        render_end_of_run(EndOfRun(summary=summary, files=files, before=before, after=after, next_lines=next_lines))
     )
 
 

@@ -7,7 +7,7 @@ long each takes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from siirl_dask.config import Config, TrainerConfig
@@ -38,7 +38,7 @@ def step_time(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> Ste
     """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan is not known."""
     workers = {role: len(placed) for role, placed in plan.placement.items()}
     seconds = NodeSeconds(config, plan, speed, lengths).on(workers)
-    return None if seconds is None else _schedule(config, plan, speed, seconds, plan.placement)
+    return None if seconds is None else schedule(config, plan, seconds, plan.placement, _overhead(plan, speed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,20 @@ class Split:
 
 def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[Split]:
     """Return the splits of the workers that the engine's and the shards' sizes allow, the fastest first."""
+    return splits_by(config, plan, NodeSeconds(config, plan, speed, lengths).on, _overhead(plan, speed))
+
+
+def splits_by(
+    config: Config, plan: Plan, seconds_on: Callable[[Mapping[str, int]], Mapping[str, float] | None], rest: float
+) -> list[Split]:
+    """Return the same by other seconds: ``seconds_on`` gives those of each node on so many workers of each role, None
+    where it does not know; ``rest`` are seconds of a step beside its nodes.
+    """
     total = len(plan.chains)
     engine = _role_that(plan, RESPONSE_IDS)
     if engine is None:
         return []
     learn = {node.role for node in plan.dag.nodes if learns(node, plan)}
-    estimate = NodeSeconds(config, plan, speed, lengths)
     found = []
     for rollout in [*range(1, total), total]:
         policy = total if rollout == total else total - rollout
@@ -77,8 +85,8 @@ def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[S
             first = role == engine or role in with_engine
             placement[role] = workers[:rollout] if first else workers[-policy:]
         counts = {role: len(placed) for role, placed in placement.items()}
-        if (seconds := estimate.on(counts)) is not None:
-            step = _schedule(config, plan, speed, seconds, placement)
+        if (seconds := seconds_on(counts)) is not None:
+            step = schedule(config, plan, seconds, placement, rest)
             found.append(Split(rollout, policy, rollout == total, step.seconds))
     return sorted(found, key=lambda one: one.seconds)
 
@@ -92,10 +100,17 @@ def _role_that(plan: Plan, column: str) -> str | None:
     return next((node.role for node in plan.dag.nodes if column in node.contract.writes.names), None)
 
 
-def _schedule(
-    config: Config, plan: Plan, speed: Speed, seconds: Mapping[str, float], placement: Mapping[str, Sequence[str]]
+def _overhead(plan: Plan, speed: Speed) -> float:
+    return speed.overhead * (1 + sum(edge.moves for edge in plan.edges))
+
+
+def schedule(
+    config: Config, plan: Plan, seconds: Mapping[str, float], placement: Mapping[str, Sequence[str]], rest: float
 ) -> StepTime:
-    """Return the step's time: each node begins when its parents have ended and its workers are free."""
+    """Return the step's time: each node begins when its parents have ended and its workers are free.
+
+    ``rest`` are seconds of a step beside its nodes.
+    """
     ends: dict[str, float] = {}
     free: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
     busy: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
@@ -106,9 +121,7 @@ def _schedule(
         ends[node.name] = begin + took
         for worker in own:
             free[worker], busy[worker] = begin + took, busy[worker] + took
-    edges = sum(edge.moves for edge in plan.edges)
-    total = max((busy if config.rollout.steps_ahead else ends).values())
-    total += speed.overhead * (1 + edges)
+    total = max((busy if config.rollout.steps_ahead else ends).values()) + rest
     computing = {node.role for node in plan.dag.nodes if node.name in seconds}
     idle = {
         role: 1 - max(busy[worker] for worker in placement[role]) / total for role in placement if role in computing

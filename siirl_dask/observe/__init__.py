@@ -1,10 +1,11 @@
-"""Shows and records a run: metrics, TensorBoard, progress, a summary, a report and a plot.
+"""Shows and records a run: metrics, TensorBoard, progress, a summary, the end of a run and a plot.
 
 Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
 from siirl_dask.observe.console import PipeConsole, printable
 from siirl_dask.observe.drift import Drift
+from siirl_dask.observe.end_of_run import EndOfRun, Sample, render_end_of_run
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
 from siirl_dask.observe.metrics import (
     MEASURED,
@@ -20,7 +21,6 @@ from siirl_dask.observe.metrics import (
 )
 from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
-from siirl_dask.observe.report import Report, Sample, render_report
 from siirl_dask.observe.summary import (
     Accuracy,
     BytesPerStep,
@@ -38,6 +38,7 @@ __all__ = [
     "Accuracy",
     "BytesPerStep",
     "Drift",
+    "EndOfRun",
     "EvalResult",
     "Failure",
     "Message",
@@ -45,7 +46,6 @@ __all__ = [
     "PipeConsole",
     "Progress",
     "Record",
-    "Report",
     "Restart",
     "Sample",
     "Slowest",
@@ -60,7 +60,7 @@ __all__ = [
     "printable",
     "read_metrics",
     "read_summary",
-    "render_report",
+    "render_end_of_run",
     "unpack",
     "values",
     "write_eval_result",

@@ -94,7 +94,7 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
     start = _start(spans)
     workers = [_worker_time(worker, by_worker[worker], causes) for worker in in_order(by_worker)]
     steps = len({span.step for span in spans if not span.is_count}) or 1
-    wall = _covered([span for own in by_worker.values() for span in own])
+    wall = covered([span for own in by_worker.values() for span in own])
     nodes = sorted(_node_times(workers, steps, wall), key=lambda one: -one.seconds)
     dropped = sum(span.amount or 0 for span in spans if span.is_count and span.name == "dropped")
     return Bottleneck(steps, wall / 1e9, start, workers, nodes, _uneven(workers, nodes, steps, wall), dropped)
@@ -119,14 +119,14 @@ def _left(span: TraceSpan, within: list[int]) -> tuple[TraceSpan, int]:
     return span, max(0, span.duration - sum(within))
 
 
-def _covered(spans: Sequence[TraceSpan]) -> int:
-    """Return the time in which any of the chains' spans was under way: a run may have stood still for a day."""
-    covered, until = 0, 0
+def covered(spans: Sequence[TraceSpan]) -> int:
+    """Return the nanoseconds in which any of the chains' spans was under way: a run may have stood still for a day."""
+    total, until = 0, 0
     for span in sorted(spans, key=lambda one: one.start):
         if not span.beside:
-            covered += max(0, span.end - max(span.start, until))
+            total += max(0, span.end - max(span.start, until))
             until = max(until, span.end)
-    return covered
+    return total
 
 
 def _start(spans: Sequence[TraceSpan]) -> NodeTime | None:
@@ -135,7 +135,7 @@ def _start(spans: Sequence[TraceSpan]) -> NodeTime | None:
     parts = [span for span in begun if span.lane is not Lane.CONTROL and span.what != "task" and not span.beside]
     if not parts:
         return None
-    longest, wall = max(parts, key=lambda one: one.duration), _covered(begun)
+    longest, wall = max(parts, key=lambda one: one.duration), covered(begun)
     return NodeTime(longest.name, longest.worker, longest.duration / 1e9, longest.duration / max(1, wall), None)
 
 
@@ -144,7 +144,7 @@ def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: _Causes) -> Wo
     time = WorkerTime(worker)
     if not own:
         return time
-    time.wall = _covered(own)
+    time.wall = covered(own)
     for span, left in chain_times(own):
         time.lanes[span.lane] += left
         if span.lane is Lane.COMPUTE:

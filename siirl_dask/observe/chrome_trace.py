@@ -51,7 +51,8 @@ def _slice(span: TraceSpan, pid: int, tid: int, first: int) -> dict[str, Any]:
     name = f"{span.name}, step {span.step}" if span.lane is Lane.CONTROL else span.name
     arguments = {"what": span.what, "step": span.step, "phase": span.phase, "iteration": span.sequence}
     if span.amount is not None:
-        arguments["requests" if span.lane is Lane.ENGINE else "bytes"] = span.amount
+        words = {Lane.ENGINE: "requests", Lane.COMPUTE: "resident bytes"}
+        arguments[words.get(span.lane, "bytes")] = span.amount
     times = {"ts": (span.start - first) / 1e3, "dur": span.duration / 1e3}
     return {"ph": "X", "name": name, "cat": str(span.lane), "pid": pid, "tid": tid, **times, "args": arguments}
 

@@ -115,9 +115,9 @@ class MetricsLog:
         self._fs, self._path = open_fs(join(url, FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
-        whole = _whole_lines(written)
+        whole = whole_lines(written)
         if until is not None:
-            records = [(line, _decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
+            records = [(line, decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
             whole = b"".join(line for line, (record, _) in records if record["step"] <= until)
         if whole != written or not written:  # the last start was killed while writing; or this run is new
             write_atomic(self._fs, self._path, whole)
@@ -125,7 +125,7 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        line = _encode(record, self._attempt)
+        line = encode(record, self._attempt)
         if self._appends:
             with self._fs.open(self._path, "ab") as file:
                 file.write(line)
@@ -141,21 +141,33 @@ def read_metrics(url: str) -> list[Record]:
 
     A last line without a line break was cut short, and is left out. DataError for any other line that is no record.
     """
+    return [record for record, _ in read_attempts(url)]
+
+
+def read_attempts(url: str) -> list[tuple[Record, int]]:
+    """Return what ``read_metrics`` does, each record with the number of the start of the run that wrote it.
+
+    It is 0 where an earlier version did.
+    """
     name = join(url, FILE)
     fs, path = open_fs(name)
     try:
         text = fs.cat_file(path)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
-    records: dict[tuple[Phase, int], Record] = {}
-    attempts: dict[tuple[Phase, int], int] = {}
-    for number, line in enumerate(_whole_lines(text).splitlines(), start=1):
-        record, attempt = _decode(line, f"{name}, line {number}")
+    lines = enumerate(whole_lines(text).splitlines(), start=1)
+    return last_records(decode(line, f"{name}, line {number}") for number, line in lines)
+
+
+def last_records(written: Iterable[tuple[Record, int]]) -> list[tuple[Record, int]]:
+    """Return the records that count, by step: of several of one step, the last one of the latest start."""
+    last: dict[tuple[Phase, int], tuple[Record, int]] = {}
+    for record, attempt in written:
         key = record["phase"], record["step"]
-        if attempt >= attempts.get(key, attempt):
-            records.pop(key, None)
-            records[key], attempts[key] = record, attempt
-    return sorted(records.values(), key=lambda record: record["step"])
+        if key not in last or attempt >= last[key][1]:
+            last.pop(key, None)
+            last[key] = record, attempt
+    return sorted(last.values(), key=lambda pair: pair[0]["step"])
 
 
 def damaged_lines(url: str) -> tuple[list[str], bool]:
@@ -166,20 +178,22 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
     name = join(url, FILE)
     fs, path = open_fs(name)
     text = fs.cat_file(path)
-    whole, wrong = _whole_lines(text), []
+    whole, wrong = whole_lines(text), []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            _decode(line, f"line {number}")
+            decode(line, f"line {number}")
         except DataError as error:
             wrong.append(str(error))
     return wrong, whole != text
 
 
-def _whole_lines(text: bytes) -> bytes:
+def whole_lines(text: bytes) -> bytes:
+    """Return the text up to its last line break."""
     return text[: text.rfind(b"\n") + 1]
 
 
-def _encode(record: Record, attempt: int) -> bytes:
+def encode(record: Record, attempt: int) -> bytes:
+    """Return the line of a record that the start ``attempt`` of the run writes."""
     finite = {name: _finite(value) for name, value in record["metrics"].items()}
     line = {
         "step": record["step"],
@@ -195,8 +209,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
 
 
-def _decode(line: bytes, where: str) -> tuple[Record, int]:
-    """Return the record of a line and the number of the start that wrote it, 0 where an earlier version did."""
+def decode(line: bytes, where: str) -> tuple[Record, int]:
+    """Return the record of a line and the number of the start that wrote it, 0 where an earlier version did.
+
+    DataError, which begins with ``where``, for a line that is none.
+    """
     try:
         fields = json.loads(line)
     except ValueError as error:

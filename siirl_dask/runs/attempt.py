@@ -122,6 +122,45 @@ class Attempt:
         write_atomic(fs, _beat_path(folder, self.number), beat)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of a run as others see it."""
+
+    number: int
+    holder: Holder
+    beat: bytes = b""
+    """Its last sign of life, which changes while it lives; empty where it was not read, or gave none yet."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it said that it has ended, or its process has certainly gone; False where neither is known."""
+        return self.beat == _ENDED or self.holder.is_gone()
+
+
+def starts_of(url: str, most: int) -> list[Start]:
+    """Return the newest ``most`` starts of the run at ``url``, ascending, without their signs of life.
+
+    ConfigError for a damaged file.
+    """
+    fs, folder = _folder(url)
+    numbers = sorted(int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name)))
+    found = []
+    for number in numbers[-most:]:
+        with suppress(FileNotFoundError):  # it had written nothing, and has left
+            found.append(Start(number, _read(fs, folder, number)))
+    return found
+
+
+def newest_start(url: str) -> Start | None:
+    """Return the newest start of the run at ``url``; None where no file tells of one. ConfigError for a damaged one."""
+    fs, folder = _folder(url)
+    newest = _newest(fs, folder)
+    try:
+        return Start(newest, _read(fs, folder, newest), _beat(fs, folder, newest)) if newest else None
+    except FileNotFoundError:
+        return None
+
+
 def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
     """Take the folder of the run at ``url`` for this process, as its newest attempt.
 

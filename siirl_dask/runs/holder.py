@@ -52,6 +52,10 @@ class Holder:
         birth = _birth(self.pid)
         return birth is None or bool(self.birth and birth != self.birth)
 
+    def is_there(self) -> bool:
+        """Return whether the process is certainly there: it is one of this system."""
+        return bool(self.machine) and self.machine == _machine() and not self.is_gone()
+
     def to_json(self) -> bytes:
         """Return the content of an attempt's file."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()

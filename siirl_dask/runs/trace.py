@@ -15,7 +15,7 @@ from siirl_storage.files import at, list_files
 from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows
 
-from siirl_dask.coordinator.stored_rows import step_of
+from siirl_dask.coordinator.stored_rows import step_folder, step_of
 from siirl_dask.errors import DataError
 from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.observe.summary import Slowest
@@ -53,8 +53,12 @@ def slowest_of(url: str) -> Slowest | None:
     except DataError as error:
         logger.info("nothing is known of what took longest: %s", error)
         return None
-    found = find_bottleneck(trace.spans)
-    if (slowest := found.slowest) is None:
+    return slowest_in(trace)
+
+
+def slowest_in(trace: Trace) -> Slowest | None:
+    """Return what took longest in a trace; None where no node has run."""
+    if (slowest := find_bottleneck(trace.spans).slowest) is None:
         return None
     return Slowest(
         node=slowest.node,
@@ -95,6 +99,21 @@ def read_trace(
         tables = pool.map(lambda item: (item[0], _read(fs, item[1])), paths)
         spans = read_spans(tables)
     return Trace(spans, chosen, sorted(parts))
+
+
+def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace | None:
+    """Return the trace of one step, of which alone files are listed; None where there is none, or more than that."""
+    try:
+        fs, root = open_fs(step_folder(url, TRACE, step))
+        files = list_files(fs, root)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    names = newest_parts(files)
+    if not names or len(names) > most_parts or sum(files[name] for name in names) > most_bytes:
+        return None
+    with ThreadPoolExecutor(_READERS) as pool:
+        tables = pool.map(lambda name: (step, _read(fs, at(root, name))), names)
+        return Trace(read_spans(tables), [step], [step])
 
 
 def _parts(files: Mapping[str, int]) -> dict[int, list[str]]:

@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce
+from siirl_dask.coordinator.host import resident_memory
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
 from siirl_dask.planner import (
     Chain,
@@ -93,8 +94,9 @@ class ChainRun:
                         folder = step_folder(runtime.run_url, table, iteration.step)
                         tables[node.name] = read_stored_rows(folder, schema, index, count, runtime.read_limit)
                 case Run(node, inputs, columns):
-                    with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name):
+                    with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name) as span:
                         tables[node.name] = self.calls.call(node, inputs, columns)
+                        span.amount = resident_memory() if runtime.trace.enabled else None
                 case Stream():
                     weight_stream.run(link, self.calls)
                 case Send(edge):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from siirl_dask.observe import Accuracy, BytesPerStep, Report, Status, Summary, render_report
+from siirl_dask.observe import Accuracy, BytesPerStep, EndOfRun, Status, Summary, render_end_of_run
 
 SUMMARY = Summary(
     run_id="quickstart",
@@ -21,9 +21,9 @@ SUMMARY = Summary(
 )
 
 
-def shown(report: Report, width: int = 100) -> str:
+def shown(report: EndOfRun, width: int = 100) -> str:
     console = Console(record=True, file=io.StringIO(), width=width, _environ={})
-    console.print(render_report(report))
+    console.print(render_end_of_run(report))
     return console.export_text()
 
 
@@ -33,7 +33,7 @@ def sample(prompt: object, response: str, reward: float) -> dict[str, object]:
 
 def test_the_report_has_every_number_file_and_next_line():
     text = shown(
-        Report(
+        EndOfRun(
             summary=SUMMARY, files={"every sample": "runs/quickstart/rollouts"}, next_lines=["siirl-dask run x.yaml"]
         )
     )
@@ -56,7 +56,7 @@ def test_samples_of_the_same_prompt_stand_on_one_line():
     before = [sample(p, "was", 0.0) for p in prompts]
     after = [sample(p, "now", 1.0) for p in reversed(prompts[1:])]
     lines = [
-        line for line in shown(Report(summary=SUMMARY, before=before, after=after)).splitlines() if "Sort:" in line
+        line for line in shown(EndOfRun(summary=SUMMARY, before=before, after=after)).splitlines() if "Sort:" in line
     ]
     assert len(lines) == 3
     assert all("was" in line and "now" in line for line in lines)
@@ -72,21 +72,21 @@ def test_a_run_that_failed_early_shows_its_error():
         seconds=0.0,
         samples_per_second=None,
     )
-    text = shown(Report(summary=failed, before=[sample("p", "was", 0.0)]))
+    text = shown(EndOfRun(summary=failed, before=[sample("p", "was", 0.0)]))
     assert "worker [w1] left" in text
     assert "not measured" in text
     assert "not generated" in text
 
 
 def test_what_a_model_sampled_cannot_steer_the_terminal():
-    text = shown(Report(summary=SUMMARY, before=[sample("[bold]p[/nonsense]", "\x1b[2J\x9b31m\rx\ty", 0.0)]))
+    text = shown(EndOfRun(summary=SUMMARY, before=[sample("[bold]p[/nonsense]", "\x1b[2J\x9b31m\rx\ty", 0.0)]))
     assert not {"\x1b", "\x9b", "\r", "\t"} & set(text)
     assert "[bold]p[/nonsense]" in text
 
 
 def test_long_responses_are_cut_and_chat_prompts_are_readable():
     chat = [{"role": "user", "content": "Add them"}]
-    text = shown(Report(summary=SUMMARY, before=[sample(chat, "x" * 10_000, 0.0)]))
+    text = shown(EndOfRun(summary=SUMMARY, before=[sample(chat, "x" * 10_000, 0.0)]))
     assert "Add them" in text
     assert "…" in text
     assert text.count("x") < 400
@@ -94,4 +94,4 @@ def test_long_responses_are_cut_and_chat_prompts_are_readable():
 
 @pytest.mark.parametrize("row", [{}, {"prompt": None, "response": None, "reward": None}])
 def test_samples_that_lack_columns_are_no_error(row):
-    assert "Validation samples" in shown(Report(summary=SUMMARY, before=[row], after=[row]))
+    assert "Validation samples" in shown(EndOfRun(summary=SUMMARY, before=[row], after=[row]))

@@ -1,6 +1,6 @@
-"""The report at the end of a run: its numbers, samples before and after, the files, and commands to type next.
+"""Prints how a run ended: its numbers, samples before and after, the files, and commands to type next.
 
-console.print(render_report(Report(summary=summary, before=rows, after=rows_now, files=files, next_lines=lines)))
+console.print(render_end_of_run(EndOfRun(summary=summary, before=rows, after=rows_now, files=files, next_lines=lines)))
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _COLOURS = {Status.COMPLETE: "green", Status.FAILED: "red", Status.INTERRUPTED: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Everything that the report shows."""
+class EndOfRun:
+    """Everything that is shown."""
 
     summary: Summary
     files: Mapping[str, str] = field(default_factory=dict)
@@ -41,15 +41,15 @@ class Report:
     """Commands to type next, one a line."""
 
 
-def render_report(report: Report) -> RenderableType:
-    """Return the report as something that a rich Console prints."""
-    parts: list[RenderableType] = [_headline(report.summary), _numbers(report.summary)]
-    if report.before or report.after:
-        parts += [_title("Validation samples, before and after"), _samples(report.before, report.after)]
-    if report.files:
-        parts += [_title("Files"), _files(report.files)]
-    if report.next_lines:
-        parts += [_title("Next"), *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in report.next_lines)]
+def render_end_of_run(ended: EndOfRun) -> RenderableType:
+    """Return it as something that a rich Console prints."""
+    parts: list[RenderableType] = [_headline(ended.summary), _numbers(ended.summary)]
+    if ended.before or ended.after:
+        parts += [_title("Validation samples, before and after"), _samples(ended.before, ended.after)]
+    if ended.files:
+        parts += [_title("Files"), _files(ended.files)]
+    if ended.next_lines:
+        parts += [_title("Next"), *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in ended.next_lines)]
     return Group(*parts)
 
 

@@ -1,0 +1,29 @@
+"""The metrics that are asked of every run, and their titles, for reports and terminals."""
+
+from __future__ import annotations
+
+from siirl_dask.planner import Phase
+
+SECONDS = "seconds"
+"""Stands for the seconds of an iteration, which are no metric but a field of each record."""
+HEADLINES: dict[tuple[Phase, str], str] = {
+    (Phase.TRAIN, "reward/mean"): "training reward",
+    (Phase.VALIDATION, "reward/mean"): "validation reward",
+    (Phase.TRAIN, "policy/entropy"): "policy entropy (nats per token)",
+    (Phase.TRAIN, "response/length"): "response length (tokens)",
+    (Phase.TRAIN, "response/truncated"): "responses cut at the limit (share)",
+    (Phase.TRAIN, "policy/kl_to_sampler"): "KL of sampler and policy",
+    (Phase.TRAIN, "policy/reference_kl"): "KL to the reference",
+    (Phase.TRAIN, "policy/clip_fraction"): "clipped tokens (share)",
+    (Phase.TRAIN, "policy/grad_norm"): "gradient norm",
+    (Phase.TRAIN, "policy/loss"): "policy loss",
+    (Phase.TRAIN, "critic/loss"): "critic loss",
+    (Phase.TRAIN, "mismatch/kl"): "KL of engine and trainer",
+    (Phase.TRAIN, "staleness/mean"): "age of the sampling weights (steps)",
+    (Phase.TRAIN, SECONDS): "seconds of a step",
+    (Phase.TRAIN, "tokens_per_second"): "tokens a second",
+    (Phase.TRAIN, "bytes/peers"): "bytes from worker to worker",
+}
+"""Titles by phase and metric; what a run does not log, or is always 0, need not be shown."""
+ALWAYS = ("reward/mean",)
+"""Metrics that are shown also where they are always 0."""

@@ -1,0 +1,49 @@
+"""Looks at the newest samples of a run that may be far away: a few rows of one part of one step, and no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from siirl_storage import StorageError, open_fs
+from siirl_storage.committed import newest_parts
+from siirl_storage.errors import TooLarge
+from siirl_storage.files import at, list_files
+from siirl_storage.formats import read_footer
+from siirl_storage.reading import read_rows
+
+from siirl_dask.coordinator.stored_rows import step_folder
+from siirl_dask.errors import DataError
+from siirl_dask.runs.rollouts import TABLE
+from siirl_dask.schema import PROMPT, PROMPT_TEXT, RESPONSE, REWARD
+
+_MOST_BYTES = 2**24  # of the columns of a row group
+
+
+def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
+    """Return up to ``count`` samples of a step, each with ``prompt``, ``response`` and ``reward``, from best to worst.
+
+    They are evenly apart in the first row group of the first part. None come of a step that is not saved, or whose
+    texts are too large to be glanced at. DataError for a damaged part.
+    """
+    try:
+        fs, root = open_fs(step_folder(url, TABLE, step))
+        parts = [name for name in newest_parts(list_files(fs, root)) if name.endswith(".parquet")]
+        if not parts:
+            return []
+        path = at(root, parts[0])
+        footer = read_footer(fs, path)
+        names = footer.schema.names
+        prompt = PROMPT_TEXT if PROMPT_TEXT in names else PROMPT
+        if not footer.groups or not {prompt, RESPONSE, REWARD} <= {*names}:
+            return []
+        rows = footer.groups[0]
+        chosen = sorted({rows * number // count for number in range(count)}) if rows else []
+        columns = [prompt, RESPONSE, REWARD]
+        table = read_rows(fs, path, 0, columns, footer.groups, rows=chosen, max_bytes=_MOST_BYTES)
+    except TooLarge:
+        return []
+    except (StorageError, FileNotFoundError) as error:
+        raise DataError(f"the samples of step {step} cannot be read: {error}") from error
+    found = table.rename_columns([PROMPT, RESPONSE, REWARD]).to_pylist()
+    return sorted(found, key=lambda row: (row[REWARD] is None, -(row[REWARD] or 0)))
