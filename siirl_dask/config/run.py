@@ -230,6 +230,8 @@ class ObserveConfig:
     """Write what each worker did in each step, for ``siirl-dask trace``."""
     tensorboard: bool = False
     """Write TensorBoard event files to the run's folder; needs the extra ``tensorboard``."""
+    dashboard: bool = True
+    """Show the run on a page of its own on the Dask dashboard, ``/siirl``, where the scheduler has a dashboard."""
     dashboard_port: int = 0
     """Port on 127.0.0.1 of the Dask dashboard, for a cluster started here; 0: any free port."""
 

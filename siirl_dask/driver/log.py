@@ -11,6 +11,7 @@ from siirl_storage import join
 from siirl_dask.config import Config
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
+from siirl_dask.driver.run_page import RunPage
 from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
@@ -57,6 +58,8 @@ class RunLog:
     """Failures after which the run went on by itself, and changes of the number of workers."""
     workers: int = field(init=False)
     """Workers that train, or did so last."""
+    page: RunPage = field(default_factory=RunPage)
+    """The run's page on the dashboard."""
     _started: float | None = None
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
@@ -118,6 +121,7 @@ class RunLog:
             self._metrics.write(record)
             if self._tensorboard:
                 self._tensorboard.write(record)
+        self.page.write(record)
         self._remember(record)
         if phase is Phase.TRAIN:
             self.progress.step(record)

@@ -147,6 +147,11 @@ def read_metrics(url: str) -> list[Record]:
         text = fs.cat_file(path)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
+    return parse_metrics(text, name)
+
+
+def parse_metrics(text: bytes, name: str) -> list[Record]:
+    """Return the records of a file's lines as ``read_metrics`` does; ``name`` is the file's, for errors."""
     records: dict[tuple[Phase, int], Record] = {}
     attempts: dict[tuple[Phase, int], int] = {}
     for number, line in enumerate(_whole_lines(text).splitlines(), start=1):
