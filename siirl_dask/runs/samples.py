@@ -141,10 +141,11 @@ def _rows(
         plain.append(f"list_avg({ADVANTAGES}) AS {ADVANTAGE}")
     chosen = ", ".join(f"({number}, {int(step)}, {int(row)})" for number, (step, row) in enumerate(places))
     steps = sorted({step for step, _ in places})
-    return rollouts.table(
+    rows: list[dict[str, Any]] = rollouts.table(
         f"SELECT step, row_id, {', '.join([*cut, *plain, *more])} FROM {rollouts.of_steps(steps)} "
         f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY chosen.number"
     ).to_pylist()
+    return rows
 
 
 def _sample(row: Mapping[str, Any]) -> SampleRow:

@@ -36,6 +36,13 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path):
         assert page.locator("pre.siirl-text span[title]").count() > 0, "its tokens have colours"
         before = page.evaluate(DATA, "curve reward")
         page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, timeout=15_000)
+        first = page.locator(".slick-row .slick-cell").first
+        shown = int(first.inner_text())
+        for _ in range(100):
+            if int(first.inner_text()) > shown:
+                break
+            page.wait_for_timeout(200)
+        assert int(first.inner_text()) > shown, "the table draws the rows of later steps"
         width = page.evaluate("() => document.documentElement.scrollWidth")
         assert width <= 1366, "it fits a laptop's width"
         page.screenshot(path=str(tmp_path / "page.png"), full_page=True)

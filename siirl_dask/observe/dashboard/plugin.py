@@ -6,6 +6,7 @@ Dask has no public way to add a page to a dashboard that is up: ``add_page`` use
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ class PagePlugin(SchedulerPlugin):
             self.shown = add_page(scheduler, self.store)
         except Exception as error:  # another version of Dask's internals: a run needs no page
             logger.warning("the dashboard has no page /%s: %s: %s", PATH, type(error).__name__, error)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.store.reader.close)
 
     def begin(self, about: Mapping[str, Any]) -> bool:
         """Note that a run begins; return whether there is a page."""

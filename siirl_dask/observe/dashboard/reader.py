@@ -14,6 +14,7 @@ from siirl_dask.errors import SiirlError
 T = TypeVar("T")
 _MOST = 32  # answers that are kept
 _THREADS = 3
+_LAST_SECONDS = 5.0
 _SLOW = 3.0  # seconds of reading after which the page says so
 
 
@@ -51,6 +52,8 @@ class Reader:
 
     def __init__(self) -> None:
         self._held: OrderedDict[Hashable, Held[Any]] = OrderedDict()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def get(
         self, key: Hashable, read: Callable[[], T], tag: Hashable = None, *, soon: float = 1.0, seldom: float = 20.0
@@ -65,14 +68,24 @@ class Reader:
         if tag != held.tag:
             held.pause = soon
         busy = sum(one.reading for one in self._held.values())
-        if not held.reading and busy < _THREADS and time.monotonic() - held.read_at >= held.pause:
+        if not (held.reading or self._closed) and busy < _THREADS and time.monotonic() - held.read_at >= held.pause:
             held.reading, held.read_at, held.tag = True, time.monotonic(), tag
             held.pause = min(seldom, max(soon, 2 * held.pause))
             # a daemon: a store that never answers must not keep the process from ending
-            threading.Thread(target=_fill, args=(held, read), name="siirl-page", daemon=True).start()
+            thread = threading.Thread(target=_fill, args=(held, read), name="siirl-page", daemon=True)
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            thread.start()
         for old in [old for old, one in self._held.items() if not one.reading][: max(0, len(self._held) - _MOST)]:
             del self._held[old]
         return held
+
+    def close(self) -> None:
+        """Read nothing more, and wait some seconds for what is being read: a process that ends meanwhile would abort,
+        since threads that it cuts off in a library's own code cannot be unwound.
+        """
+        self._closed, deadline = True, time.monotonic() + _LAST_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def known(self, key: Hashable) -> Held[Any]:
         """Return what is known under ``key``; nothing is read."""

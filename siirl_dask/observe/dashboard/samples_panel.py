@@ -17,7 +17,7 @@ from bokeh.models import (
     TableColumn,
 )
 
-from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS
+from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
 from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text
 from siirl_dask.runs.samples import Choice, SampleRow, WholeSample
 
@@ -50,6 +50,7 @@ class SamplesPanel:
             source=self.source, columns=columns, height=265, sizing_mode="stretch_width", index_position=None,
             stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
+        redraw_rows(self._table)
         self._detail = Div(text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width")
         bar = row(self._choice, self._told, sizing_mode="stretch_width")
         self.root = column(bar, self._table, self._colour, self._detail, sizing_mode="stretch_width")

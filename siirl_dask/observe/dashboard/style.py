@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from bokeh.models import CustomJS, HoverTool
+from bokeh.models import CustomJS, DataTable, HoverTool, Title
 from bokeh.plotting import figure
 
 LINES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#d9534f", "#8c8c40", "#20a8b0", "#c7649a")
@@ -117,15 +117,13 @@ def colours(plots: Sequence[figure], button: Any) -> tuple[CustomJS, CustomJS]:
 
 def plot(title: str = "", tooltips: Sequence[tuple[str, str]] = (), **options: Any) -> figure:
     """Return an empty figure without a toolbar's clutter; ``tooltips`` belong to renderers named ``hover``."""
-    fig = figure(
-        **{"height": 190, "sizing_mode": "stretch_width", "min_width": 200, "tools": "", "toolbar_location": None}
-        | options,
-        title=title,
-    )
+    usual = {"height": 190, "sizing_mode": "stretch_width", "min_width": 200, "tools": "", "toolbar_location": None}
+    settings: dict[str, Any] = {**usual, **options}
+    head = Title(text=title, text_font_size="12px", text_font_style="normal", text_color=_INK)
+    fig = figure(title=head, **settings)
     fig.background_fill_alpha = fig.border_fill_alpha = 0
     fig.outline_line_color = None
     fig.min_border_left, fig.min_border_right, fig.min_border_top = 44, 10, 4
-    fig.title.text_font_size, fig.title.text_font_style, fig.title.text_color = "12px", "normal", _INK
     for axis in (*fig.xaxis, *fig.yaxis):
         axis.major_label_text_color = axis.axis_label_text_color = _INK
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "11px"
@@ -143,7 +141,14 @@ def plot(title: str = "", tooltips: Sequence[tuple[str, str]] = (), **options: A
 
 def hover_over(fig: figure, *renderers: Any) -> None:
     """Have the figure's tooltips tell of these renderers."""
-    fig.select_one(HoverTool).renderers = list(renderers)
+    for tool in fig.tools:
+        if isinstance(tool, HoverTool):
+            tool.renderers = list(renderers)
+
+
+def redraw_rows(table: DataTable) -> None:
+    """Have a table draw its rows again when others come: by itself it does so only when their number changes."""
+    table.source.js_on_change("data", CustomJS(args={"view": table.view}, code="view.change.emit()"))
 
 
 def colour_of(node: str, nodes: Sequence[str]) -> str:

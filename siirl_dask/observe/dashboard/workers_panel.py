@@ -9,7 +9,7 @@ from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource, DataTable, FactorRange, LogColorMapper, NumberFormatter, TableColumn
 from bokeh.plotting import figure
 
-from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot
+from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.observe.transfers import Transfers
 from siirl_dask.trace import Lane
@@ -54,6 +54,7 @@ class WorkersPanel:
             source=self._table_source, columns=columns, height=170, sizing_mode="stretch_width", index_position=None,
             stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
+        redraw_rows(table)
         self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", "memory", "spilled", "device")})
         self._tokens = self._bar_plot("tokens generated, last step", "@tokens{0,0}", [("tokens", LINES[0])])
         memory = [("memory", LINES[2]), ("spilled", STORAGE), ("device", LINES[3])]

@@ -102,6 +102,15 @@ def test_a_reader_answers_at_once_reads_in_a_thread_and_says_what_went_wrong():
     assert "ZeroDivisionError" in strange.remark
 
 
+def test_a_reader_that_is_closed_has_no_thread_left_and_begins_none():
+    reader, release = Reader(), threading.Event()
+    held = reader.get("slow", lambda: release.wait(10))
+    threading.Timer(0.05, release.set).start()
+    reader.close()
+    assert held.value is True
+    assert not reader.get("more", lambda: 1).reading
+
+
 def test_a_reader_reads_again_for_a_new_step_keeps_a_bounded_number_and_bounds_its_threads():
     reader, count = Reader(), iter(range(1000))
     for tag in (1, 1, 2):
