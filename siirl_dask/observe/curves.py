@@ -49,7 +49,7 @@ PANELS = (
     Panel("clip fraction", (Line("policy/clip_fraction", "policy"), Line("critic/clip_fraction", "critic"))),
     Panel("response length, tokens", (Line("response/length", "mean", spread="response/length_std"),)),
 )
-"""What a run is judged by. A panel shows those of its lines that were logged."""
+"""The metrics that a run is judged by. A panel shows those of its lines that were logged."""
 
 
 @dataclass(frozen=True, slots=True)

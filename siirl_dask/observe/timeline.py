@@ -49,7 +49,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happened in some steps."""
+    """Some steps of a run, as they went."""
 
     workers: Sequence[str]
     """Sorted, numbers by value."""

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bokeh.layouts import column, row
-from bokeh.models import ColumnDataSource, Div, MultiLine, Patches, Scatter, Select
+from bokeh.models import BasicTicker, ColumnDataSource
+from bokeh.models.glyphs import MultiLine, Patches, Scatter
+from bokeh.models.widgets import Div, Select
 from bokeh.plotting import figure
 
 from siirl_dask.observe.curves import PANELS, Curve, Line, Panel, curves, other_metrics
@@ -26,7 +28,13 @@ class CurvesPanel:
         self._drawn = [_Drawn(panel.title) for panel in PANELS]
         self._free = [_Drawn("") for _ in _CHOSEN]
         self._choices = [
-            Select(options=[name], value=name, sizing_mode="stretch_width", height=28, stylesheets=[WIDGETS])
+            Select(
+                options=list[str | tuple[Any, str]]([name]),
+                value=name,
+                sizing_mode="stretch_width",
+                height=28,
+                stylesheets=[WIDGETS],
+            )
             for name in _CHOSEN
         ]
         self._runs: Mapping[str, Sequence[Record]] = {}
@@ -50,7 +58,8 @@ class CurvesPanel:
         own = next(iter(runs.values()), ())
         names = other_metrics(own)
         for choice in self._choices:
-            options = names if choice.value in names else [choice.value, *names]
+            absent = () if choice.value in names else (choice.value,)
+            options: list[str | tuple[Any, str]] = [*absent, *names]
             if choice.options != options:
                 choice.options = options
         for drawn, panel in zip(self._drawn, PANELS, strict=True):
@@ -69,10 +78,11 @@ class _Drawn:
     def __init__(self, title: str) -> None:
         tips = [("", "@label"), ("step", "@x"), ("value", "@y{0.0000 a}")]
         self.figure = plot("", tips, height=150)
-        self.figure.xaxis.ticker.min_interval = 1
-        self._lines = ColumnDataSource(_NO_LINES())
-        self._bands = ColumnDataSource({"xs": [], "ys": [], "colour": []})
-        self._points = ColumnDataSource(self._no_points(), name=f"curve {title}")
+        for axis in self.figure.xaxis:
+            axis.ticker = BasicTicker(min_interval=1)
+        self._lines = ColumnDataSource(_no_lines())
+        self._bands = ColumnDataSource(_no_bands())
+        self._points = ColumnDataSource(_no_points(), name=f"curve {title}")
         bands = Patches(xs="xs", ys="ys", fill_color="colour", fill_alpha=0.16, line_color=None)
         lines = MultiLine(xs="xs", ys="ys", line_color="colour", line_dash="dash", line_width=1.8)
         dots = Scatter(x="x", y="y", size="size", fill_color="colour", line_color=None, fill_alpha=0.9)
@@ -85,20 +95,17 @@ class _Drawn:
         self.root = column(*([self._head] if title else []), self.figure, sizing_mode="stretch_width")
 
     def show(self, runs: Mapping[str, Sequence[Curve]]) -> None:
-        lines, bands, points = _NO_LINES(), {"xs": [], "ys": [], "colour": []}, self._no_points()
+        lines, bands, points = _no_lines(), _no_bands(), _no_points()
         several = sum(bool(own) for own in runs.values()) > 1
         for number, (run, own) in enumerate(runs.items()):
             for index, curve in enumerate(own):
                 colour = LINES[(number if several else index) % len(LINES)]
                 label = (run if len(own) == 1 else f"{run}, {curve.label}") if several else curve.label
-                for name, value in (
-                    ("xs", curve.steps),
-                    ("ys", curve.values),
-                    ("colour", colour),
-                    ("dash", _DASHES[index % len(_DASHES)] if several else "solid"),
-                    ("label", label),
-                ):
-                    lines[name].append(value)
+                lines["xs"].append(curve.steps)
+                lines["ys"].append(curve.values)
+                lines["colour"].append(colour)
+                lines["dash"].append(_DASHES[index % len(_DASHES)] if several else "solid")
+                lines["label"].append(label)
                 if number == 0 and curve.low != curve.values:
                     bands["xs"].append([*curve.steps, *reversed(curve.steps)])
                     bands["ys"].append([*curve.high, *reversed(curve.low)])
@@ -106,8 +113,9 @@ class _Drawn:
                 few = len(curve.steps) <= 30
                 points["x"] += curve.steps
                 points["y"] += curve.values
-                for name, value in (("label", label), ("colour", colour), ("size", 5 if few else 2)):
-                    points[name] += [value] * len(curve.steps)
+                points["label"] += [label] * len(curve.steps)
+                points["colour"] += [colour] * len(curve.steps)
+                points["size"] += [5 if few else 2] * len(curve.steps)
         self._bands.data, self._lines.data, self._points.data = bands, lines, points
         keys = [
             f'<span class="key" style="background:{colour}"></span>{html.escape(label)}'
@@ -117,10 +125,14 @@ class _Drawn:
         shown = "".join(keys) if len(keys) > 1 else "" if keys else empty
         self._head.text = f"<b>{html.escape(self._title)}</b>{shown}"
 
-    @staticmethod
-    def _no_points() -> dict[str, list[Any]]:
-        return {"x": [], "y": [], "label": [], "colour": [], "size": []}
 
-
-def _NO_LINES() -> dict[str, list[Any]]:
+def _no_lines() -> dict[str, list[Any]]:
     return {"xs": [], "ys": [], "colour": [], "dash": [], "label": []}
+
+
+def _no_bands() -> dict[str, list[Any]]:
+    return {"xs": [], "ys": [], "colour": []}
+
+
+def _no_points() -> dict[str, list[Any]]:
+    return {"x": [], "y": [], "label": [], "colour": [], "size": []}

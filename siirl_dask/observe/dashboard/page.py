@@ -45,7 +45,7 @@ _MOST_BYTES, _MOST_PARTS = 2**23, 512
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the trace of the last steps tells."""
+    """The trace of the last steps, as the panels show it."""
 
     steps: Sequence[int]
     timeline: Timeline
@@ -72,7 +72,7 @@ def show_page(scheduler: Scheduler, store: Store, extra: Mapping[str, Any], doc:
 
 
 class Page:
-    """What one viewer sees."""
+    """The page as one viewer sees it."""
 
     def __init__(self, scheduler: Scheduler, store: Store) -> None:
         self._scheduler, self._store, self._reader = scheduler, store, store.reader

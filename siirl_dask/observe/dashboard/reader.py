@@ -20,18 +20,18 @@ _SLOW = 3.0  # seconds of reading after which the page says so
 
 @dataclass(slots=True)
 class Held(Generic[T]):
-    """What is known of a thing that is read."""
+    """An answer: it holds the newest reading, and how that went."""
 
     value: T | None = None
     error: str = ""
-    """What went wrong with the last reading; empty where nothing did."""
+    """The error of the last reading; empty where there was none."""
     version: int = 0
     """Grows with each reading."""
     read_at: float = float("-inf")
     """When it was read last, or begun to be: seconds of the monotonic clock."""
     reading: bool = False
     tag: Hashable = None
-    """What it depended on when it was read."""
+    """The tag with which it was read."""
     pause: float = 0.0
     """Seconds after which it is read again."""
 

@@ -7,15 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from bokeh.layouts import column, row
-from bokeh.models import (
-    ColumnDataSource,
-    DataTable,
-    Div,
-    NumberFormatter,
-    RadioButtonGroup,
-    StringFormatter,
-    TableColumn,
-)
+from bokeh.models import ColumnDataSource
+from bokeh.models.widgets import DataTable, Div, NumberFormatter, RadioButtonGroup, StringFormatter, TableColumn
 
 from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
 from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text
@@ -57,7 +50,7 @@ class SamplesPanel:
 
     @property
     def choice(self) -> Choice:
-        """What the viewer wants to see."""
+        """The samples that the viewer wants to see."""
         return list(Choice)[self._choice.active or 0]
 
     def show(self, rows: Sequence[SampleRow] | None, remark: str) -> None:

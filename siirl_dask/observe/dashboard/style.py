@@ -6,7 +6,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from bokeh.models import CustomJS, DataTable, HoverTool, Title
+from bokeh.models import CustomJS, HoverTool
+from bokeh.models.annotations import Title
+from bokeh.models.widgets import DataTable
 from bokeh.plotting import figure
 
 LINES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#d9534f", "#8c8c40", "#20a8b0", "#c7649a")

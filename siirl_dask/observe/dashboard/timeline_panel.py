@@ -6,7 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, Div, FactorRange, HBar, Range1d
+from bokeh.models import ColumnDataSource, FactorRange, Range1d
+from bokeh.models.glyphs import HBar
+from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 
 from siirl_dask.observe.dashboard.style import (
@@ -47,7 +49,8 @@ class TimelinePanel:
         self._bars = ColumnDataSource(_no_bars(), name="timeline bars")
         self._path = ColumnDataSource({"y": [], "left": [], "right": [], "worker": [], "name": [], "seconds": []})
         zoom = {"tools": "xbox_zoom,xpan,xwheel_zoom,reset", "toolbar_location": "right"}
-        self._past = plot("", tips, y_range=FactorRange(), x_range=Range1d(0, 1), height=150, **zoom)
+        self._lanes, self._lanes_now, self._window = FactorRange(), FactorRange(), Range1d(start=0, end=1)
+        self._past = plot("", tips, y_range=self._lanes, x_range=self._window, height=150, **zoom)
         self._past.toolbar.active_scroll = None  # the wheel scrolls the page
         self._past.toolbar.logo = None
         bars = self._past.add_glyph(self._bars, _hbar("y", "height"))
@@ -57,7 +60,7 @@ class TimelinePanel:
         self._past.xaxis.axis_label = "seconds"
         stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@told")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
-        self._now = plot("", stays, y_range=FactorRange(), x_range=Range1d(-_SECONDS, 0), height=120)
+        self._now = plot("", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120)
         shown = self._now.add_glyph(self._stays, _hbar("worker", _HEIGHT))
         hover_over(self._now, shown)
         self._now.xaxis.axis_label = "seconds ago, by the workers' heartbeats"
@@ -97,8 +100,8 @@ class TimelinePanel:
             data["cause"].append(bar.waits_for)
             data["nbytes"].append("" if bar.amount is None else f"{bar.amount:,}")
             data["step"].append(str(bar.step))
-        self._past.y_range.factors = list(reversed(past.workers))
-        self._past.x_range.end = past.seconds or 1
+        self._lanes.factors = list(reversed(past.workers))
+        self._window.end = past.seconds or 1
         self._past.height = 60 + _PIXELS * max(1, len(past.workers))
         self._bars.data = data
         known = set(past.workers)
@@ -128,8 +131,8 @@ class TimelinePanel:
                 data["name"].append(stay.place)
                 data["seconds"].append(stay.end - stay.start)
                 data["told"].append("waits for other workers" if stay.waits else "")
-        if list(reversed(workers)) != self._now.y_range.factors:
-            self._now.y_range.factors = list(reversed(workers))
+        if list(reversed(workers)) != self._lanes_now.factors:
+            self._lanes_now.factors = list(reversed(workers))
             self._now.height = 60 + _PIXELS * max(1, len(workers))
         self._now.visible = bool(workers)
         self._stays.data = data

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from bokeh.layouts import row
-from bokeh.models import Button, Div, MultiChoice, Select
+from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
 from siirl_dask.observe.bottleneck import Bottleneck
 from siirl_dask.observe.curves import latest
@@ -20,6 +21,7 @@ class TopPanel:
     """Shows the run's state, and lets the viewer choose the run, and others beside it."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
+        self._newest = ""
         self._run = Select(title="run", options=[], width=220, stylesheets=[WIDGETS])
         self._run.on_change("value", lambda attribute, old, new: changed())
         self._others = MultiChoice(
@@ -42,12 +44,12 @@ class TopPanel:
 
     def offer(self, runs: Sequence[LiveRun]) -> None:
         """Offer these runs, the newest last, which is taken at first."""
-        options = [(run.url, run.name or run.url) for run in reversed(runs)]
+        options: list[str | tuple[Any, str]] = [(run.url, run.name or run.url) for run in reversed(runs)]
         if options != self._run.options:
-            newest_was_watched = not self.run or self.run == (self._run.options or [("",)])[0][0]
+            watches_newest, self._newest = self.run == self._newest, runs[-1].url
             self._run.options = options
-            if options and newest_was_watched:
-                self._run.value = options[0][0]
+            if watches_newest:
+                self._run.value = self._newest
 
     def offer_others(self, names: Sequence[str]) -> None:
         """Offer to show these runs over the one that is watched."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bokeh.layouts import column, row
-from bokeh.models import ColumnDataSource, DataTable, FactorRange, LogColorMapper, NumberFormatter, TableColumn
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, LogColorMapper
+from bokeh.models.widgets import DataTable, NumberFormatter, TableColumn
 from bokeh.plotting import figure
 
 from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
@@ -56,17 +58,19 @@ class WorkersPanel:
         )  # fmt: skip
         redraw_rows(table)
         self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", "memory", "spilled", "device")})
+        self._names = FactorRange()
         self._tokens = self._bar_plot("tokens generated, last step", "@tokens{0,0}", [("tokens", LINES[0])])
         memory = [("memory", LINES[2]), ("spilled", STORAGE), ("device", LINES[3])]
         self._memory = self._bar_plot("memory and spilled, MB", "@memory{0,0} @spilled{0,0} @device{0,0}", memory)
         self._cells = ColumnDataSource(
             {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")}, name="matrix"
         )
+        self._sources, self._targets = FactorRange(), FactorRange()
         self._matrix = plot(
             "bytes from (left) to (below), steps as above",
             [("from, to", "@source, @target"), ("", "@told"), ("by", "@way")],
-            x_range=FactorRange(),
-            y_range=FactorRange(),
+            x_range=self._targets,
+            y_range=self._sources,
             height=220,
         )
         mapper = LogColorMapper(palette=_BLUES, low=1, high=10)
@@ -83,10 +87,11 @@ class WorkersPanel:
         hover_over(self._matrix, cells)
         self._matrix.grid.visible = False
         self._engine = ColumnDataSource({"xs": [], "ys": [], "worker": [], "colour": []})
-        self._requests = plot("requests that engines have under way", [("worker", "@worker")], height=220)
+        self._requests = plot(
+            "requests that engines have under way", [("worker", "@worker")], height=220, y_range=DataRange1d(start=0)
+        )
         lines = self._requests.multi_line("xs", "ys", source=self._engine, line_color="colour", line_width=1.6)
         hover_over(self._requests, lines)
-        self._requests.y_range.start = 0
         self._requests.xaxis.axis_label = "seconds"
         plots = row(self._matrix, self._requests, self._tokens, self._memory, sizing_mode="stretch_width")
         self.root = column(table, plots, sizing_mode="stretch_width")
@@ -111,9 +116,8 @@ class WorkersPanel:
         }
         shown = states[:_MOST]
         names = [one.worker for one in shown]
-        for fig in (self._tokens, self._memory):
-            if fig.x_range.factors != names:
-                fig.x_range.factors = names
+        if self._names.factors != names:
+            self._names.factors = names
         self._bars.data = {
             "worker": names,
             "tokens": [one.tokens for one in shown],
@@ -132,7 +136,7 @@ class WorkersPanel:
         pairs = {pair: ways for pair, ways in moved.ways.items() if {*pair} <= {*shown}}
         most = max((ways.total() for ways in pairs.values()), default=1)
         self._mapper.low, self._mapper.high = max(1, most / 1e4), max(10, most)
-        self._matrix.x_range.factors, self._matrix.y_range.factors = shown, shown[::-1]
+        self._targets.factors, self._sources.factors = shown, shown[::-1]
         self._cells.data = {
             "source": [source for source, _ in pairs],
             "target": [target for _, target in pairs],
@@ -151,8 +155,9 @@ class WorkersPanel:
         }
 
     def _bar_plot(self, title: str, tip: str, bars: Sequence[tuple[str, str]]) -> figure:
-        fig = plot(title, [("worker", "@worker"), ("", tip)], x_range=FactorRange(), height=220)
-        fig.y_range.start = 0
+        fig = plot(
+            title, [("worker", "@worker"), ("", tip)], x_range=self._names, y_range=DataRange1d(start=0), height=220
+        )
         fig.xgrid.visible = False
         drawn = fig.vbar_stack(
             [name for name, _ in bars], x="worker", width=0.6, source=self._bars, color=[colour for _, colour in bars]
@@ -173,7 +178,7 @@ _COLUMNS = {
 }
 
 
-def _format(name: str) -> dict[str, object]:
+def _format(name: str) -> dict[str, Any]:
     if name in ("worker", "host", "place"):
         return {}
     return {"formatter": NumberFormatter(format="0,0.0" if name == "rate" else "0,0", text_align="right")}

@@ -71,7 +71,7 @@ def url(tmp_path):
 
 @pytest.fixture
 def store(url):
-    """What a scheduler knows of that run."""
+    """The run as a scheduler knows it."""
     store = Store()
     store.begin(about(url, members={"0": "tcp://a:1", "1": "tcp://a:2"}, steps=9))
     for at in (1, 2):

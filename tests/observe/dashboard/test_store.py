@@ -1,4 +1,4 @@
-"""What a scheduler keeps of runs: bounded however many steps and runs there are, and nothing malformed."""
+"""A scheduler keeps of runs what is small: bounded however many steps and runs there are, and nothing malformed."""
 
 import math
 import threading
