@@ -20,22 +20,24 @@ def free_port():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path):
     port = free_port()
     with browser_page() as (page, errors):
+        page.set_default_timeout(90_000)  # the run and the browser share the machine with other tests
         run = start("run.steps=100000", f"observe.dashboard_port={port}", "data.batch_size=8", "rollout.n=2")
         run.wait_for_steps(2)
         page.goto(f"http://127.0.0.1:{port}/status")
         page.click('a[href="siirl"]')
-        page.wait_for_function("() => window.Bokeh && Bokeh.documents.length > 0", timeout=30_000)
+        page.wait_for_function("() => window.Bokeh && Bokeh.documents.length > 0", polling=300)
         for name in ("curve reward", "timeline bars", "live bars", "sample rows", "worker rows", "matrix"):
-            page.wait_for_function(f"(name) => ({DATA})(name) > 0", arg=name, timeout=30_000)
+            page.wait_for_function(f"(name) => ({DATA})(name) > 0", arg=name, polling=300)
         page.click(".slick-row >> nth=1")
-        page.wait_for_selector("pre.siirl-text", timeout=15_000)
+        page.wait_for_selector("pre.siirl-text")
         assert page.locator("pre.siirl-text").count() >= 2
         assert page.locator("pre.siirl-text span[title]").count() > 0, "its tokens have colours"
         before = page.evaluate(DATA, "curve reward")
-        page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, timeout=15_000)
+        page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, polling=300)
         first = page.locator(".slick-row .slick-cell").first
         shown = int(first.inner_text())
         for _ in range(100):
