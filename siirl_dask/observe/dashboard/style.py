@@ -73,8 +73,6 @@ WIDGETS = """
   background: var(--card) !important; }
 .choices__list--multiple .choices__item { background: var(--accent) !important;
   border-color: var(--accent) !important; }
-select.bk-input { background-image: url("data:image/svg+xml;utf8,<svg xmlns='http://www.w3.org/2000/svg' width='10'
- height='6'><path d='M0 0h10L5 6z' fill='%237b858f'/></svg>") !important; }
 label, .bk-input-group label { color: var(--soft); }
 .bk-btn { background: var(--card) !important; color: var(--ink) !important; border-color: var(--line) !important; }
 .bk-btn.bk-active { background: var(--hover) !important; color: var(--accent) !important; font-weight: 600;
