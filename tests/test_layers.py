@@ -18,7 +18,7 @@ LAYERS = (
     {"algorithms", "rewards"},
     {"coordinator", "rollout", "training", "observe"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
-    {"recipes"},
+    {"recipes", "observe/dashboard"},
     {"driver"},
     {"commands", "testing"},
     {"cli"},
@@ -29,10 +29,14 @@ each other, but for the second line, which is the ground that all stand on."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUND = LAYERS[1]
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
-DASK = ("coordinator/transport/dask_streams.py", "worker/", "driver/")
+APART = {"observe/dashboard": "it reads run folders, serves a page from Dask's scheduler, and is nothing a run needs"}
+"""Folders within a room that are rooms of their own in the table of layers, and why."""
+DASK = ("coordinator/transport/dask_streams.py", "worker/", "driver/", "observe/dashboard/")
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
+    "bokeh": ("observe/dashboard/",),
+    "tokenizers": ("observe/dashboard/", "tasks/"),
     "transformers": ("models/", "rollout/", "training/", "tasks/", "testing/"),
     "vllm": ("rollout/", "testing/"),
     "torch.distributed": (
@@ -75,7 +79,11 @@ def within(path: Path) -> str:
 
 def part_of(path: Path) -> str:
     """The room of a file, or the file itself where it lies on the ground floor."""
-    return "siirl_storage" if "siirl_storage" in path.parts else within(path).split("/")[0].removesuffix(".py")
+    if "siirl_storage" in path.parts:
+        return "siirl_storage"
+    own = within(path)
+    apart = next((room for room in APART if own.startswith(f"{room}/")), None)
+    return apart or own.split("/")[0].removesuffix(".py")
 
 
 def walk(tree: ast.AST, skipped: set[str]) -> Iterator[ast.AST]:
@@ -116,6 +124,8 @@ def target_part(name: str) -> str | None:
         return "siirl_storage"
     if parts[0] != "siirl_dask" or len(parts) == 1:
         return None
+    if (apart := "/".join(parts[1:3])) in APART:
+        return apart
     exists = (ROOT / "siirl_dask" / parts[1]).is_dir() or (ROOT / "siirl_dask" / f"{parts[1]}.py").is_file()
     return parts[1] if exists else None
 

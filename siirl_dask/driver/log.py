@@ -15,6 +15,7 @@ from siirl_dask.config.file.coerce import plain
 from siirl_dask.driver.ending import ending, failure_of
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
+from siirl_dask.driver.run_page import RunPage
 from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
@@ -68,6 +69,8 @@ class RunLog:
     """Failures after which the run went on by itself, and changes of the number of workers."""
     workers: int = field(init=False)
     """Workers that train, or did so last."""
+    page: RunPage = field(default_factory=RunPage)
+    """The run's page on the dashboard."""
     _started: float | None = None
     _seconds_before: float = 0.0
     _latest: dict[str, float] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class RunLog:
             assert self._metrics is not None
             self._metrics.write(record)
             self._tracker.write(record)
+        self.page.write(record)
         self._remember(record)
         if phase is Phase.TRAIN:
             self.progress.step(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
+from distributed import Client
 from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
@@ -116,7 +117,7 @@ def _try_until_done(job: Job, log: RunLog) -> None:
                         with workers_needed(client, group.members):
                             tried = prepare_try(job, log, client, group, groups, last)
                     earlier, last = last, tried.driver
-                    _drive(tried, log, client.dashboard_link, restarts, earlier)
+                    _drive(tried, log, client, restarts, earlier)
                     return
                 except SiirlError as error:
                     if not restarts.after(error, log.steps):
@@ -156,13 +157,14 @@ def _note_start(log: RunLog) -> None:
         log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
 
 
-def _drive(tried: Try, log: RunLog, dashboard: str, restarts: Restarts, earlier: Driver | None) -> None:
+def _drive(tried: Try, log: RunLog, client: Client, restarts: Restarts, earlier: Driver | None) -> None:
     """Have the driver run every iteration, and log or commit each as it is done."""
     config, resume, driver, workers = log.config, log.resume, tried.driver, len(tried.group.members)
     log.workers, step_done = workers, time.monotonic()
     with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
         tried.prepare_folder()
-        log.begin(dashboard)
+        members, url = tried.group.members, log.attempt.url
+        log.begin(log.page.begin(client, config, url, driver.plugin, members, log.resume.done))
         for note in tried.notes:
             log.progress.note(note)
         restarts.at_work(log.resume.done, workers, sum(map(bool, driver.kept.values())))

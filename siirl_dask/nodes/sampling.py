@@ -171,7 +171,9 @@ def add_samples(
     samples = [sample.generation for sample in sampled]
     ctx.log("samples", len(samples), Reduce.SUM)
     ctx.log("tokens", sum(rows[TOKENS].to_pylist()), Reduce.SUM)
-    ctx.log("response/length", [len(sample.token_ids) for sample in samples])
+    lengths = [len(sample.token_ids) for sample in samples]
+    ctx.log("response/length", lengths)
+    ctx.log("response/length_std", lengths, Reduce.STD)
     ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
     return rows
 

@@ -90,7 +90,7 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
     for span in spans:
         if span.phase != START:
             by_worker[span.worker].append(span)
-    causes = _Causes(spans)
+    causes = WaitCauses(spans)
     start = _start(spans)
     workers = [_worker_time(worker, by_worker[worker], causes) for worker in in_order(by_worker)]
     steps = len({span.step for span in spans if not span.is_count}) or 1
@@ -139,7 +139,7 @@ def _start(spans: Sequence[TraceSpan]) -> NodeTime | None:
     return NodeTime(longest.name, longest.worker, longest.duration / 1e9, longest.duration / max(1, wall), None)
 
 
-def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: _Causes) -> WorkerTime:
+def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: WaitCauses) -> WorkerTime:
     own = [span for span in spans if not span.beside]
     time = WorkerTime(worker)
     if not own:
@@ -156,7 +156,7 @@ def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: _Causes) -> Wo
     return time
 
 
-class _Causes:
+class WaitCauses:
     """Finds the worker that a wait was for: the last to publish rows or weights, or the one that waited least."""
 
     def __init__(self, spans: Sequence[TraceSpan]) -> None:
@@ -171,14 +171,16 @@ class _Causes:
             elif span.lane is Lane.WAIT and span.what == "peers":
                 self._peers[key][span.worker] += span.duration
 
+    def made(self, wait: TraceSpan) -> TraceSpan | None:
+        """Return the last publication of what a wait was for; None where it was there before, or is not known."""
+        last = self._published.get((wait.name, wait.sequence)) if wait.what in ("rows", "weights") else None
+        return last if last is not None and last.end > wait.start else None
+
     def of(self, wait: TraceSpan) -> str:
-        key = wait.name, wait.sequence
-        if (
-            wait.what in ("rows", "weights")
-            and (last := self._published.get(key)) is not None
-            and last.end > wait.start
-        ):
+        """Return the worker that a wait was for; an empty text where it is not known."""
+        if (last := self.made(wait)) is not None:
             return last.worker
+        key = wait.name, wait.sequence
         if wait.what == "peers" and len(waited := self._peers[key]) > 1:
             least = min(waited, key=lambda worker: waited[worker])
             return least if least != wait.worker else ""

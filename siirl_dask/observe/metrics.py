@@ -155,6 +155,11 @@ def read_attempts(url: str) -> list[tuple[Record, int]]:
         text = fs.cat_file(path)
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
+    return parse_attempts(text, name)
+
+
+def parse_attempts(text: bytes, name: str) -> list[tuple[Record, int]]:
+    """Return what ``read_attempts`` does of a file's text; ``name`` is the file's, for errors."""
     lines = enumerate(whole_lines(text).splitlines(), start=1)
     return last_records(decode(line, f"{name}, line {number}") for number, line in lines)
 

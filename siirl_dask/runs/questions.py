@@ -83,7 +83,7 @@ def _extreme(rollouts: Rollouts, count: int, order: str) -> pa.Table:
         raise DataError(f"no sample of the table {rollouts.name!r} has a reward")
     places = list(zip(*rows.to_pydict().values(), strict=True))
     chosen = ", ".join(f"({number}, {step}, {row})" for number, (step, row) in enumerate(places))
-    columns = ", ".join([*_texts(rollouts), f"{_length(rollouts)} AS {RESPONSE_TOKENS}", *_there(rollouts, _SHOWN)])
+    columns = ", ".join([*texts(rollouts), f"{_length(rollouts)} AS {RESPONSE_TOKENS}", *_there(rollouts, _SHOWN)])
     return rollouts.table(
         f"SELECT step, row_id, {columns} FROM {rollouts.of_steps(sorted({step for step, _ in places}))} "
         f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY chosen.number"
@@ -194,7 +194,7 @@ def _length(rollouts: Rollouts) -> str:
     return "len(response_ids)"
 
 
-def _texts(rollouts: Rollouts) -> list[str]:
+def texts(rollouts: Rollouts) -> list[str]:
     """Return SQL for the columns ``prompt``, ``response`` and ``answer``, as text, of those that there are."""
     named = {PROMPT: _prompt(rollouts), RESPONSE: _one(rollouts, RESPONSE), ANSWER: _one(rollouts, ANSWER)}
     return [f"{_text(rollouts, column)} AS {name}" for name, column in named.items() if column]

@@ -20,7 +20,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
 from siirl_storage.files import at, list_files
 
-from siirl_dask.coordinator.stored_rows import step_of
+from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError, SiirlError, did_you_mean
 
 if TYPE_CHECKING:
@@ -93,6 +93,10 @@ class Rollouts:
         with as_data_error():
             return self.sql(sql, parameters).to_arrow_table()
 
+    def limit(self) -> None:
+        """Take one thread and little memory: somebody else's process reads, such as a scheduler's."""
+        self._connection.execute("SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false")
+
     def of_steps(self, steps: Sequence[int]) -> str:
         """Return a table expression for SQL that reads the parts of these steps alone."""
         return _source(self.fs, [path for step in steps for path in self.files[step]])
@@ -121,8 +125,6 @@ def open_rollouts(
 
     With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such table or step.
     """
-    import duckdb  # here, so that reading a config does not load it
-
     if not _NAME.fullmatch(table):
         raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
     try:
@@ -145,6 +147,51 @@ def open_rollouts(
         there = f"{min(counted)} to {max(counted)}"
         raise DataError(f"{url!r} has saved no {in_words(steps)} of {table!r}: it has {len(counted)} steps, {there}")
     files = {step: [at(root, part) for part in parts] for step, parts in chosen.items()}
+    with _opened(fs, table, files, remark) as rollouts:
+        yield rollouts
+
+
+@contextmanager
+def open_newest(
+    url: str, steps: Sequence[int], *, table: str = TABLE, most_bytes: int = 2**26
+) -> Iterator[Rollouts | None]:
+    """Open the samples of those of ``steps`` that are whole; None if none is. No other step's folder is looked into.
+
+    Of more than ``most_bytes`` of files the newest steps' first parts count, one at least. DataError for a store that
+    cannot be read, and for a damaged record.
+    """
+    try:
+        fs, root = open_fs(join(url, table))
+        sizes = {
+            f"{step_name(step)}/{name}": size
+            for step in steps
+            for name, size in list_files(fs, at(root, step_name(step))).items()
+        }
+        whole = whole_folders(fs, root, sizes)
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
+    files: dict[int, list[str]] = {}
+    room = most_bytes
+    for step in sorted(steps, reverse=True):
+        for part in whole.get(step_name(step), ()):
+            room -= sizes[part]
+            if room >= 0 or not files:
+                files.setdefault(step, []).append(at(root, part))
+    if not files:
+        yield None
+        return
+    with _opened(fs, table, dict(sorted(files.items())), "") as rollouts:
+        rollouts.limit()
+        yield rollouts
+
+
+@contextmanager
+def _opened(fs: AbstractFileSystem, table: str, files: Mapping[int, Sequence[str]], remark: str) -> Iterator[Rollouts]:
+    """Open these parts of a table as a view of its name."""
+    import duckdb  # here, so that reading a config does not load it
+
     with duckdb.connect() as connection:
         if not isinstance(fs, LocalFileSystem):
             connection.register_filesystem(fs)

@@ -15,7 +15,7 @@ from siirl_storage.files import at, list_files
 from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows
 
-from siirl_dask.coordinator.stored_rows import step_folder, step_of
+from siirl_dask.coordinator.stored_rows import step_folder, step_name, step_of
 from siirl_dask.errors import DataError
 from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.observe.summary import Slowest
@@ -94,11 +94,36 @@ def read_trace(
         chosen = _newest(parts, files, most_bytes, most_parts)
     else:
         chosen = _asked(url, parts, files, steps, most_bytes)
-    paths = [(step, at(root, path)) for step in chosen for path in parts[step]]
+    return Trace(_spans(fs, root, parts, chosen), chosen, sorted(parts))
+
+
+def read_newest(url: str, steps: Sequence[int], *, most_bytes: int, most_parts: int) -> Trace:
+    """Return the trace of the newest of ``steps`` that there are and fit, one at least; no other step is looked for.
+
+    DataError for a store that cannot be read, and for damaged parts. A trace without spans where there is none.
+    """
+    try:
+        fs, root = open_fs(join(url, TRACE))
+        files = {
+            f"{step_name(step)}/{name}": size
+            for step in steps
+            for name, size in list_files(fs, at(root, step_name(step))).items()
+        }
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
+    parts = _parts(files)
+    chosen = _newest(parts, files, most_bytes, most_parts) if parts else []
+    return Trace(_spans(fs, root, parts, chosen), chosen, sorted(parts))
+
+
+def _spans(
+    fs: AbstractFileSystem, root: str, parts: Mapping[int, Sequence[str]], steps: Sequence[int]
+) -> list[TraceSpan]:
+    paths = [(step, at(root, path)) for step in steps for path in parts[step]]
     with ThreadPoolExecutor(_READERS) as pool:  # on an object store each costs a round trip
-        tables = pool.map(lambda item: (item[0], _read(fs, item[1])), paths)
-        spans = read_spans(tables)
-    return Trace(spans, chosen, sorted(parts))
+        return read_spans(pool.map(lambda item: (item[0], _read(fs, item[1])), paths))
 
 
 def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace | None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.host import resident_memory
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
+from siirl_dask.observe.transfers import record_transfers
 from siirl_dask.planner import (
     Chain,
     Drop,
@@ -51,6 +52,7 @@ class ChainRun:
         """Follow the chain's links and return the logged metrics. Aborted when the worker is told to stop."""
         traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
         peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
+        sources, shared = dict(traffic.by_worker), dict(traffic.shared_by_worker)
         self._begin_early(chain)
         self.calls.reloaded = reloaded_after(chain)
         try:
@@ -61,6 +63,8 @@ class ChainRun:
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
         context.log("bytes/early", traffic.early - early, Reduce.SUM)
         context.log("bytes/process", psutil.Process().memory_info().rss, Reduce.MAX)
+        came = sources, traffic.by_worker, (shared, traffic.shared_by_worker)
+        record_transfers(self.calls.runtime.trace, *came, time.monotonic_ns())
         return self.calls.metrics
 
     def _begin_early(self, chain: Chain) -> None:

@@ -21,6 +21,8 @@ class Traffic:
     early: int = 0
     """Bytes that had come before their table was whole and were not fetched again."""
     by_worker: Counter[str] = field(default_factory=Counter)
+    shared_by_worker: Counter[str] = field(default_factory=Counter)
+    """The part of them that came through shared memory."""
 
     @property
     def total(self) -> int:
@@ -39,3 +41,4 @@ class Traffic:
     def add_shared(self, worker: str, nbytes: int) -> None:
         self.shared_memory += nbytes
         self.by_worker[worker] += nbytes
+        self.shared_by_worker[worker] += nbytes

@@ -1,0 +1,89 @@
+"""Tells the scheduler's page of a run what the driver knows: where the run is, and a small record per step.
+
+Nothing that goes wrong here is the run's business: it says so in the log, and goes on without a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from siirl_dask.config import Config
+from siirl_dask.driver.calls import complete
+from siirl_dask.observe import Record
+from siirl_dask.observe.dashboard.plugin import NAME, PATH, PagePlugin
+
+logger = logging.getLogger("siirl_dask.driver")
+_TIMEOUT = 10.0  # seconds for the scheduler to add the page
+_STATUS = "/status"  # end of the address of Dask's own first page
+
+
+class RunPage:
+    """The page of one run, as far as a scheduler has one. Without one, every method does nothing."""
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._url = ""
+
+    def begin(
+        self, client: Client, config: Config, url: str, plugin: str, members: Mapping[str, str], done: int
+    ) -> str:
+        """Show the run on the client's scheduler, or show it again; return the address to print.
+
+        That is the page's, or Dask's own where there is none, because ``observe.dashboard`` or the scheduler's
+        dashboard is off. ``members`` are workers and addresses, ``done`` the steps trained before.
+        """
+        address = client.dashboard_link or ""
+        self._client = None
+        if not config.observe.dashboard:
+            return address
+        about = {
+            "url": url,
+            "name": config.run.name,
+            "plugin": plugin,
+            "members": dict(members),
+            "done": done,
+            "steps": config.run.steps,
+            "tokenizer": _tokenizer(config.model.path),
+        }
+        try:
+            complete(client, lambda: client.register_plugin(PagePlugin()), timeout=_TIMEOUT)
+            shown = complete(client, lambda: _call(client, "begin", about=about), timeout=_TIMEOUT)
+        except Exception as error:  # whatever a scheduler answers: a run needs no page
+            logger.info("the dashboard has no page of the run: %s: %s", type(error).__name__, error)
+            return address
+        if not shown:
+            return address
+        self._client, self._url = client, url
+        at_usual_place = address.endswith(_STATUS)  # Dask's configuration may say another: distributed.dashboard.link
+        return address.removesuffix(_STATUS) + f"/{PATH}" if at_usual_place else address
+
+    def write(self, record: Record) -> None:
+        """Show a record; nobody waits until it is there."""
+        client = self._client
+        if client is None or client.status != "running" or client.loop is None:
+            return
+        told = _told(client, "record", url=self._url, record={**record, "phase": str(record["phase"])})
+        asyncio.run_coroutine_threadsafe(told, client.loop.asyncio_loop)  # type: ignore[attr-defined]
+
+
+async def _told(client: Client, operation: str, **arguments: Any) -> None:
+    try:
+        await _call(client, operation, **arguments)
+    except Exception as error:  # a scheduler that is gone: others find out, and say so
+        logger.debug("the page was not told: %s: %s", type(error).__name__, error)
+
+
+async def _call(client: Client, operation: str, **arguments: Any) -> Any:
+    return await getattr(client.scheduler, f"{NAME}-{operation}")(**arguments)
+
+
+def _tokenizer(model: str) -> str:
+    """Return the path of a local model's ``tokenizer.json``, with which tokens become text; empty without one."""
+    path = Path(model) / "tokenizer.json"
+    return str(path.absolute()) if "://" not in model and path.is_file() else ""
