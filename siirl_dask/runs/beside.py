@@ -7,7 +7,7 @@ from siirl_storage.files import parent
 
 from siirl_dask.errors import DataError
 from siirl_dask.observe.curves import thinned
-from siirl_dask.observe.metrics import FILE, Record, parse_metrics
+from siirl_dask.observe.metrics import FILE, Record, parse_attempts
 
 _MOST_RUNS = 200
 _MOST_BYTES = 2**24
@@ -51,4 +51,4 @@ def metrics_tail(url: str, most: int) -> list[Record]:
         raise DataError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
     if size > _MOST_BYTES:
         text = text[text.find(b"\n") + 1 :]
-    return thinned(parse_metrics(text, name), most)
+    return thinned([record for record, _ in parse_attempts(text, name)], most)
