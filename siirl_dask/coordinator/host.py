@@ -24,12 +24,3 @@ def shared_memory_domain() -> str:
 def physical_memory() -> int:
     """Bytes of memory of this machine: the bound on what a peer can make this process allocate or read at once."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def resident_memory() -> int | None:
-    """Return the bytes of this process that are in memory, shared ones included; None where there is no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,6 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.coordinator.host import resident_memory
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
 from siirl_dask.observe.transfers import record_transfers
 from siirl_dask.planner import (
@@ -62,7 +61,7 @@ class ChainRun:
         context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
         context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
         context.log("bytes/early", traffic.early - early, Reduce.SUM)
-        context.log("bytes/process", psutil.Process().memory_info().rss, Reduce.MAX)
+        context.log("bytes/process", _resident_memory(), Reduce.MAX)
         came = sources, traffic.by_worker, (shared, traffic.shared_by_worker)
         record_transfers(self.calls.runtime.trace, *came, time.monotonic_ns())
         return self.calls.metrics
@@ -100,7 +99,7 @@ class ChainRun:
                 case Run(node, inputs, columns):
                     with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name) as span:
                         tables[node.name] = self.calls.call(node, inputs, columns)
-                        span.amount = resident_memory() if runtime.trace.enabled else None
+                        span.amount = _resident_memory() if runtime.trace.enabled else None
                 case Stream():
                     weight_stream.run(link, self.calls)
                 case Send(edge):
@@ -175,3 +174,9 @@ class _Timed:
         self._meter.__exit__(*error)
         metric = self._metrics.setdefault(f"seconds/{self._name}", Metric(Reduce.MAX))
         metric.add(time.perf_counter() - self._started)
+
+
+def _resident_memory() -> int:
+    """Return the bytes of this process that are in memory, shared ones included."""
+    resident: int = psutil.Process().memory_info().rss
+    return resident
