@@ -15,8 +15,7 @@ import pytest
 
 from siirl_dask.nodes import score
 from tests.clusters import local_cluster
-from tests.e2e import test_elastic
-from tests.e2e.test_elastic import Gates, begin, seen, watched  # noqa: F401
+from tests.e2e.test_elastic import Gates, begin, seen, with_notes  # noqa: F401
 
 LOSSES, FIRST, BETWEEN = 3, 12, 8
 """Workers that are lost, the step in which the first one is, and the steps between two."""
@@ -39,20 +38,19 @@ score_and_note.__contract__ = replace(score.__contract__, depends_on_options=Non
 
 
 def noting(dag, seen):  # noqa: F811
-    dag = watched(dag, seen)
+    dag = with_notes(dag, seen)
     return dag.replace("reward", fn=partial(score_and_note, seen=seen, **dag.node("reward").options))
 
 
 @pytest.mark.sweep
-def test_memory_after_lost_workers_is_what_it_was_before(begin, seen, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(test_elastic, "watched", noting)
+def test_memory_after_lost_workers_is_what_it_was_before(begin, seen):  # noqa: F811
     gates, steps = Gates(seen), FIRST + LOSSES * BETWEEN
     with local_cluster(2) as cluster:
         stayed = cluster.workers[0].pid
         for number in range(LOSSES):
             gates.at(FIRST + number * BETWEEN, lambda: os.kill(cluster.workers[1].pid, signal.SIGKILL))
         settings = [f"run.steps={steps}", "cluster.workers=2", "checkpoint.every=4"]
-        run = begin("run", cluster.scheduler_address, *settings)
+        run = begin("run", cluster.scheduler_address, *settings, change=noting)
         gates.check()
     assert len(run.summary.restarts) == LOSSES
     lines = [[float(part) for part in line.split()] for line in (seen / f"memory-{stayed}").read_text().splitlines()]
