@@ -201,6 +201,7 @@ def test_of_a_whole_group_that_is_killed_at_once_nothing_is_left(trapped, place)
     assert not left
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cluster_of_its_own_leaves_no_semaphore_after_kill_9(start):
     run = start("run.steps=100000")
     run.wait_for_steps(1)

@@ -66,6 +66,7 @@ def test_a_driver_that_is_stopped_and_wakes_up_is_fenced_and_deletes_nothing(sta
         assert rows.equals(straight.table("rollouts", step).select(EXACT)), step
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_while_the_first_is_alive_and_changes_nothing(start, digits_task, tmp_path, capsys):
     first = start(*ONE, "run.steps=100000", "run.lease=6")
     first.wait_for_steps(1)

@@ -80,6 +80,7 @@ def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, 
     assert json.loads((run.url / "summary.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_on_an_existing_cluster_names_its_busy_workers(start, tmp_path):
     entered = tmp_path / "entered"
     with local_cluster(1, env={"NEVER_RETURNS": str(entered)}) as cluster:

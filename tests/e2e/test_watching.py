@@ -18,6 +18,7 @@ PROFILED = ["profile.steps=[2]", "profile.roles=[policy]"]
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], policy: [1]}"]
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback_while_a_run_is_under_way(start):
     run = start("run.steps=100000", "cluster.workers=2", "cluster.placement={rollout: [0], policy: [0, 1]}")
     run.wait_for_steps(1)

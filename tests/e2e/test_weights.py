@@ -74,6 +74,7 @@ def with_fn(name, fn):
     return change
 
 
+@pytest.mark.slow
 def test_whole_and_partial_weights_give_the_same_run_in_any_placement(train):
     whole = train("whole", "run.steps=2", change=with_fn("load_weights", load_whole))
     others = [

@@ -44,7 +44,7 @@ def test_a_link_that_is_down_for_less_than_the_peer_timeout_costs_nothing_but_ti
     assert driver.steps() == 20
 
 
-@pytest.mark.parametrize("event", ["pull", "power_off"])
+@pytest.mark.parametrize("event", ["pull", pytest.param("power_off", marks=pytest.mark.sweep)])
 def test_a_worker_that_is_cut_off_is_named_before_the_run_is_tidied_up(cluster_of_three, digits_on, event):
     lab, cluster = cluster_of_three()
     driver = digits_on(cluster, lab.hosts[0], "run.steps=100000", "run.max_restarts=0")

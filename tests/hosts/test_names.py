@@ -11,10 +11,13 @@ from siirl_dask.testing.hosts import Lab, Names
 from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
+SWEEP = pytest.mark.sweep
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("names", Names)
+@pytest.mark.parametrize(
+    "names", [Names.LOOPBACK, *(pytest.param(names, marks=SWEEP) for names in Names if names is not Names.LOOPBACK)]
+)
 def test_a_run_across_hosts_does_not_care_what_their_names_resolve_to(cluster_of_three, digits_on, names):
     lab, cluster = cluster_of_three(names=names)
     assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
@@ -27,7 +30,7 @@ def test_a_run_across_hosts_goes_over_ipv6(cluster_of_three, digits_on):
     assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=SWEEP), "vllm"])
 def test_no_process_of_a_run_on_one_machine_listens_to_its_network(digits_task, tmp_path, engine):
     """The host's name leads to its address on the network: where gloo listens by default."""
     overrides = [

@@ -70,6 +70,7 @@ def assert_takes_adapters(engine, folder):
     assert engine.generate(PROMPTS, range(len(PROMPTS)), SAMPLING) == samples
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_on_adapters_in_layers(tmp_path, caplog):
     """Merged ones are tried by the conformance suite: that is what vLLM gets on a CPU."""
     folder = tiny_model(tmp_path / "model", seed=1)

@@ -24,6 +24,7 @@ from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_train
 from tests.settings import rollout_config
 
 DEVICE = Device("w0")
+SWEEP = pytest.mark.sweep
 
 
 def rollout_of(**settings):
@@ -80,7 +81,15 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("vllm") / "model", seed=1)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("qwen3", False),
+        ("qwen2", True),
+        pytest.param("llama", True, marks=SWEEP),
+        pytest.param("llama", False, marks=SWEEP),
+    ],
+)
 def test_logprobs_equal_the_trainers_for_each_family(tmp_path, family, tied):
     folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
     with running(folder) as engine:
