@@ -21,12 +21,17 @@ def free_port():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path):
-    port = free_port()
+def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
+    """The run stands still while a sample is clicked: a browser without a GPU has no time between tiny steps."""
+    port, gate = free_port(), tmp_path / "gate"
+    monkeypatch.setenv("WAITED_FOR", str(gate))
+    gate.touch()
+    waits = "rewards.function=tests.e2e.rewards:waits_for_a_file"
     with browser_page() as (page, errors):
         page.set_default_timeout(90_000)  # the run and the browser share the machine with other tests
-        run = start("run.steps=100000", f"observe.dashboard_port={port}", "data.batch_size=8", "rollout.n=2")
-        run.wait_for_steps(2)
+        run = start(waits, "run.steps=100000", f"observe.dashboard_port={port}", "data.batch_size=8", "rollout.n=2")
+        run.wait_for_steps(4)
+        gate.unlink()
         page.goto(f"http://127.0.0.1:{port}/status")
         page.click('a[href="siirl"]')
         page.wait_for_function("() => window.Bokeh && Bokeh.documents.length > 0", polling=300)
@@ -37,9 +42,10 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path):
         assert page.locator("pre.siirl-text").count() >= 2
         assert page.locator("pre.siirl-text span[title]").count() > 0, "its tokens have colours"
         before = page.evaluate(DATA, "curve reward")
+        shown = int(page.locator(".slick-row .slick-cell").first.inner_text())
+        gate.touch()
         page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, polling=300)
         first = page.locator(".slick-row .slick-cell").first
-        shown = int(first.inner_text())
         for _ in range(100):
             if int(first.inner_text()) > shown:
                 break

@@ -6,6 +6,7 @@ import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bokeh.events import ButtonClick
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _EVERY_MS = 500
 _OTHERS = 5.0  # seconds between two readings of what this run's steps do not change
+_CALM = 4.0  # seconds for which the samples stay: rows that change under the mouse cannot be clicked
 _STEPS = 2  # of the timeline
 _LOOKED_FOR = 6  # steps among which the newest whole ones are
 _MOST_BYTES, _MOST_PARTS = 2**23, 512
@@ -167,7 +169,8 @@ class Page:
     def _show_samples(self, run: LiveRun) -> None:
         step, choice = run.step, self._samples.choice
         key = ("samples", run.url, str(choice))
-        held: Held[list[SampleRow]] = self._reader.get(key, lambda: newest_samples(run.url, _steps(step), choice), step)
+        read = partial(newest_samples, run.url, _steps(step), choice)
+        held: Held[list[SampleRow]] = self._reader.get(key, read, step, soon=_CALM)
         rows = held.value
         if self._is_new("samples", (key, held.remark, tuple(rows[:1]) if rows else (), len(rows or ()), rows is None)):
             self._samples.show(rows, held.remark)
