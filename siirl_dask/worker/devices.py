@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from siirl_dask.context import Device, DeviceKind
+from siirl_dask.context import Device
+from siirl_dask.devices import DeviceKind, accelerator
+from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
 from siirl_dask.errors import PeerError
 from siirl_dask.worker.stop import StopFlag
 
@@ -36,17 +33,6 @@ class Store(Protocol):
     def add(self, key: str, value: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class VisibleDevices:
-    """The devices visible to a worker."""
-
-    kind: DeviceKind = DeviceKind.CPU
-    cards: tuple[str, ...] = ()
-    """Names of the accelerators, unique in the run, in the worker's own order; empty on a CPU."""
-    memory: tuple[int, ...] = ()
-    """Bytes of each accelerator; empty where they are not known."""
 
 
 def find_devices(
@@ -75,36 +61,8 @@ def find_devices(
 
 
 def bind(device: Device) -> None:
-    """Make ``device`` torch's current one in this thread. torch keeps one for each thread, beginning with the first:
-    a thread that is not bound would allocate there, and hold half a gigabyte of it for its context.
-    """
-    if device.kind is not DeviceKind.CPU:
-        torch.get_device_module(str(device.kind)).set_device(device.index)
-
-
-def visible_devices() -> VisibleDevices:
-    """Return the devices visible to this process."""
-    if torch.cuda.is_available():
-        devices = [*map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
-        memory = tuple(int(device.total_memory) for device in devices)
-        return VisibleDevices(DeviceKind.CUDA, tuple(str(device.uuid) for device in devices), memory)
-    npu: Any = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
-        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        names = npu_ids(socket.gethostname(), npu.device_count(), visible)
-        memory = tuple(int(npu.get_device_properties(index).total_memory) for index in range(len(names)))
-        return VisibleDevices(DeviceKind.NPU, names, memory)
-    return VisibleDevices()
-
-
-def npu_ids(host: str, count: int, visible: str | None) -> tuple[str, ...]:
-    """Return names of this process's NPUs, made of host and index, since NPUs have no id of their own.
-
-    ``visible`` is ASCEND_RT_VISIBLE_DEVICES: the indices on the host of the ``count`` visible devices.
-    """
-    listed = [index.strip() for index in visible.split(",")] if visible else []
-    indices = listed if len(listed) == count else range(count)
-    return tuple(f"{host}/npu{index}" for index in indices)
+    """Make ``device`` torch's current one in this thread."""
+    accelerator.bind(device.kind, device.index)
 
 
 def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:

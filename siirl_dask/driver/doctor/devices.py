@@ -6,23 +6,29 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 
 from siirl_dask.context import DeviceKind
+from siirl_dask.devices import Traits, check_plugins, hidden_by, traits_of
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.errors import ConfigError
 from siirl_dask.planner.explain.tables import readable_bytes
 
-_DRIVERS = {
-    "nvidia": Path("/proc/driver/nvidia/version"),
-    "ascend": Path("/usr/local/Ascend/driver/version.info"),
-}
-_NODES = {"nvidia": re.compile(r"nvidia\d+"), "ascend": re.compile(r"davinci\d+")}
-_NAMES = {"NCCL_SOCKET_IFNAME": DeviceKind.CUDA, "HCCL_SOCKET_IFNAME": DeviceKind.NPU}
+_MAKERS = {traits_of(kind).maker: traits_of(kind) for kind in DeviceKind if traits_of(kind).maker}
 _TENSOR_CORES = (8, 0)  # Ampere: bfloat16 and FlashAttention
 _TAKEN, _OWN = 0.1, 2**30  # share of a device's memory in use that is worth a word, beyond what torch's own start takes
 _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
+
+
+def check_plugin() -> list[Finding]:
+    """Return a fault where a plug-in of torch's cannot be imported. It is the first to import torch."""
+    try:
+        check_plugins()
+    except ConfigError as error:
+        said, _, cure = str(error).rpartition("; ")
+        return [fault("devices", said, cure)]
+    return []
 
 
 def check_devices() -> list[Finding]:
@@ -30,59 +36,68 @@ def check_devices() -> list[Finding]:
     try:
         import torch
 
-        from siirl_dask.worker.devices import visible_devices
+        from siirl_dask.devices import accelerator
     except (ImportError, OSError) as error:
         return [fault("devices", f"torch cannot be imported: {error}", "pip install 'torch>=2.13,<2.14'")]
-    kind = visible_devices().kind
-    there = {maker: count for maker in _NODES if (count := count_nodes(maker, Path("/dev")))}
+    kind = accelerator.visible_devices().kind
+    there = {maker: count for maker in _MAKERS if (count := count_nodes(maker, Path("/dev")))}
     if kind is DeviceKind.CPU:
-        return [judge_unseen(there, torch.__version__, torch.version.cuda), *check_backends(kind)]
-    module = torch.get_device_module(str(kind))
+        return [judge_unseen(there, torch.__version__, accelerator.built_for()), *check_backends(kind)]
     drivers = ", ".join(filter(None, map(driver_of, there)))
-    seen = [_device(module, kind, index, drivers) for index in range(module.device_count())]
+    seen = [_device(kind, index, drivers) for index in range(accelerator.count(kind))]
     return [*seen, *check_backends(kind)]
 
 
 def count_nodes(maker: str, folder: Path) -> int:
     """Return how many devices of a maker the operating system has, by their files in ``folder``."""
-    return sum(bool(_NODES[maker].fullmatch(path.name)) for path in folder.iterdir())
+    return sum(bool(_MAKERS[maker].node.fullmatch(path.name)) for path in folder.iterdir())
 
 
-def judge_unseen(there: dict[str, int], torch_version: str, cuda: str | None) -> Finding:
+def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | None) -> Finding:
     """Return the finding where torch sees no accelerator; ``there`` are those that the operating system has, by maker.
 
-    ``cuda`` is the version that torch is built for; None for a build for CPUs.
+    ``built_for`` is the version of CUDA that torch is built for; None for a build for CPUs.
     """
-    hidden = [name for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES") if os.environ.get(name) == ""]
+    hidden = hidden_by()
     if not there or hidden:
-        why = f" ({hidden[0]} is empty)" if hidden else ""
+        why = f" ({hidden} is empty)" if hidden else ""
         return ok("devices", f"no accelerator{why}: a run computes on CPUs")
     maker, count = next(iter(there.items()))
     said = f"{count} of {maker} {'is' if count == 1 else 'are'} there, and torch {torch_version} sees none"
-    if maker == "ascend":
-        return fault("devices", said, "pip install 'siirl_dask[npu]', and source CANN's set_env.sh")
-    if cuda is None:
+    if _MAKERS[maker].plugin is not None:
+        return fault("devices", said, f"{_install(_MAKERS[maker])}, and source CANN's set_env.sh")
+    if built_for is None:
         cure = "pip install torch from PyPI, which is built for CUDA, in place of the build for CPUs (docs/engines.md)"
         return fault("devices", f"{said}: it is built for CPUs", cure)
-    cure = f"install a driver for CUDA {cuda} or newer, and look at what nvidia-smi says"
-    return fault("devices", f"{said}: it is built for CUDA {cuda}, with driver {driver_of(maker) or 'unknown'}", cure)
+    cure = f"install a driver for CUDA {built_for} or newer, and look at what nvidia-smi says"
+    driver = driver_of(maker) or "unknown"
+    return fault("devices", f"{said}: it is built for CUDA {built_for}, with driver {driver}", cure)
 
 
 def driver_of(maker: str) -> str:
     """Return the version of the installed driver of ``maker``; empty where it cannot be told."""
-    file = _DRIVERS[maker]
+    file = _MAKERS[maker].driver
     found = _LIBRARY.search(file.read_text()) if file.is_file() else None
     return found[1] if found else ""
 
 
-def _device(module: Any, kind: DeviceKind, index: int, driver: str) -> Finding:
-    name, (free, total) = module.get_device_name(index), module.mem_get_info(index)
+def _install(traits: Traits) -> str:
+    return f"pip install 'siirl_dask[{traits.extra}]'"
+
+
+def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
+    import torch
+
+    from siirl_dask.devices import accelerator
+
+    name, (free, total) = accelerator.name_of(kind, index), accelerator.free_and_total(kind, index)
     said = f"{name} with {readable_bytes(total)}, {readable_bytes(free)} free, driver {driver or 'unknown'}"
     part = f"{kind}:{index}"
     if total - free > max(_OWN, _TAKEN * total):
-        cure = "end what else runs on it, or give a run other devices (CUDA_VISIBLE_DEVICES)"
+        cure = f"end what else runs on it, or give a run other devices ({traits_of(kind).visible})"
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
-    if kind is DeviceKind.CUDA and module.get_device_capability(index) < _TENSOR_CORES:
+    capability = accelerator.compute_capability(torch.device(kind, index))
+    if capability is not None and capability < _TENSOR_CORES:
         return note(part, f"{said}; it is older than Ampere", "model.dtype=float32: it has no bfloat16")
     return ok(part, said)
 
@@ -94,12 +109,14 @@ def check_backends(kind: DeviceKind) -> list[Finding]:
     wanted, built = dict.fromkeys(("gloo", BACKENDS[kind])), backends()
     missing = [name for name in wanted if name not in built]
     if missing:
-        cure = "pip install 'torch>=2.13,<2.14'" if kind is not DeviceKind.NPU else "pip install 'siirl_dask[npu]'"
+        traits = traits_of(kind)
+        cure = "pip install 'torch>=2.13,<2.14'" if traits.plugin is None else _install(traits)
         return [fault("collectives", f"torch is built without {', '.join(missing)}: it has {', '.join(built)}", cure)]
     here, interfaces = interface_of(LOOPBACK), list(psutil.net_if_addrs())
     others = [name for name in interfaces if name != here]
     text = f"{' and '.join(wanted)} over {here} between workers of this machine; others: {', '.join(others) or 'none'}"
-    named = [judge_interface(name, os.environ[name], interfaces) for name in _NAMES if os.environ.get(name)]
+    variables = [name for traits in map(traits_of, DeviceKind) if (name := traits.interface) and os.environ.get(name)]
+    named = [judge_interface(name, os.environ[name], interfaces) for name in variables]
     return [ok("collectives", text), *named]
 
 

@@ -1,0 +1,154 @@
+"""Asks torch about a process's accelerators: which there are, their memory, what they run, whom they wait for.
+
+torch.accelerator knows one accelerator of a process, whatever its kind, and is asked where it has an answer for all
+kinds. Memory is asked of the kind's own module: a plug-in need not have told torch of its allocator.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from siirl_dask.devices.kinds import DeviceKind, traits_of
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleDevices:
+    """The devices visible to a worker."""
+
+    kind: DeviceKind = DeviceKind.CPU
+    cards: tuple[str, ...] = ()
+    """Names of the accelerators, unique in the run, in the worker's own order; empty on a CPU."""
+    memory: tuple[int, ...] = ()
+    """Bytes of each accelerator; empty where they are not known."""
+
+
+def visible_devices() -> VisibleDevices:
+    """Return the devices visible to this process."""
+    found = next((kind for kind in DeviceKind if kind is not DeviceKind.CPU and _is_available(kind)), None)
+    if found is None:
+        return VisibleDevices()
+    module = _module(found)
+    count = module.device_count()
+    each = [module.get_device_properties(index) for index in range(count)]
+    memory = tuple(int(properties.total_memory) for properties in each)
+    if traits_of(found).has_uuids:
+        return VisibleDevices(found, tuple(str(properties.uuid) for properties in each), memory)
+    visible = os.environ.get(traits_of(found).visible or "")
+    return VisibleDevices(found, names_on_host(found, socket.gethostname(), count, visible), memory)
+
+
+def names_on_host(kind: DeviceKind, host: str, count: int, visible: str | None) -> tuple[str, ...]:
+    """Return names of this process's devices, made of host and index, for a kind without an id of its own.
+
+    ``visible`` is the variable of visible devices: the indices on the host of the ``count`` visible ones.
+    """
+    listed = [index.strip() for index in visible.split(",")] if visible else []
+    indices = listed if len(listed) == count else range(count)
+    return tuple(f"{host}/{kind}{index}" for index in indices)
+
+
+def bind(kind: DeviceKind, index: int) -> None:
+    """Make the device torch's current one in this thread; nothing on a CPU.
+
+    torch keeps one for each thread, beginning with the first: a thread that is not bound would allocate there, and hold
+    half a gigabyte of it for its context.
+    """
+    if kind is not DeviceKind.CPU:
+        _module(kind).set_device(index)
+
+
+def binding() -> Callable[[], None]:
+    """Return what makes this thread's accelerator the current one of another thread; nothing where there is none."""
+    if not torch.accelerator.is_available():
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+
+
+def allocated_bytes(kind: DeviceKind, index: int) -> int:
+    """Return the bytes of an accelerator that torch has allocated in this process."""
+    return int(_module(kind).memory_allocated(index))
+
+
+def free_and_total(kind: DeviceKind, index: int) -> tuple[int, int]:
+    """Return the free and all bytes of an accelerator; other processes' are not free."""
+    free, total = _module(kind).mem_get_info(index)
+    return int(free), int(total)
+
+
+def name_of(kind: str, index: int | None) -> str:
+    """Return what its maker calls an accelerator; by default the current one of this thread."""
+    return str(_module(kind).get_device_properties(index).name)
+
+
+def count(kind: DeviceKind) -> int:
+    """Return how many accelerators of a kind this process sees."""
+    return int(_module(kind).device_count())
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a device whose kind has such; None for others."""
+    if device.type != DeviceKind.CUDA:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def torch_has_flash() -> bool:
+    """Return whether this torch was built with FlashAttention."""
+    return bool(torch.backends.cuda.is_flash_attention_available())
+
+
+def built_for() -> str | None:
+    """Return the version of CUDA that this torch is built for; None for a build for CPUs."""
+    return torch.version.cuda
+
+
+def free_cache(kind: str) -> None:
+    """Free the memory of the current accelerator that torch's allocator keeps for later; nothing on a CPU."""
+    if kind != DeviceKind.CPU:
+        _module(kind).empty_cache()
+
+
+def free_host_cache(kind: DeviceKind) -> None:
+    """Free the pinned memory of the host that torch keeps for later, where it keeps any."""
+    if traits_of(kind).keeps_host_cache and torch.accelerator.is_available():
+        torch.accelerator.empty_host_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; nothing on a CPU."""
+    if device.type != DeviceKind.CPU:
+        _module(device.type).synchronize(device)
+
+
+def pins_host_memory(device: torch.device) -> bool:
+    """Return whether copies between the device and the host are faster, and overlap, with pinned memory there."""
+    return device.type != DeviceKind.CPU
+
+
+def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context in which arithmetic on the device is bfloat16's, if ``enabled``."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def arithmetic_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a product of the tensor is computed: under autocast, autocast's."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def _is_available(kind: DeviceKind) -> bool:
+    module: Any = getattr(torch, kind, None)  # a plug-in adds its own when torch imports it
+    return module is not None and bool(module.is_available())
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(str(kind))

@@ -1,0 +1,81 @@
+"""The table of fused operators: which libraries have each, on which devices, and which is chosen.
+
+torch has all of them, and is the reference: what another library computes is held to it by tests, and by the trial of
+each network that is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from siirl_dask.devices.kinds import DeviceKind
+from siirl_dask.errors import ConfigError, did_you_mean
+
+TORCH, PLUGIN, LIGER, FLASH, FLEX = "torch", "torch_npu", "liger", "flash", "flex"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library of fused operators."""
+
+    packages: tuple[str, ...]
+    """Packages of which it needs one."""
+    kind: DeviceKind | None
+    """Kind of device that it runs on; None: any."""
+    cure: str
+    """The command that installs it."""
+
+
+LIBRARIES: Mapping[str, Library] = MappingProxyType(
+    {
+        TORCH: Library(("torch",), None, ""),
+        PLUGIN: Library(("torch_npu",), DeviceKind.NPU, "pip install 'siirl_dask[npu]'"),
+        LIGER: Library(("liger_kernel",), DeviceKind.CUDA, "pip install 'siirl_dask[liger]'"),
+        FLASH: Library(("torch", "flash_attn_interface", "flash_attn"), DeviceKind.CUDA, "pip install flash-attn"),
+        FLEX: Library(("triton",), DeviceKind.CUDA, "pip install triton"),
+    }
+)
+OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rotary": (TORCH, PLUGIN),
+        "rms_norm": (TORCH, PLUGIN, LIGER),
+        "swiglu": (TORCH, PLUGIN, LIGER),
+        "attention": (TORCH, PLUGIN, FLASH, FLEX),
+        "adamw": (TORCH, PLUGIN),
+    }
+)
+"""Libraries that have each operator."""
+REFERENCE: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERATORS, TORCH))
+"""Every operator by torch."""
+AUTO = "auto"
+"""Attention's on GPUs: the best that runs there, see training/model/attention_kernels.py."""
+
+
+def check_operators(given: Mapping[str, str], *, liger: bool) -> None:
+    """Check ``trainer.operators``. ConfigError for unknown names, and for what ``trainer.liger=true`` contradicts."""
+    for operator, library in given.items():
+        if operator not in OPERATORS:
+            near = did_you_mean(operator, OPERATORS)
+            raise ConfigError(f"trainer.operators.{operator}: expected one of {', '.join(OPERATORS)}{near}")
+        if library not in OPERATORS[operator]:
+            near = did_you_mean(str(library), OPERATORS[operator])
+            raise ConfigError(
+                f"trainer.operators.{operator}={library}: expected one of {', '.join(OPERATORS[operator])}{near}"
+            )
+        if liger and LIGER in OPERATORS[operator] and library != LIGER:
+            raise ConfigError(
+                f"trainer.operators.{operator}={library} with trainer.liger=true, which stands for liger: leave one out"
+            )
+
+
+def choose_operators(given: Mapping[str, str], kind: str, *, liger: bool) -> dict[str, str]:
+    """Return the library of each operator on a kind of device: those given, or the device's own, or torch."""
+    own = PLUGIN if kind == DeviceKind.NPU else TORCH
+    chosen = dict.fromkeys(OPERATORS, own)
+    if kind == DeviceKind.CUDA:
+        chosen["attention"] = AUTO
+    if liger:
+        chosen |= {operator: LIGER for operator, libraries in OPERATORS.items() if LIGER in libraries}
+    return {**chosen, **given}

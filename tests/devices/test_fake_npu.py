@@ -1,0 +1,70 @@
+"""Runs on NPUs that are stood in for: ``tests/fake_npu`` is torch's plug-in in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.settings import digits_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACEMENT = "cluster.placement={rollout: [0], reward: [0], policy: [1, 2], reference: [1, 2]}"
+EQUAL = ("row_id", "prompt", "response_ids", "reward", "advantage")
+
+
+def python(*command, npus=4, **variables):
+    """Run Python with NPUs; without, as this process does."""
+    plugin = {"PYTHONPATH": f"{ROOT / 'tests' / 'fake_npu'}{os.pathsep}{ROOT}", "FAKE_NPU_COUNT": str(npus)}
+    environment = {**os.environ, **(plugin if npus else {}), **variables}
+    return subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_roles_compute_on_npus_as_on_cpus():
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/fake_npu/npu_checks.py")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def train(task, url, *overrides, npus=0, **variables):
+    given = [*digits_overrides(task, url), "cluster.workers=3", PLACEMENT, "checkpoint.every=1", *overrides]
+    done = python("-m", "siirl_dask.cli", "run", "configs/grpo_kl.yaml", *given, npus=npus, **variables)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def samples(url, step):
+    return pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task, tmp_path):
+    ours, theirs, counts = tmp_path / "npu", tmp_path / "cpu", tmp_path / "calls"
+    telling = {"FAKE_NPU_CALLS": str(counts)}
+    counts.mkdir()
+    taken = [tmp_path / name for name in ("first", "second")]
+    for folder in taken:
+        folder.mkdir()
+    one, other = ({**telling, "FAKE_NPU_TAKEN": str(folder)} for folder in taken)
+    train(digits_task, ours, "run.steps=2", "profile.steps=[2]", npus=4, **one)
+    first = [json.loads(file.read_text()) for file in counts.iterdir()]
+    train(digits_task, ours, "run.steps=3", npus=4, **other)
+    train(digits_task, theirs, "run.steps=3")
+    for step in (1, 2, 3):
+        one, other = samples(ours, step), samples(theirs, step)
+        for name in EQUAL:
+            assert one[name].equals(other[name]), f"{name} of step {step}"
+        for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs"):
+            both = (np.concatenate(table[name].to_pylist()) for table in (one, other))
+            np.testing.assert_allclose(*both, atol=1e-4)
+    assert sorted((ours / "checkpoints").iterdir())
+    assert [*(ours / "profile").rglob("*.json.gz")]
+    total = {name: sum(each.get(name, 0) for each in first) for each in first for name in each}
+    assert total["hccl.allreduce_"] > 0, "gradients are summed over hccl"
+    assert total["hccl.broadcast_"] > 0, "weights go to the engine over hccl"
+    assert total["profile.Level0"] > 0
+    assert sum(each.get("set_device", 0) > 0 for each in first) == 3, "each worker binds a device"
