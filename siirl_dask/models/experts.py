@@ -1,0 +1,86 @@
+"""Experts of a mixture: a tensor for each expert in a folder's files, one parameter for all of them in the modules.
+
+transformers 5 keeps gate and up projections of all experts as ``experts.gate_up_proj`` [experts, 2 x width, hidden] and
+the down projections as ``experts.down_proj`` [experts, hidden, width]; files have ``experts.7.gate_proj.weight`` and so
+on, as vLLM reads them. The names are those of Qwen's mixtures, and of the families that took them over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siirl_dask.errors import ConfigError
+
+_OF_ONE = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
+    """Return open files by parameter, given open files by tensor: those of experts as the parameter that joins them.
+
+    ConfigError where an expert's tensor is missing.
+    """
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    rest = dict(opened)
+    for name in opened:
+        if match := _OF_ONE.match(name):
+            found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = name
+            del rest[name]
+    for experts, names in found.items():
+        count = 1 + max(expert for expert, _ in names)
+        for parameter, parts in _PARTS.items():
+            needed = [[(expert, part) for part in parts] for expert in range(count)]
+            if lacking := [each for expert in needed for each in expert if each not in names]:
+                raise ConfigError(f"{experts} of {count} experts: the files lack (expert, part) {lacking[:3]}")
+            sources = tuple(tuple((opened[names[each]], names[each]) for each in expert) for expert in needed)
+            rest[f"{experts}.{parameter}"] = _Joined(sources)
+    return rest
+
+
+def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights by their names in files, given those by parameter: a tensor for each expert, views without copies.
+
+    Weights that are no joined experts are yielded as they are.
+    """
+    for name, tensor in weights:
+        experts, _, parameter = name.rpartition(".")
+        if parameter not in _PARTS or not experts.endswith(".experts"):
+            yield name, tensor
+            continue
+        for expert, both in enumerate(tensor):
+            parts = _PARTS[parameter]
+            for part, own in zip(parts, both.chunk(len(parts)), strict=True):
+                yield f"{experts}.{expert}.{part}.weight", own
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Stands for the open file of a parameter that joins the experts' tensors, and for its slice; reads on use."""
+
+    sources: tuple[tuple[tuple[Any, str], ...], ...]
+    """Open file and name of each part, by expert."""
+
+    def get_slice(self, name: str) -> _Joined:
+        return self
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[tuple(slice(0, size) for size in self.get_shape())]
+
+    def get_shape(self) -> list[int]:
+        parts = [file.get_slice(name).get_shape() for file, name in self.sources[0]]
+        return [len(self.sources), sum(rows for rows, _ in parts), parts[0][1]]
+
+    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
+        experts, rows, columns = places
+        return torch.stack(
+            [
+                torch.cat([file.get_tensor(name) for file, name in parts])[rows, columns]
+                for parts in self.sources[experts]
+            ]
+        )

@@ -1,0 +1,125 @@
+"""Checks before anything starts that a role's workers fit what its model is divided into, and have its kernels."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from siirl_dask.config import Backend, Config, DevicePreference, ModelConfig, TrainerConfig
+from siirl_dask.devices import DeviceKind, traits_of
+from siirl_dask.devices.operators import LIBRARIES, choose_operators
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.shapes import read_widths
+from siirl_dask.training.megatron.families import check_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
+    """Check that shards, sequence and tensor parallelism fit the role's workers and the model's heads.
+
+    ConfigError if they do not. A model that is not on this machine is checked by the workers when they build the role.
+    """
+    if trainer.backend is Backend.megatron:
+        check_megatron(trainer, model.path, workers)
+    elif trainer.backend is Backend.fsdp:
+        check_workers(trainer, workers)
+        check_heads(trainer, model.path)
+
+
+def check_megatron(trainer: TrainerConfig, path: str, workers: int) -> None:
+    """Check that megatron-core is here, and that replicas fit the role's workers and the model in ``path``.
+
+    ConfigError if not. Shapes of a model that is not on this machine are checked by the workers.
+    """
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ConfigError("trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'")
+    megatron = trainer.megatron
+    if workers % megatron.ranks:
+        raise ConfigError(
+            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel} and "
+            f"trainer.megatron.pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, "
+            f"expected a divisor of the role's {workers} workers"
+        )
+    check_model(trainer, path)
+
+
+def check_liger(trainer: TrainerConfig, config: Config) -> None:
+    """Check that workers can run Liger's kernels, as far as that is known here. ConfigError if they cannot.
+
+    Devices of other machines, and those that ``cluster.device_memory`` speaks of, are checked by the workers.
+    """
+    if not trainer.liger:
+        return
+    if find_spec("liger_kernel") is None:
+        raise ConfigError("trainer.liger=true needs liger-kernel: pip install 'siirl_dask[liger]'")
+    cluster = config.cluster
+    if cluster.device is DevicePreference.cpu:
+        raise ConfigError(
+            f"trainer.liger=true: Liger's kernels need a GPU, and cluster.device={cluster.device}: leave one out"
+        )
+    if not (cluster.exists or cluster.spec or cluster.device_memory):
+        from siirl_dask.devices.accelerator import visible_devices  # and with it torch: seconds
+
+        if not traits_of(visible_devices().kind).runs_triton:
+            raise ConfigError(
+                "trainer.liger=true: Liger's kernels need a GPU, and torch sees none on this machine: leave it out "
+                "(to plan for GPUs, say cluster.device_memory=80GB)"
+            )
+
+
+def operators_of(trainer: TrainerConfig, device: torch.device) -> dict[str, str]:
+    """Return the library of each fused operator on a device."""
+    return choose_operators(trainer.operators, device.type, liger=trainer.liger)
+
+
+def check_libraries(trainer: TrainerConfig, config: Config) -> None:
+    """Check that workers can run the libraries of ``trainer.operators``, as far as that is known here. ConfigError if
+    they cannot.
+    """
+    for operator, name in trainer.operators.items():
+        library, given = LIBRARIES[name], f"trainer.operators.{operator}={name}"
+        if not any(map(find_spec, library.packages)):
+            raise ConfigError(f"{given} needs {' or '.join(library.packages)}: {library.cure}, or leave it out")
+        cluster = config.cluster
+        if library.kind is None or cluster.exists or cluster.spec or cluster.device_memory:
+            continue
+        from siirl_dask.devices.accelerator import visible_devices  # and with it torch: seconds
+
+        there = DeviceKind.CPU if cluster.device is DevicePreference.cpu else visible_devices().kind
+        if there is not library.kind:
+            raise ConfigError(f"{given} runs on {library.kind} alone, and workers here have {there}: leave it out")
+
+
+def check_workers(trainer: TrainerConfig, workers: int) -> None:
+    """Check that the sizes of FSDP, sequence and tensor parallelism divide a role's workers. ConfigError if not."""
+    check_divides("trainer.fsdp.shard_size", trainer.fsdp.shard_size or workers, workers)
+    check_divides("trainer.fsdp.sequence_parallel", trainer.fsdp.sequence_parallel, workers)
+    check_divides("trainer.fsdp.tensor_parallel", trainer.fsdp.tensor_parallel, workers)
+
+
+def check_divides(option: str, size: int, workers: int) -> None:
+    """Check that ``size``, the value of ``option``, divides a role's ``workers``. ConfigError if not."""
+    if workers % size:
+        raise ConfigError(f"{option}={size}: expected a divisor of the role's {workers} workers")
+
+
+def check_heads(trainer: TrainerConfig, path: str) -> None:
+    """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
+    sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
+    if sequence == tensor == 1 or (widths := read_widths(path)) is None:
+        return
+    if sequence > 1 and (widths.heads is None or widths.heads % sequence):
+        raise ConfigError(
+            f"trainer.fsdp.sequence_parallel={sequence}: expected a divisor of the {widths.heads} heads of {path!r}"
+        )
+    if tensor > 1 and widths.experts:
+        raise ConfigError(
+            f"trainer.fsdp.tensor_parallel={tensor}: {path!r} is a mixture of {widths.experts} experts, which are not "
+            "split rightly; leave it out (trainer.backend=fsdp shards experts over all workers)"
+        )
+    divided = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
+    for key, width in divided.items() if tensor > 1 else ():
+        if width is None or width % tensor:
+            raise ConfigError(f"trainer.fsdp.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}")

@@ -1,0 +1,1 @@
+"""Trains models with megatron-core: tensor and pipeline parallelism inside the role's process groups."""

@@ -1,0 +1,67 @@
+"""The door to megatron-core: imports it without its warnings, and lets it run on a CPU.
+
+megatron-core's schedules put a counter on the device "cuda" whatever the model is on. On a CPU, and only inside
+``on_device``, that name leads to the CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from siirl_dask.errors import ConfigError
+
+NEEDED = "pip install 'siirl_dask[megatron]'"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hide warnings inside the block: megatron-core warns of options of its own defaults."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def load() -> None:
+    """Import megatron-core, once and quietly: it warns of each kernel library that is not installed.
+
+    ConfigError when it is not there or does not import.
+    """
+    try:
+        with quietly():
+            import megatron.core
+            import megatron.core.models.gpt
+            import megatron.core.models.gpt.gpt_layer_specs
+            import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"trainer.backend=megatron needs megatron-core ({error}): {NEEDED}") from error
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Let megatron-core's schedules run on ``device`` inside the block."""
+    if device.type != "cpu":
+        yield
+        return
+    current, wait = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    try:
+        with _OnCpu(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current, wait

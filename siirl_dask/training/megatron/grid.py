@@ -1,0 +1,98 @@
+"""The grid of a role's ranks: replicas of the model, its pipeline stages, and the parts of each layer.
+
+A replica has neighbouring ranks, stage after stage, and the ranks that share a stage's layers are neighbours. All
+groups are subgroups of the role's; nothing of megatron-core's global state is used.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from siirl_dask.collectives import all_gather_bytes, new_subgroup
+from siirl_dask.context import Rank
+from siirl_dask.training.layouts import check_divides
+from siirl_dask.training.parallel.mesh import even_out, group_of_one, one_axis
+
+T = TypeVar("T")
+
+
+class Grid:
+    """This rank's place among the ranks of the role, and its groups. All ranks of the role must make one."""
+
+    def __init__(self, rank: Rank, tensor: int, pipeline: int, device: torch.device) -> None:
+        """ConfigError when a replica of ``tensor`` x ``pipeline`` ranks does not divide the role."""
+        check_divides("trainer.megatron.tensor_parallel x pipeline_parallel", tensor * pipeline, rank.size)
+        if rank.size > 1 and rank.group is None:
+            raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
+        self.tensor, self.pipeline, self.role = tensor, pipeline, rank
+        self.replica, place = divmod(rank.rank, tensor * pipeline)
+        self.stage, self.part = divmod(place, tensor)
+        self.first, self.last = self.stage == 0, self.stage == pipeline - 1
+        self.in_replica = place
+        if rank.group is None:
+            self._alone(device)
+        else:
+            self._groups(rank, device)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the model in the role."""
+        return self.role.size // (self.tensor * self.pipeline)
+
+    @property
+    def scores_here(self) -> bool:
+        """Whether this is the rank of its replica that speaks for what the last stage has computed."""
+        return self.last and self.part == 0
+
+    def of_replicas(self) -> Rank:
+        """Return this rank among those of all replicas that hold the same part of the model."""
+        return Rank(self.replica, self.replicas, self.dp, cpu_group=self._dp_cpu)
+
+    def collection(self) -> Any:
+        """Return megatron-core's collection of process groups."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = {"tp": self.tp, "pp": self.pp, "mp": self.mp, "embd": self.ends, "tp_cp": self.tp, "tp_ep": self.tp}
+        alone = ("cp", "dp", "dp_cp", "ep", "expt_dp", "pos_embd", "expt_tp", "hcp", "tp_dp_cp", "intra_dp_cp")
+        return ProcessGroupCollection(**groups, tp_ep_pp=self.mp, **dict.fromkeys(alone, self.one))
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank of the replica gives, in their order. All of them must call."""
+        if self._mp_cpu is None or self.tensor * self.pipeline == 1:
+            return [value]
+        return [pickle.loads(each) for each in all_gather_bytes(self._mp_cpu, pickle.dumps(value))]
+
+    def from_scores(self, value: T) -> T:
+        """Return what the rank with ``scores_here`` gives, on every rank of the replica. All of them must call."""
+        return self.gather(value)[(self.pipeline - 1) * self.tensor]
+
+    def _alone(self, device: torch.device) -> None:
+        self.tp = self.pp = self.mp = self.ends = self.one = group_of_one(device.type)
+        self.dp = self._dp_cpu = self._mp_cpu = None
+        self.mesh: DeviceMesh | None = None
+
+    def _groups(self, rank: Rank, device: torch.device) -> None:
+        """Make each kind of group once, in one order, on every rank."""
+        world = torch.tensor(dist.get_process_group_ranks(rank.group))
+        ranks = world.view(self.replicas, self.pipeline, self.tensor)
+        replica, me = ranks[self.replica], dist.get_rank()
+        even_out(rank.group, device)
+        self.one = new_subgroup([me], rank.group)
+        self.tp = new_subgroup(replica[self.stage].tolist(), rank.group)
+        self.pp = new_subgroup(replica[:, self.part].tolist(), rank.group)
+        self.mp = new_subgroup(replica.flatten().tolist(), rank.group)
+        self.dp = new_subgroup(ranks[:, self.stage, self.part].tolist(), rank.group)
+        at_ends = self.pipeline > 1 and (self.first or self.last)
+        self.ends = new_subgroup(replica[[0, -1], self.part].tolist() if at_ends else [me], rank.group)
+        """Group of the first and the last stage, which share tied embeddings."""
+        if rank.cpu_group is rank.group:
+            self._dp_cpu, self._mp_cpu = self.dp, self.mp
+        else:
+            self._dp_cpu = new_subgroup(ranks[:, self.stage, self.part].tolist(), rank.cpu_group)
+            self._mp_cpu = new_subgroup(replica.flatten().tolist(), rank.cpu_group)
+        self.mesh = one_axis(self.tp, device, "tensor") if self.tensor > 1 else None

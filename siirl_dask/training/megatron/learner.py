@@ -1,0 +1,101 @@
+"""Learning over replicas of a model that each lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import sqrt
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl_dask.algorithms import Aggregation, Totals
+from siirl_dask.config import TrainerConfig
+from siirl_dask.training.learner import Learner, Passes
+from siirl_dask.training.megatron.replica import Replica
+from siirl_dask.training.megatron.rows import joined_batch
+from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite
+
+B = TypeVar("B", bound=Batch)
+_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
+
+
+class MegatronLearner(Learner):
+    """A Learner whose ranks are replicas; the ranks of one learn from the rows of all of them together."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        config: TrainerConfig,
+        *,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``waiting()`` is entered for what waits for other ranks."""
+        grid = self._grid = replica.grid
+        self._weights = replica.weights
+        self._of_replica = range(grid.tensor * grid.pipeline)
+        self._own: Sequence[slice] = ()
+        shards = None if len(self._of_replica) == 1 else self._of_replica
+        super().__init__(replica.weights.parameters, config, grid.of_replicas(), shard_ranks=shards, waiting=waiting)
+
+    def update(
+        self,
+        batches: Sequence[B],
+        passes: Passes[B],
+        aggregate: Aggregation,
+        on_nonfinite: OnNonFinite | None = None,
+    ) -> dict[str, float]:
+        """Take one step per mini-batch, of which each rank gives its own rows; see ``Learner.update``."""
+        with self._waiting():
+            joined = [joined_batch(batch, self._grid) for batch in batches]
+        self._own = [own for _, own in joined]
+        metrics = super().update([batch for batch, _ in joined], passes, aggregate, on_nonfinite)
+        self._weights.to_stage()
+        return metrics
+
+    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Sum over replicas on their last stages, which give the others the result."""
+        values = super()._total(sums) if self._grid.last else {}
+        with self._waiting():
+            return self._grid.from_scores(values)
+
+    def _norm(self) -> float:
+        """Put the gradients of all ranks together, and return the norm of those of one replica."""
+        grid, shared = self._grid, self._weights.shared_at_ends
+        with self._waiting():
+            for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True):
+                if name.endswith(_OF_HEADS) and grid.tensor > 1:  # each rank has that of its own heads
+                    dist.all_reduce(gradient, group=grid.tp)
+                if name == shared:
+                    dist.all_reduce(gradient, group=grid.ends)
+            self._gradients.reduce(self._group)
+            squares = [sum(grid.gather(self._squares()))]
+        return sqrt(squares[0])
+
+    def _squares(self) -> float:
+        """Sum the squares of this rank's gradients, each of a replica's once: one rank counts what several have."""
+        counted = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True)
+            if (self._grid.part == 0 or self._weights.is_shared(name))
+            and (self._grid.first or name != self._weights.shared_at_ends)
+        ]
+        return float(torch.stack(counted).square().sum()) if counted else 0.0
+
+    def _examine(
+        self,
+        batch: B,
+        totals: Totals,
+        passes: Passes[B],
+        aggregate: Aggregation,
+        seen: tuple[int, int, float, float],
+    ) -> NonFinite:
+        """Find what is not finite in the rows of the replica, and say which of this rank's have it."""
+        found = super()._examine(batch, totals, passes, aggregate, seen)
+        rows, micro_batches = self._grid.from_scores((found.rows, found.micro_batches))
+        own = self._own[found.minibatch]
+        mine = {name: [at - own.start for at in places if own.start <= at < own.stop] for name, places in rows.items()}
+        return replace(found, rows={name: at for name, at in mine.items() if at}, micro_batches=micro_batches)

@@ -1,0 +1,119 @@
+"""A pipeline stage of a decoder, of megatron-core's layers with the project's attention over packed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from siirl_dask.training.megatron.attention import PackedCoreAttention
+from siirl_dask.training.megatron.families import Sizes
+from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.model.attention import ends_for_kernels
+from siirl_dask.training.packing import MicroBatch, Packing
+
+
+class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to say its types
+    """The layers of this rank's stage, with the embeddings on the first one and norm and head on the last.
+
+    ``forward`` gives hidden states; those of the last stage are normalised and not multiplied with the head.
+    """
+
+    def __init__(self, sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype, *, head: bool) -> None:
+        """Parameters are without values. Without ``head`` the last stage has no output layer."""
+        initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
+        spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
+        spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        super().__init__(
+            transformer_config(sizes, grid, device, dtype),
+            spec,
+            vocab_size=sizes.vocabulary,
+            max_sequence_length=0,
+            pre_process=grid.first,
+            post_process=grid.last,
+            position_embedding_type="none",
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            pg_collection=grid.collection(),
+        )
+        if grid.last and not head:
+            del self.output_layer
+        elif grid.last and grid.first and sizes.tied:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        self.to(device)
+        self.device = device
+        self.padding: int | None = None
+        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
+        self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
+
+    def forward(self, part: MicroBatch) -> Tensor:
+        """Return the hidden states after this stage's layers, [T, 1, D]."""
+        embedded = None
+        if self.pre_process:
+            ids = part.input_ids.to(self.device)
+            embedded = self.embedding(input_ids=ids, position_ids=None)
+            if self.padding is not None:  # as in transformers, whose embedding of padding learns nothing
+                embedded = torch.where((ids == self.padding).T[..., None], embedded.detach(), embedded)
+        packing = Packing(
+            part.runs,
+            ends=ends_for_kernels(part.runs, self.device),
+            shared=None if part.shared is None else part.shared.to(self.device),
+        )
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded, attention_mask=packing, rotary_pos_emb=self._angles(part.position_ids)
+        )
+        return hidden
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers of this stage."""
+        return list(self.decoder.layers)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1, T]."""
+        angles = positions[0].to(self.device).float()[:, None] * self._frequencies
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def transformer_config(sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype) -> TransformerConfig:
+    """Return megatron-core's description of the decoder. Kernels that need other libraries are off."""
+    on_cpu = device.type == "cpu"
+    fusions = (
+        "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
+        "apply_rope_fusion",
+    )  # fmt: skip
+    options: dict[str, Any] = dict.fromkeys(fusions, False)
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.intermediate,
+        layernorm_epsilon=sizes.epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=sizes.qkv_bias,
+        qk_layernorm=sizes.normed_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=grid.tensor,
+        pipeline_model_parallel_size=grid.pipeline,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,  # weights are read, each rank its own part
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # there are no experts, but the default takes no variable lengths
+        batch_p2p_comm=not on_cpu,
+        calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
+        **options,
+    )

@@ -1,0 +1,89 @@
+"""Where each parameter of a Hugging Face model lies in megatron-core's, and which part of it a rank holds.
+
+megatron-core joins queries, keys and values into one matrix, group by group of heads, and gate and up into another. A
+rank's part of a parameter is a slice of it along one dimension, or all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from siirl_dask.training.megatron.families import Sizes
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_QUERIES, _KEYS, _VALUES, _GATE, _UP = "q", "k", "v", "gate", "up"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies in megatron-core's model."""
+
+    parameter: str
+    """Name there; of a layer without its number."""
+    split: int | None = None
+    """Dimension along which the ranks of a stage share it; None: each has all of it."""
+    piece: str = ""
+    """Which piece of a joined parameter it is; empty: all of it."""
+
+
+_ENDS = {
+    "model.embed_tokens.weight": Place(EMBEDDING, 0),
+    "model.norm.weight": Place("decoder.final_layernorm.weight"),
+    "lm_head.weight": Place(OUTPUT, 0),
+    "value_head.weight": Place("value_head.weight"),
+    "value_head.bias": Place("value_head.bias"),
+}
+_IN_LAYER = {
+    "self_attn.q_proj.weight": Place("self_attention.linear_qkv.weight", 0, _QUERIES),
+    "self_attn.k_proj.weight": Place("self_attention.linear_qkv.weight", 0, _KEYS),
+    "self_attn.v_proj.weight": Place("self_attention.linear_qkv.weight", 0, _VALUES),
+    "self_attn.q_proj.bias": Place("self_attention.linear_qkv.bias", 0, _QUERIES),
+    "self_attn.k_proj.bias": Place("self_attention.linear_qkv.bias", 0, _KEYS),
+    "self_attn.v_proj.bias": Place("self_attention.linear_qkv.bias", 0, _VALUES),
+    "self_attn.o_proj.weight": Place("self_attention.linear_proj.weight", 1),
+    "self_attn.q_norm.weight": Place("self_attention.q_layernorm.weight"),
+    "self_attn.k_norm.weight": Place("self_attention.k_layernorm.weight"),
+    "mlp.gate_proj.weight": Place("mlp.linear_fc1.weight", 0, _GATE),
+    "mlp.up_proj.weight": Place("mlp.linear_fc1.weight", 0, _UP),
+    "mlp.down_proj.weight": Place("mlp.linear_fc2.weight", 1),
+    "input_layernorm.weight": Place("input_layernorm.weight"),
+    "post_attention_layernorm.weight": Place("pre_mlp_layernorm.weight"),
+}
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a parameter belongs to; None for one outside of the layers."""
+    match = _LAYER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def place_of(name: str, first_layer: int) -> Place:
+    """Return where the Hugging Face parameter ``name`` lies in a stage whose layers begin with ``first_layer``.
+
+    KeyError for a name that no known family has.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return _ENDS[name]
+    place = _IN_LAYER[match[2]]
+    return Place(f"decoder.layers.{int(match[1]) - first_layer}.{place.parameter}", place.split, place.piece)
+
+
+def piece_of(held: Tensor, place: Place, sizes: Sizes) -> Tensor:
+    """Return a view of what a rank holds of one Hugging Face parameter in ``held``, a parameter of megatron-core.
+
+    Queries, keys and values are [groups, heads of each, width, ...]; all else has the shape of the rank's part.
+    """
+    if place.piece in (_GATE, _UP):
+        gate, up = held.chunk(2)
+        return gate if place.piece == _GATE else up
+    if not place.piece:
+        return held
+    per = sizes.heads // sizes.kv_heads
+    heads = held.view(-1, per + 2, sizes.head_dim, *held.shape[1:])
+    ends = {_QUERIES: slice(0, per), _KEYS: slice(per, per + 1), _VALUES: slice(per + 1, per + 2)}
+    return heads[:, ends[place.piece]]

@@ -1,0 +1,180 @@
+"""A replica of a model over its ranks: builds this rank's stage, and runs micro-batches through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoConfig, PreTrainedModel
+
+from siirl_dask.algorithms import TokenLoss
+from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
+from siirl_dask.context import Rank
+from siirl_dask.models.architecture import read_config
+from siirl_dask.models.loading import class_of_config, refused_by_name
+from siirl_dask.models.weight_files import open_weights
+from siirl_dask.models.weight_names import parameter_names
+from siirl_dask.training.learner import Passes, See, Weighing
+from siirl_dask.training.megatron.core import on_device, quietly
+from siirl_dask.training.megatron.families import check_division, sizes_of
+from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.model import Stage
+from siirl_dask.training.megatron.rows import joined_rows
+from siirl_dask.training.megatron.scores import shared_logprobs
+from siirl_dask.training.megatron.weights import StageWeights
+from siirl_dask.training.model.layers import recompute
+from siirl_dask.training.packing import MicroBatch, micro_batches
+from siirl_dask.training.trainer import Batch, PackedRows
+
+B = TypeVar("B", bound=Batch)
+Evaluate = Callable[[B, MicroBatch, Sequence[Tensor]], tuple[TokenLoss, Tensor]]
+"""Function of a batch, one of its micro-batches and its scores [K] each: losses [S] and row offsets [R + 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Everything that a replica is built from."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    device: str
+    rank: Rank
+    progress: Callable[[], None] = lambda: None
+    """Called for each micro-batch."""
+
+
+class Replica:
+    """The model over this rank's replica. Every rank of it makes the same calls, with rows of its own."""
+
+    def __init__(self, built: Built, *, learns: bool, temperature: float | None) -> None:
+        """It scores log-prob and entropy at ``temperature``, or with None values. ConfigError for a model that is
+        not known.
+        """
+        self.device = torch.device(built.device)
+        path, megatron = built.model.path, built.trainer.megatron
+        sizes = sizes_of(read_config(path) or {}, path)
+        check_division(megatron, sizes, path)
+        self.grid = Grid(built.rank, megatron.tensor_parallel, megatron.pipeline_parallel, self.device)
+        self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
+        self.dtype = torch.bfloat16 if built.model.dtype is Dtype.bfloat16 else torch.float32
+        with on_device(self.device), quietly():
+            self.stage = Stage(sizes, self.grid, self.device, self.dtype, head=temperature is not None)
+        meta = _meta_model(path)
+        self.stage.padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
+        shapes = {name: tuple(each.shape) for name, each in meta.named_parameters()}
+        if temperature is None:
+            shapes = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+            shapes |= {"value_head.weight": (1, sizes.hidden), "value_head.bias": (1,)}
+            if self.grid.last:  # float32, as small as it is
+                self.stage.value_head = nn.Linear(sizes.hidden, 1, device=self.device)
+        self.stage.requires_grad_(learns)
+        self.weights = StageWeights(self.stage, sizes, self.grid, shapes, learns=learns)
+        self.weights.read(path, parameter_names(meta, open_weights(path)), built.progress)
+        if built.trainer.gradient_checkpointing:
+            recompute(self.stage.layers())
+        self._schedule = get_forward_backward_func(pp_size=self.grid.pipeline, vp_size=None)
+
+    @torch.no_grad()
+    def score(self, rows: PackedRows) -> list[Tensor]:
+        """Score this rank's response tokens: log-prob and entropy, or values. [K] float32 each, on the CPU."""
+        joined, own = joined_rows(rows, self.grid)
+        parts = micro_batches(joined, self._trainer.max_tokens_per_micro_batch)
+        count = 1 if self._temperature is None else 2
+        scores: list[Tensor] = [torch.empty(0, device=self.device)] * count
+        if joined.tokens.numel():
+            found = self._run(parts, lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden)))
+            scores = [torch.cat(each) for each in zip(*found, strict=True)]
+        if self.grid.pipeline > 1:
+            total = sum(len(part.targets) for part in parts)
+            all_scores = torch.stack(scores) if self.grid.last else torch.empty(count, total, device=self.device)
+            source = dist.get_global_rank(self.grid.pp, self.grid.pipeline - 1)
+            dist.broadcast(all_scores, source, group=self.grid.pp)
+            scores = list(all_scores)
+        return [each[own].cpu() for each in scores]
+
+    def passes(self, evaluate: Evaluate[B]) -> Passes[B]:
+        """Return the forward and backward passes of batches of the whole replica (1F1B); see ``Learner.update``.
+
+        Losses are evaluated on the last stage, whose ranks all have the same scores. To be seen one by one, micro-
+        batches go through the stages one by one.
+        """
+
+        def passes(batch: B, weigh: Weighing, see: See | None) -> None:
+            parts = micro_batches(batch.rows, self._trainer.max_tokens_per_micro_batch)
+            if not batch.rows.tokens.numel():
+                if self.grid.last:
+                    none = [torch.empty(0, device=self.device)] * (1 if self._temperature is None else 2)
+                    weigh(*evaluate(batch, parts[0], none))
+                return
+            newest: list[tuple[TokenLoss, Tensor]] = []
+
+            def loss(part: MicroBatch, hidden: Tensor) -> tuple[Tensor, None]:
+                newest[:] = [evaluate(batch, part, self._scores(part, hidden))]
+                return weigh(*newest[0]), None
+
+            for together in [parts] if see is None else [[part] for part in parts]:
+                self._run(together, loss, backward=True)
+                if see is not None and self.grid.last:
+                    see(*newest[0])
+
+        return passes
+
+    def _run(
+        self,
+        parts: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Any]],
+        *,
+        backward: bool = False,
+    ) -> list[Any]:
+        """Run micro-batches through the stages. Returns, on the last one, what ``loss`` gives besides the loss."""
+        grid, config = self.grid, self.stage.config
+        no_tokens = torch.zeros((), dtype=torch.int)
+
+        def finish(part: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, found = loss(part, hidden)
+            return value, no_tokens, found
+
+        def step(waiting: Any, stage: Stage) -> tuple[Tensor, Any]:
+            part = next(waiting)
+            self._progress()
+            return stage(part), partial(finish, part)
+
+        talking = {} if grid.pipeline == 1 else {"p2p_communicator": P2PCommunicator(pp_group=grid.pp, config=config)}
+        with on_device(self.device):
+            found: list[Any] = self._schedule(
+                forward_step_func=step,
+                data_iterator=iter(parts),
+                model=self.stage,
+                num_microbatches=len(parts),
+                seq_length=1,  # micro-batches tell their own lengths
+                micro_batch_size=1,
+                forward_only=not backward,
+                pg_collection=self.stage.pg_collection,
+                **talking,
+            )
+        return found
+
+    def _scores(self, part: MicroBatch, hidden: Tensor) -> list[Tensor]:
+        """Score response tokens from the last hidden states. [T, 1, D] -> [K] each."""
+        predicting = hidden[:, 0][part.predicting.to(self.device)]
+        if self._temperature is None:
+            head = self.stage.value_head
+            return [linear(predicting.float(), head.weight, head.bias).squeeze(-1)]
+        weight = self.stage.output_layer.weight
+        targets, group = part.targets.to(self.device), self.grid.tp
+        return list(shared_logprobs(predicting, weight, targets, temperature=self._temperature, group=group))
+
+
+def _meta_model(path: str) -> PreTrainedModel:
+    """Build the Hugging Face model without memory, for the names and shapes of its parameters."""
+    with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return class_of_config(config).from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]

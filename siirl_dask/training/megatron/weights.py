@@ -1,0 +1,185 @@
+"""A stage's parameters by Hugging Face names: read from files, gathered one at a time, and as a state to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.weight_files import open_weights
+from siirl_dask.training.megatron.families import Sizes
+from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.model import Stage
+from siirl_dask.training.megatron.names import EMBEDDING, OUTPUT, Place, layer_of, piece_of, place_of
+from siirl_dask.training.parallel.dtensor import local
+
+Shapes = Mapping[str, tuple[int, ...]]
+_VALUES = "value_head."
+_TIED = "model.embed_tokens.weight"
+
+
+class StageWeights:
+    """The float32 parameters of a stage, and what a replica has under Hugging Face names.
+
+    A method's ``held`` are tensors by megatron-core's names, shaped like the parameters: these, or moments of theirs.
+    """
+
+    def __init__(self, stage: Stage, sizes: Sizes, grid: Grid, shapes: Shapes, *, learns: bool) -> None:
+        """``shapes`` are those of all the model's parameters by name, in its order. A stage that computes in a narrower
+        type learns in float32 copies of its parameters (``learns``).
+        """
+        self._stage, self._sizes, self._grid, self._shapes = stage, sizes, grid, shapes
+        self._per_stage = sizes.layers // grid.pipeline
+        self._scores = not any(name.startswith(_VALUES) for name in shapes)  # tokens of the vocabulary
+        self.parameters = {name: _in_float32(each, learns) for name, each in stage.named_parameters()}
+        """Parameters that learn, by megatron-core's names."""
+        self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
+        """Where each Hugging Face parameter of this stage lies."""
+
+    @property
+    def shared_at_ends(self) -> str | None:
+        """Name of this stage's copy of embeddings that first and last stage share; None where it has none."""
+        if not (self._sizes.tied and self._scores) or self._grid.pipeline == 1:
+            return None
+        return EMBEDDING if self._grid.first else OUTPUT if self._grid.last else None
+
+    @torch.no_grad()
+    def read(self, path: str, renamed: Mapping[str, str], progress: Callable[[], None]) -> None:
+        """Read this rank's part of each parameter from the folder's files. ``renamed`` are names by those in the files.
+        Value heads begin at 0. ConfigError, by name, for a parameter that the files lack or have in another shape.
+        """
+        subject = f"model.path={path!r}"
+        files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
+        if _TIED not in files and self._sizes.tied and "lm_head.weight" in files:
+            files[_TIED] = files["lm_head.weight"]
+        heads = {name for name in self.places if name.startswith(_VALUES)}
+        if missing := sorted(self.places.keys() - files.keys() - heads):
+            raise ConfigError(
+                f"{subject}: its *.safetensors lack {missing}; trainer.backend=torch may know them by others"
+            )
+        for name, place in self.places.items():
+            target = piece_of(self.parameters[place.parameter].detach(), place, self._sizes)
+            if name in heads:
+                target.zero_()
+                continue
+            stored, file = files[name]
+            reader = file.get_slice(stored)
+            if list(shape := self._shapes[name]) != reader.get_shape():
+                raise ConfigError(f"{subject}: {stored} has shape {reader.get_shape()}; expected {list(shape)}")
+            target.copy_(torch.as_tensor(reader[self._own(name, place)]).reshape(target.shape))
+            progress()
+        self.to_stage()
+
+    @torch.no_grad()
+    def to_stage(self) -> None:
+        """Give the stage the values of its float32 parameters, where it computes with copies of them."""
+        for name, parameter in self._stage.named_parameters():
+            if parameter is not self.parameters[name]:
+                parameter.copy_(self.parameters[name])
+
+    def full(self, held: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter of the model in full, one at a time. All ranks of the replica must iterate to the end.
+
+        The stage that has it joins the parts of its ranks, and gives it to the others.
+        """
+        grid = self._grid
+        for name, shape in self._shapes.items():
+            owner = self._stage_of(name)
+            if grid.stage == owner:
+                whole = self._joined(self._part(held, name).to(dtype), self.places[name].split)
+            else:
+                whole = torch.empty(shape, dtype=dtype, device=self._stage.device)
+            if grid.pipeline > 1:
+                dist.broadcast(whole, dist.get_global_rank(grid.pp, owner), group=grid.pp)
+            yield name, whole
+
+    def sharded(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's parts by Hugging Face names, as DTensors where other ranks have the rest.
+
+        What lies joined with others, such as queries, keys and values, may be a copy in the host's memory: whoever
+        loads into it calls ``put``. All others are live.
+        """
+        return {name: self._as_sharded(name, self._part(held, name)) for name in self.places}
+
+    @torch.no_grad()
+    def put(self, held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Copy the parts in ``state``, which ``sharded`` returned, into ``held``."""
+        for name, place in self.places.items():
+            target = piece_of(held[place.parameter].detach(), place, self._sizes)
+            part = local(state[name])
+            if target.data_ptr() != part.data_ptr() or not target.is_contiguous():
+                target.copy_(part.reshape(target.shape))
+
+    def is_shared(self, parameter: str) -> bool:
+        """Return whether each rank of a stage has a part of megatron-core's ``parameter``, and not all of it."""
+        return any(place.split is not None for place in self.places.values() if place.parameter == parameter)
+
+    def _stage_of(self, name: str) -> int:
+        layer = layer_of(name)
+        if layer is not None:
+            return layer // self._per_stage
+        return 0 if name == _TIED else self._grid.pipeline - 1
+
+    def _is_here(self, name: str) -> bool:
+        """Return whether this stage has a parameter: tied embeddings are also on the last one, where the head is."""
+        copy = name == _TIED and self._sizes.tied and self._grid.last and self._scores
+        return self._stage_of(name) == self._grid.stage or copy
+
+    def _place(self, name: str) -> Place:
+        place = place_of(name, self._grid.stage * self._per_stage)
+        return Place(OUTPUT, place.split) if name == _TIED and not self._grid.first else place
+
+    def _own(self, name: str, place: Place) -> tuple[slice, ...]:
+        """Return which part of a full parameter is this rank's."""
+        shape = self._shapes[name]
+        own = [slice(0, size) for size in shape]
+        if place.split is not None:
+            size = shape[place.split] // self._grid.tensor
+            own[place.split] = slice(self._grid.part * size, (self._grid.part + 1) * size)
+        return tuple(own)
+
+    def _part(self, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return this rank's part of a parameter, in the shape that it has in the full one; live where that can be."""
+        place = self.places[name]
+        shape = [each.stop - each.start for each in self._own(name, place)]
+        return piece_of(held[place.parameter].detach(), place, self._sizes).reshape(shape)
+
+    def _joined(self, part: Tensor, split: int | None) -> Tensor:
+        if split is None or self._grid.tensor == 1:
+            return part.contiguous()
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._grid.tensor)]
+        dist.all_gather(parts, part.contiguous(), group=self._grid.tp)
+        return torch.cat(parts, dim=split)
+
+    def _as_sharded(self, name: str, part: Tensor) -> Tensor:
+        if self._grid.mesh is None:
+            return part
+        if part.untyped_storage().nbytes() != part.nbytes:  # DCP takes no DTensor that begins within other memory
+            part = part.to("cpu", copy=True)
+        shape = torch.Size(self._shapes[name])
+        split = self.places[name].split
+        layout = Replicate() if split is None else Shard(split)
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
+        return DTensor(part, DTensorSpec(self._grid.mesh, (layout,), tensor_meta=meta), requires_grad=False)
+
+
+def _in_float32(parameter: nn.Parameter, learns: bool) -> nn.Parameter:
+    """Return the parameter itself if it is float32 or does not learn; else a copy to which its gradients go."""
+    if not learns or parameter.dtype == torch.float32:
+        return parameter
+    copy = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, copy))
+    return copy
+
+
+def _move_gradient(copy: nn.Parameter, parameter: Tensor) -> None:
+    assert copy.grad is not None
+    assert parameter.grad is not None
+    copy.grad.add_(parameter.grad)
+    parameter.grad = None

@@ -1,0 +1,102 @@
+"""Models that see images: which of their parts learn, by the names of parameters, and what is refused with images."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from siirl_dask.config import Backend, ImagesConfig, Part, TrainerConfig
+from siirl_dask.errors import ConfigError
+from siirl_dask.images.families import FAMILIES, Family, family_of
+from siirl_dask.models.architecture import read_config
+
+_WEIGHT = ".weight"
+_INNER = "model."  # begins the name of a tower's parameter in every model, but not in all models' files
+
+
+def is_of(part: Part, name: str, family: Family) -> bool:
+    """Return whether a parameter, by its name in the model or in the model's files, belongs to ``part``."""
+    inside = name.removeprefix(_INNER).removeprefix(tower := family.tower.removeprefix(_INNER) + ".")
+    in_tower = name.removeprefix(_INNER).startswith(tower)
+    projects = in_tower and inside.split(".")[0] in family.projector
+    match part:
+        case Part.visual:
+            return in_tower
+        case Part.encoder:
+            return in_tower and not projects
+        case Part.projector:
+            return projects
+        case Part.language_model:
+            return not in_tower
+
+
+def stays(name: str, parts: Collection[Part], family: Family | None) -> bool:
+    """Return whether a parameter belongs to any of ``parts``, which do not learn."""
+    return family is not None and any(is_of(part, name, family) for part in parts)
+
+
+def in_tower(name: str, family: Family | None) -> str | None:
+    """Return the last name of the layer that a weight belongs to, ``qkv`` of ``visual.blocks.0.attn.qkv.weight``; None
+    unless it is one of the tower's own layers.
+    """
+    if family is None:
+        return None
+    blocks = f"{family.tower.removeprefix(_INNER)}.{family.blocks}."
+    inside = name.removeprefix(_INNER)
+    within = inside.startswith(blocks) and inside.endswith(_WEIGHT)
+    return inside.removesuffix(_WEIGHT).rpartition(".")[2] if within else None
+
+
+def frozen_parts(trainer: TrainerConfig, family: Family | None, *, sees_images: bool) -> list[Part]:
+    """Return the parts of a model that do not learn: those of ``trainer.freeze``, and a tower that nothing runs."""
+    unused = family is not None and not sees_images
+    return [*trainer.freeze, *([Part.visual] if unused and Part.visual not in trainer.freeze else [])]
+
+
+def check_parts(trainer: TrainerConfig, family: Family | None, path: str, *, sees_images: bool) -> None:
+    """Raise ConfigError for options of parts that the model in ``path`` lacks, or that leave nothing to learn."""
+    if family is None and (trainer.freeze or trainer.visual_lr is not None):
+        option = f"freeze={[*map(str, trainer.freeze)]}" if trainer.freeze else f"visual_lr={trainer.visual_lr}"
+        raise ConfigError(f"trainer.{option}: model.path={path!r} sees no images and has no such parts; leave it out")
+    if family is not None and not sees_images and trainer.visual_lr is not None:
+        raise ConfigError(
+            f"trainer.visual_lr={trainer.visual_lr}: no images are read (images.column, images.observations), so "
+            "nothing of the tower learns"
+        )
+    learns = {Part.encoder, Part.projector, Part.language_model}
+    for part in frozen_parts(trainer, family, sees_images=sees_images):
+        learns -= {Part.encoder, Part.projector} if part is Part.visual else {part}
+    if not learns:
+        unseen = "" if sees_images else ", and the tower sees no images (images.column)"
+        raise ConfigError(
+            f"trainer.freeze={[*map(str, trainer.freeze)]}{unseen}: nothing of the model is left to learn"
+        )
+
+
+def family_seen(path: str, images: ImagesConfig | None) -> tuple[Family | None, bool]:
+    """Return the family of the model in ``path``, None for one that sees no images, and whether it is to see any.
+
+    ConfigError where images are read, and the model sees none or is of an unknown family. A model that is not on this
+    machine is checked by the workers.
+    """
+    config = read_config(path)
+    sees = images is not None and images.used
+    if sees and config is not None:
+        return family_of(config, path), True
+    return FAMILIES.get((config or {}).get("model_type", "")), sees
+
+
+def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -> None:
+    """Raise ConfigError for images in rows, or layers, that several ranks share."""
+    if images is None or not images.used:
+        return
+    if trainer.backend is Backend.megatron:
+        raise ConfigError(
+            f"trainer.backend=megatron with images.column={images.column!r}: it sees no images; take "
+            "trainer.backend=fsdp"
+        )
+    for option in ("sequence_parallel", "tensor_parallel"):
+        if (ranks := getattr(trainer.fsdp, option)) > 1:
+            raise ConfigError(
+                f"trainer.fsdp.{option}={ranks} with {images.source}: rows that show images are not "
+                "split over workers; leave it out (trainer.fsdp.offload and trainer.gradient_checkpointing save memory)"
+            )

@@ -1,0 +1,27 @@
+"""A whole run whose policy is in stages and parts of layers learns what one learns that is whole on each worker."""
+
+import pytest
+
+from siirl_dask.config.file import shipped
+from siirl_dask.tasks.tiny_model import tiny_model
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+pytestmark = pytest.mark.slow
+APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], reference: [2, 3]}"
+CASES = {"tensor": ["trainer.megatron.tensor_parallel=2"], "stages": ["trainer.megatron.pipeline_parallel=2"]}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, model, case):
+    config = shipped("grpo_kl")
+    options = [APART, f"model.path={model}", "cluster.workers=4"]
+    whole = train("whole", *options, config_file=config)
+    divided = train("divided", *options, "trainer.backend=megatron", *CASES[case], config_file=config)
+    for expected, got in zip(whole.records(), divided.records(), strict=True):
+        for metric in ("policy/loss", "policy/entropy", "reward/mean"):
+            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), metric

@@ -1,0 +1,224 @@
+"""megatron-core on 1 to 4 ranks, as stages and parts of layers, against a single process that holds the whole model."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from siirl_dask.algorithms import TokenLoss, ppo_clip
+from siirl_dask.config import Backend, Dtype, MegatronConfig, TrainerConfig
+from siirl_dask.context import Rank
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.testing.ranks import run_ranks
+from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs
+from siirl_dask.training import TrainBatch, ValueBatch
+from siirl_dask.training.files.checkpoint import DistributedCheckpoint
+from siirl_dask.training.parallel.dtensor import local
+from tests.settings import trainer_config
+from tests.training.roles import critic, policy
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+CASES = {  # tensor and pipeline parallel, ranks, model, settings
+    "1 x 1, 2 replicas": (1, 1, 2, "tied", {}),
+    "2 x 1": (2, 1, 2, "tied", {}),
+    "1 x 2": (1, 2, 2, "tied", {}),
+    "1 x 2, untied": (1, 2, 2, "untied", {}),
+    "2 x 2": (2, 2, 4, "tied", {}),
+    "2 x 2, untied": (2, 2, 4, "untied", {"gradient_checkpointing": True}),
+    "2 x 1, 2 replicas": (2, 1, 4, "untied", {}),
+    "1 x 2, 2 replicas": (1, 2, 4, "tied", {}),
+    "1 x 4": (1, 4, 4, "tied", {}),
+    "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
+    "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
+}
+EXACT = [name for name in CASES if name not in ("2 x 2, bfloat16", "fsdp")]
+MOVES = (("2 x 2", "1 x 2"), ("1 x 2", "2 x 2"), ("2 x 1", "fsdp"), ("fsdp", "2 x 2"), ("1 x 4", "1 x 1, 2 replicas"))
+SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "ema_decay": 0.5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: tiny_model(
+            root / name, seed=1, hidden=32, heads=4, kv_heads=2, head_dim=8, layers=4, tied=name == "tied",
+            family="qwen3" if name == "tied" else "qwen2",
+        )
+        for name in ("tied", "untied")
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    results = {}
+    for name, folder in folders.items():
+        trainer = policy(folder, trainer_config(**SETTINGS), temperature=0.7)
+        results[name] = learn(trainer, Rank()) | {"next": advance(trainer, Rank(), 3)}
+    results["critic"] = learn_values(critic(folders["tied"], trainer_config(**SETTINGS)), Rank())
+    return results
+
+
+@pytest.fixture(scope="module")
+def seen(folders, tmp_path_factory):
+    return run_ranks(
+        4, partial(in_each_rank, folders, tmp_path_factory.mktemp("states")), tmp_path_factory.mktemp("ranks")
+    )
+
+
+def in_each_rank(folders, root, world):
+    pair, beside = dist.new_group([0, 1]), dist.new_group([0, 1])
+    results, trained = {}, {}
+    for name, (tensor, pipeline, size, model, settings) in CASES.items():
+        if world.rank < size:
+            rank = Rank(world.rank, size, pair, beside) if size == 2 else world
+            trainer = policy(
+                folders[model], config_of(tensor, pipeline, **settings), temperature=0.7, rank=rank,
+                dtype=settings.get("dtype", Dtype.float32),
+            )  # fmt: skip
+            results[name] = learn(trainer, rank)
+            trained[name] = trainer, rank
+    values = critic(folders["tied"], config_of(2, 2), Rank(world.rank, 4, world.group))
+    results["critic"] = learn_values(values, world)
+    results["skipped"] = skipped(*trained["2 x 2"])
+    results["resumed"] = resumed(trained, root)
+    return results
+
+
+def config_of(tensor, pipeline, dtype=None, backend=Backend.megatron, **settings):
+    megatron = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
+    return TrainerConfig(**SETTINGS | settings, backend=backend, megatron=megatron)
+
+
+def learn(trainer, rank):
+    """Take three updates. Rank 0 has most rows, the last of four has none."""
+    seen = {"metrics": [advance(trainer, rank, at) for at in range(3)]}
+    scores = trainer.logprobs(own_rows(rank, LENGTHS))
+    seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
+    seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
+    seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
+    return seen
+
+
+def copied(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def advance(trainer, rank, at):
+    rows = own_rows(rank, LENGTHS[at:])
+    logprobs = trainer.logprobs(rows).logprobs
+    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    return trainer.update([batch], partial(ppo_with_entropy, clip_low=0.2, clip_high=0.2))
+
+
+def ppo_with_entropy(inputs, **clips):
+    loss = ppo_clip(inputs, **clips)
+    return TokenLoss(loss=loss.loss - 0.01 * inputs.entropy, metrics={**loss.metrics, "entropy": inputs.entropy})
+
+
+def own_rows(rank, lengths):
+    ends = [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)] if rank.size > 1 else [0, len(lengths)]
+    return random_rows(lengths, range(ends[rank.rank], ends[rank.rank + 1]))
+
+
+def learn_values(critic, rank):
+    rows, metrics = own_rows(rank, LENGTHS), []
+    for _ in range(2):
+        batch = ValueBatch(rows=rows, old_values=critic.values(rows), returns=signs(rows))
+        metrics.append(critic.update([batch], lambda it: TokenLoss(loss=(it.values - it.returns).square())))
+    return {"metrics": metrics, "values": critic.values(rows), "weights": copied(critic)}
+
+
+def skipped(trainer, rank):
+    """Leave out a step because of a number of rank 1's second row."""
+    rows, found, before = own_rows(rank, LENGTHS), [], copied(trainer)
+    advantages = signs(rows)
+    if rank.rank == 1:
+        advantages[1:] = float("nan")
+    zeros = torch.zeros_like(advantages)
+    batch = TrainBatch(rows=rows, old_logprobs=zeros, rollout_logprobs=zeros, advantages=advantages)
+    metrics = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2), on_nonfinite=found.append)
+    same = all(torch.equal(before[name], each) for name, each in trainer.weights())
+    return metrics["skipped_steps"], {name: [*at] for name, at in found[0].rows.items()}, same
+
+
+def resumed(trained, root):
+    """Resume in one layout what another trained. Returns the weights and the metrics of the next update."""
+    for old in {old for old, _ in MOVES}:
+        if old in trained:
+            trainer, rank = trained[old]
+            DistributedCheckpoint().save(str(root / old), trainer.state(), rank.side_group).result()
+    dist.barrier()  # else one of two ranks could load before four have saved
+    results = {}
+    for old, new in MOVES:
+        if new in trained:
+            trainer, rank = trained[new]
+            load_state(trainer, root / old, rank)
+            results[f"{old} to {new}"] = copied(trainer), advance(trainer, rank, 3)
+    return results
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_divided_policy_learns_like_a_single_process(name, seen, alone):
+    _, _, size, model, _ = CASES[name]
+    expected = alone[model]
+    for rank in range(size):
+        result = seen[rank][name]
+        for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+            assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
+        for kind in ("weights", "averages"):
+            assert list(result[kind]) == list(expected[kind])
+            for key, weight in expected[kind].items():
+                assert_close(result[kind][key], weight, atol=1e-4, rtol=0)
+        for key, weight in result["weights"].items():
+            assert torch.equal(weight, seen[0][name]["weights"][key])
+    for score, tolerance in (("logprobs", 1e-4), ("entropy", 1e-4)):
+        together = torch.cat([seen[rank][name][score] for rank in range(size)])
+        assert_close(together, expected[score], atol=tolerance, rtol=0)
+
+
+def test_a_rank_holds_its_part_of_weights_and_moments(seen, alone):
+    for name, parts in {"2 x 1": 2, "1 x 4": 4, "2 x 2, untied": 4}.items():
+        held = [seen[rank][name]["held"] for rank in range(CASES[name][2])]
+        whole = alone[CASES[name][3]]["held"]
+        embeddings = 264 * 32 * 4  # and their moments and average, which the last stage has as well
+        assert max(held) < 1.1 * whole / parts + embeddings
+        assert sum(held) < 1.1 * whole + embeddings
+
+
+def test_training_resumes_in_another_layout_and_backend(seen, alone):
+    for rank in range(4):
+        for name, (weights, metrics) in seen[rank]["resumed"].items():
+            assert metrics == pytest.approx(alone["tied"]["next"], abs=2e-6, rel=2e-6), name
+            for key, weight in alone["tied"]["weights"].items():
+                assert_close(weights[key], weight, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(seen, alone):
+    for rank in range(4):
+        result = seen[rank]["2 x 2, bfloat16"]
+        assert {weight.dtype for weight in result["weights"].values()} == {torch.bfloat16}
+        norms = [each["metrics"][0]["grad_norm"] for each in (result, alone["tied"])]
+        assert norms[0] == pytest.approx(norms[1], rel=0.05)
+        assert_close(result["logprobs"], seen[rank]["2 x 2"]["logprobs"], atol=0.07, rtol=0)
+
+
+def test_a_divided_critic_learns_like_a_single_process(seen, alone):
+    expected = alone["critic"]
+    for rank in range(4):
+        result = seen[rank]["critic"]
+        for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+            assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
+        for key, weight in expected["weights"].items():
+            assert_close(result["weights"][key], weight, atol=1e-4, rtol=0)
+    assert_close(
+        torch.cat([seen[rank]["critic"]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0
+    )
+
+
+def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(seen):
+    rows = [seen[rank]["skipped"][1] for rank in range(4)]
+    assert rows[0] == rows[2] == rows[3] == {}
+    assert set(rows[1]) == {"advantages", "loss"}
+    assert all(seen[rank]["skipped"][0] == 1 and seen[rank]["skipped"][2] for rank in range(4))

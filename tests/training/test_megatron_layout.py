@@ -1,0 +1,121 @@
+"""Options and models that megatron-core cannot take here are refused before anything starts; its memory is planned."""
+
+import json
+
+import pytest
+
+from siirl_dask.commands.plan import describe_run
+from siirl_dask.config import Backend, Dtype, FsdpConfig, ImagesConfig, LoraConfig, MegatronConfig, Part, TrainerConfig
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.shapes import count_parameters
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.training import layouts
+from siirl_dask.training.megatron.families import check_model
+from siirl_dask.training.preflight import check_reference, check_trainer, trainer_groups
+from tests.settings import digits_overrides
+
+OTHERS = {
+    "lora.rank": {"lora": LoraConfig(rank=4)},
+    "freeze": {"freeze": [Part.visual]},
+    "visual_lr": {"visual_lr": 1e-5},
+    "liger": {"liger": True},
+    "compile": {"compile": True},
+    "park": {"park": True},
+    "fsdp.offload": {"fsdp": FsdpConfig(offload=True)},
+    "fsdp.shard_size": {"fsdp": FsdpConfig(shard_size=2)},
+}
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """megatron-core can be found, whether it is installed or not: layouts are checked without it."""
+    monkeypatch.setattr(layouts, "find_spec", lambda name: name)
+
+
+def megatron(tensor=1, pipeline=1, **settings):
+    parallel = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
+    return TrainerConfig(backend=Backend.megatron, megatron=parallel, **settings)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_of_other_backends_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"trainer\.{name}"):
+        megatron(**OTHERS[name])
+
+
+@pytest.mark.parametrize("backend", [Backend.torch, Backend.fsdp])
+def test_other_backends_refuse_its_options(backend):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel=2: .*trainer\.backend=megatron"):
+        TrainerConfig(backend=backend, megatron=MegatronConfig(pipeline_parallel=2))
+
+
+def test_a_missing_package_is_named_with_its_extra(digits_config, monkeypatch):
+    monkeypatch.setattr(layouts, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'siirl_dask\[megatron\]'"):
+        check_trainer({"trainer": megatron()}, ["w0"], digits_config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor": 2, "pipeline": 2}, r"a replica has 4 ranks, expected a divisor of the role's 6 workers"),
+        ({"tensor": 3}, r"tensor_parallel=3: expected a divisor of num_attention_heads=4"),
+        ({"pipeline": 3}, r"pipeline_parallel=3: expected a divisor of num_hidden_layers=2"),
+    ],
+)
+def test_a_grid_that_does_not_divide_workers_or_model_is_refused(digits_config, tmp_path, there, settings, message):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2))
+    for check in (check_trainer, check_reference):
+        with pytest.raises(ConfigError, match=message):
+            check({"trainer": megatron(**settings)}, [f"w{number}" for number in range(6)], digits_config)
+
+
+def test_images_are_refused(digits_config, there):
+    options = {"trainer": megatron(), "images": ImagesConfig(column="picture")}
+    with pytest.raises(ConfigError, match=r"trainer\.backend=megatron with images\.column='picture'"):
+        check_trainer(options, ["w0"], digits_config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gemma2"},
+        {"model_type": "qwen3_moe"},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        {"use_sliding_window": True},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_it_does_not_compute_is_refused(tmp_path, change):
+    file = tiny_model(tmp_path / "model") / "config.json"
+    check_model(megatron(), str(tmp_path / "model"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=r"trainer\.backend=megatron with model\.path=.*trainer\.backend=fsdp"):
+        check_model(megatron(), str(tmp_path / "model"))
+
+
+def test_the_planned_memory_is_that_of_the_rank_with_most(digits_config, tmp_path, there):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
+    size, workers = count_parameters(digits_config.model.path), ["w0", "w1", "w2", "w3"]
+    for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        config = megatron(tensor, pipeline)
+        most = (size.total / pipeline + (size.largest if pipeline > 1 else 0)) / tensor
+        cost = check_trainer({"trainer": config}, workers, digits_config)
+        assert cost.memory == pytest.approx(16 * most, rel=1e-3)
+        assert sum(cost.device.held.values()) == pytest.approx(16 * most, rel=1e-3)
+        assert {*trainer_groups({"trainer": config}, 4).values()} == {tensor, tensor * pipeline}
+        reference = check_reference({"trainer": config}, workers, digits_config)
+        assert sum(reference.device.held.values()) == pytest.approx(4 * most, rel=1e-3)
+    digits_config.model.dtype = Dtype.bfloat16
+    held = check_trainer({"trainer": megatron(2, 2)}, workers, digits_config).device.held
+    assert sum(held.values()) == pytest.approx(18 * most, rel=1e-3)
+
+
+def test_a_run_with_megatron_is_planned(digits_task, tmp_path, there):
+    options = ["trainer.backend=megatron", "trainer.megatron.pipeline_parallel=2", "cluster.device_memory=80GB"]
+    file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *options])
+    assert "optimizer state" in describe_run(file.config, *dags(file))
