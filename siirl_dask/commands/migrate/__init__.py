@@ -1,0 +1,98 @@
+"""``siirl-dask migrate``: turns a verl or siiRL configuration, command line or shell script into one of ours.
+
+Every option that was given ends in one of three lists: it became keys of ours, it asks for what is so anyway, or it
+has no counterpart, with the reason. None is dropped silently. Defaults of theirs that change results and differ from
+ours are written out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl_dask.commands.migrate.draft import Draft, Fate
+from siirl_dask.commands.migrate.given import read_given
+from siirl_dask.commands.migrate.option import Use
+from siirl_dask.commands.migrate.render import as_yaml, report
+from siirl_dask.commands.migrate.rules import apply_rules
+from siirl_dask.commands.migrate.table import TABLE, option_of
+from siirl_dask.errors import ConfigError, did_you_mean
+
+__all__ = ["Migration", "add_migrate", "migrate", "show_migration"]
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A configuration in YAML, and what became of the options."""
+
+    text: str
+    report: str
+    fates: dict[str, Fate]
+    """Fate of each option that was given."""
+    defaulted: dict[str, str]
+    """Keys that were not given and are written out, with the option whose default they are."""
+
+
+def migrate(words: Sequence[str], rows: int | None = None) -> Migration:
+    """Convert a file with its overrides, or a command line. ``rows`` is the number of rows to train on, if known.
+
+    ConfigError for what is neither system's, or a script with no call or several.
+    """
+    if rows is not None and rows < 1:
+        raise ConfigError(f"--rows {rows}: expected the number of rows of data.train_files, at least 1")
+    given = read_given(words)
+    draft = Draft(given)
+    apply_rules(draft, rows)
+    for name, value in given.values.items():
+        if name not in draft.fates:
+            draft.fates[name] = _fate(name, value, draft)
+    draft.fates = {name: draft.fates[name] for name in given.values if name in draft.fates}
+    return Migration(as_yaml(draft), report(draft), draft.fates, draft.defaulted)
+
+
+def _fate(name: str, value: Any, draft: Draft) -> Fate:
+    """Return the fate of an option that no rule has read."""
+    option = option_of(name)
+    if value is None or value is False or value in ("", [], {}, -1):
+        return Fate(note="nothing is asked for")
+    if option is None:
+        known = [known for part in TABLE.values() for option in part for known in option.names if "*" not in known]
+        return Fate(lost=f"neither verl nor siiRL has such an option, as far as is known{did_you_mean(name, known)}")
+    if option.use is Use.NONE:
+        return Fate(lost=option.note)
+    if option.use is Use.ALWAYS:
+        return Fate(note=option.note)
+    return Fate(note=f"not read with {draft.text('algorithm.adv_estimator', 'gae')} and the options given")
+
+
+def add_migrate(command: argparse.ArgumentParser) -> None:
+    """Add the command line of ``migrate``."""
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="FILE | -- key=value ...",
+        help="a YAML file or a shell script of verl or siiRL, then options that change it, or NAME=value for variables "
+        "of the script; or a command line after --",
+    )
+    command.add_argument("-o", "--out", metavar="FILE", help="where to write; default: standard output")
+    command.add_argument("--rows", type=int, metavar="N", help="rows of data.train_files, for the steps of an epoch")
+
+
+def show_migration(chosen: argparse.Namespace) -> None:
+    """Write the configuration to ``--out`` or standard output, and the report to standard error."""
+    done = migrate(chosen.overrides, chosen.rows)
+    if chosen.out is None:
+        print(done.text, end="")
+    else:
+        path = Path(chosen.out)
+        if path.exists():
+            raise ConfigError(f"--out {path}: it exists already; give another name, or remove it")
+        try:
+            path.write_text(done.text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {path}: {error}") from error
+    print(done.report, file=sys.stderr)

@@ -1,0 +1,122 @@
+"""A configuration in the making: our keys with the options that they come from, and the fate of each option given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from siirl_dask.commands.migrate.given import Given
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Whereabouts of an option that was given."""
+
+    keys: tuple[str, ...] = ()
+    """Our keys that it became; empty if it became none."""
+    lost: str = ""
+    """Reason why it has no counterpart; "" where nothing is lost."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One value of the configuration, with the options that it comes from."""
+
+    value: Any
+    comment: str
+
+
+@dataclass(slots=True)
+class Draft:
+    """Values and parts of the DAG, in the order in which rules set them."""
+
+    given: Given
+    bases: list[str] = field(default_factory=list)
+    """Shipped files that the configuration stands on, such as ``dags/grpo.yaml``."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """Values by our key."""
+    roles: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, Any] = field(default_factory=dict)
+    fates: dict[str, Fate] = field(default_factory=dict)
+    """Fate of each option that was given, by its name."""
+    defaulted: dict[str, str] = field(default_factory=dict)
+    """Our keys that no option given became, with the name of their default's option."""
+    open_questions: list[str] = field(default_factory=list)
+    """Values that a person must decide, such as a number of steps that no dataset was there to tell."""
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these options was given."""
+        return any(self.given.values.get(name) is not None for name in names)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return an option's value, or the other system's default."""
+        value = self.given.values.get(name)
+        return default if value is None else value
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return an option's value as text."""
+        return str(self.value(name, default))
+
+    def number(self, name: str, default: float) -> float:
+        """Return an option's number. One that is none, as a variable that nobody set, is lost, and named."""
+        value = self.value(name, default)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            self.lose(name, f"{value!r} is no number here: add the variable as NAME=value, or the option itself")
+            return default
+        return int(number) if number == int(number) else number
+
+    def items(self, name: str, default: Sequence[Any] = ()) -> list[Any]:
+        """Return an option's list: of a single value, and of a text with commas, its items."""
+        value = self.value(name, list(default))
+        if isinstance(value, str):
+            value = [item.strip() for item in value.split(",")]
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return an option's true or false."""
+        return str(self.value(name, default)).lower() in ("true", "1", "yes")
+
+    def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
+        """Set our key, and say which options it comes from: of ``sources`` those given, or the default of the first."""
+        given = [name for name in sources if self.has(name)]
+        for name in given:
+            self.became(name, key)
+        if given:
+            origin = ", ".join(given)
+        else:
+            origin = f"{self.given.system}'s default" + (f" of {sources[0]}" if sources else "")
+            self.defaulted[key] = sources[0] if sources else ""
+        self.entries[key] = Entry(value, f"{origin}; {note}" if note else origin)
+
+    def became(self, name: str, *keys: str) -> None:
+        """Say that an option became keys, or parts of the DAG, of ours."""
+        if self.has(name) and not self.fate(name).lost:
+            self.fates[name] = Fate((*self.fate(name).keys, *(key for key in keys if key not in self.fate(name).keys)))
+
+    def lose(self, name: str, reason: str) -> None:
+        """Say why an option that was given has no counterpart."""
+        if self.has(name):
+            self.fates[name] = Fate(lost=reason)
+
+    def hold(self, name: str, note: str) -> None:
+        """Say that what an option asks for is how it is, without a key."""
+        if self.has(name) and not self.fate(name).lost:
+            self.fates[name] = Fate(self.fate(name).keys, note=note)
+
+    def fate(self, name: str) -> Fate:
+        """Return the fate of an option as far as it is known."""
+        return self.fates.get(name, Fate())
+
+    def copy(self, pairs: Mapping[str, str]) -> None:
+        """Set our keys to the values of options, where these are given: ``{their name: our key}``."""
+        for name, key in pairs.items():
+            if self.has(name):
+                self.set(key, self.value(name), name)
+
+    def first(self, names: Iterable[str], default: str) -> str:
+        """Return the first of the names that was given."""
+        return next((name for name in names if self.has(name)), default)

@@ -1,0 +1,132 @@
+"""Reads what was given: a verl or siiRL configuration, a command line, or a shell script that has one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from siirl_dask.commands.migrate.shell import Call, read_script
+from siirl_dask.config.file import foreign_value, foreign_values
+from siirl_dask.config.file.layers import GROUPS
+from siirl_dask.errors import ConfigError, did_you_mean
+
+_PARTS = (
+    "data", "actor_rollout_ref", "critic", "algorithm", "trainer", "reward_model", "reward", "custom_reward_function",
+    "dag", "profiler", "global_profiler", "ray_kwargs", "ray_init", "transfer_queue", "hydra", "distillation",
+    "sandbox_fusion", "skip", "async_training", "rollout", "defaults", "model_engine",
+)  # fmt: skip
+"""Groups of both systems."""
+_SURE = ("actor_rollout_ref", "reward_model", "custom_reward_function")
+"""Groups that no other trainer has."""
+_SIIRL = re.compile(r"dag\.|profiler\.|algorithm\.(algorithm_name|workflow_type)$")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_EXPECTED = (
+    "expected a YAML file with groups such as actor_rollout_ref and trainer, a shell script with `python -m "
+    "verl.trainer.main_ppo key=value ...` or `python -m siirl.main_dag key=value ...`, or such key=value after --"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Options by name, with dots: ``actor_rollout_ref.actor.optim.lr``. Keys that a caller removed are not there."""
+
+    system: str
+    """``verl`` or ``siiRL``, as far as the names tell."""
+    values: Mapping[str, Any]
+    origin: str
+    """File or command line, for the heading of what comes of it."""
+    notes: Sequence[str] = field(default_factory=tuple)
+    """Remarks on the reading, such as a variable that the script does not set."""
+
+
+def read_given(words: Sequence[str]) -> Given:
+    """Read a file, changed by the ``key=value`` after it, or a command line alone. ConfigError for anything else.
+
+    ``NAME=value``, without a dot, is a variable of the shell script.
+    """
+    if not words:
+        raise ConfigError(f"nothing is given: {_EXPECTED}")
+    variables = dict(word.split("=", 1) for word in words if _is_variable(word))
+    if "=" in words[0] or words[0].startswith("python"):
+        call = Call([word for word in words if not _is_variable(word)], module=_module(words))
+        return _from_call(call, "the command line")
+    path, more = Path(words[0]), [word for word in words[1:] if not _is_variable(word)]
+    text = _read(path)
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(text, path, more)
+    call = read_script(text, str(path), variables)
+    return _from_call(Call([*call.words, *more], call.module, call.notes), str(path))
+
+
+def _is_variable(word: str) -> bool:
+    """Whether a word sets a variable of a shell script: its name has no dot, and is no group's."""
+    return bool(_VARIABLE.fullmatch(word)) and word.partition("=")[0] not in _PARTS
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}: {_EXPECTED}") from error
+
+
+def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
+    tree = foreign_values(text, str(path))
+    if not set(tree) & set(_SURE):
+        ours = [group for group in tree if group in {*GROUPS, "base", "roles", "nodes"} - {"data", "critic", "trainer"}]
+        hint = " (it looks like a configuration of siirl_dask already: siirl-dask plan)" if ours else ""
+        raise ConfigError(f"{path}: neither verl's nor siiRL's{hint}: it has {', '.join(map(str, tree))}; {_EXPECTED}")
+    values = _flat(tree)
+    _override(values, more)
+    return Given(_system(values, ""), values, str(path))
+
+
+def _from_call(call: Call, origin: str) -> Given:
+    values: dict[str, Any] = {}
+    notes = [*call.notes, *_override(values, call.words)]
+    if not any(name.partition(".")[0] in _PARTS for name in values):
+        hint = "".join(did_you_mean(name.partition(".")[0], _PARTS) for name in [*values][:1])
+        raise ConfigError(f"{origin}: no option of verl or siiRL{hint}: {_EXPECTED}")
+    return Given(_system(values, call.module), values, origin, notes)
+
+
+def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:
+    """Apply Hydra's ``key=value``, ``+key=value``, ``++key=value`` and ``~key``; return notes on other words."""
+    notes = []
+    for word in words:
+        name, separator, text = word.partition("=")
+        name = name.lstrip("+")
+        if word.startswith("~"):
+            values.pop(name.lstrip("~"), None)
+        elif word.startswith("--config-"):
+            notes.append(f"{word}: read that YAML file as well, its values are not among these")
+        elif separator and re.fullmatch(r"[\w.@/-]+", name) and not name.startswith("-"):
+            values |= _flat({name: foreign_value(text)})
+        elif word not in ("python", "python3", "-m", "-u") and not re.fullmatch(r"(verl|siirl|recipe)[\w./]*", word):
+            notes.append(f"{word!r} is no option")
+    return notes
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their names with dots; those of Hydra's own use are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{name}.")
+        elif str(key) != "_target_":
+            flat[name] = value
+    return flat
+
+
+def _module(words: Sequence[str]) -> str:
+    return next((word for word in words if re.fullmatch(r"(verl|siirl|recipe)[\w./]*", word)), "")
+
+
+def _system(values: Mapping[str, Any], module: str) -> str:
+    if module:
+        return "siiRL" if "siirl" in module else "verl"
+    return "siiRL" if any(_SIIRL.match(name) for name in values) else "verl"

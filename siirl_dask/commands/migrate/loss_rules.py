@@ -1,0 +1,284 @@
+"""Rules of the algorithm: estimator, loss, divergence, and the DAG that they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from siirl_dask.commands.migrate.draft import Draft
+
+ACTOR = "actor_rollout_ref.actor"
+_OURS = "siirl_dask.algorithms"
+_ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "cpgd": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "opo": "opo",
+    "gpg": "gpg",
+    "remax": "remax",
+    "grpo_passk": "pass_at_k",
+    "gae": "gae",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+}
+"""Their estimators, and our advantages."""
+_LOSSES = {
+    "vanilla": "ppo_clip",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "gpg": "policy_gradient",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
+"""Their ``loss_mode``, and our losses."""
+_MODES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+}
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs_difference", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def set_algorithm(draft: Draft) -> None:
+    """Set the advantage, and the DAG that the estimator, dynamic sampling and a reference need."""
+    name = "algorithm.adv_estimator"
+    theirs = draft.text(name, "gae").lower().rpartition(".")[2]
+    ours = _ESTIMATORS.get(theirs, "grpo")
+    if theirs not in _ESTIMATORS:
+        draft.lose(
+            name, f"there is no advantage {theirs!r}: docs/algorithms.md has those that there are; grpo stands in"
+        )
+        draft.open_questions.append(f"algorithm.advantage: {theirs} has no counterpart, and grpo stands in for it")
+    draft.bases.append("dags/ppo.yaml" if ours == "gae" else "dags/grpo.yaml")
+    by_std = draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
+    options: dict[str, Any] = {}
+    match ours:
+        case "grpo":
+            ours = "grpo" if by_std else "dr_grpo"
+            options = {"scale": "group", "epsilon": 1e-6} if by_std else {}
+            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage")
+        case "pass_at_k":
+            options = {"divide_by_std": by_std}
+            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage_options")
+        case "gae":
+            options = {
+                "discount": draft.number("algorithm.gamma", 1.0),
+                "gae_lambda": draft.number("algorithm.lam", 1.0),
+            }
+            draft.became("algorithm.lam", "algorithm.advantage_options")
+            draft.became("algorithm.gamma", "algorithm.advantage_options")
+        case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
+            draft.nodes["advantage"] = {"run": "siirl_dask.nodes:estimate_token_advantages"}
+            if ours == "reinforce_plus_plus":
+                options = {"discount": draft.number("algorithm.gamma", 1.0)}
+                draft.became("algorithm.gamma", "algorithm.advantage_options")
+        case "remax":
+            _add_greedy(draft)
+    draft.set("algorithm.advantage", f"{_OURS}:{ours}", name)
+    draft.set("algorithm.advantage_options", options, note=f"of {ours}, written out")
+    _set_dynamic_sampling(draft)
+    _set_reference(draft)
+
+
+def _add_greedy(draft: Draft) -> None:
+    draft.nodes |= {
+        "rollout": {"run": "siirl_dask.nodes:generate_with_greedy"},
+        "baselines": {
+            "run": "siirl_dask.nodes:take_greedy_baselines", "role": "reward", "after": "reward", "rows": "grouped",
+        },
+        "old_logprobs": {"after": "baselines"},
+        "advantage": {"after": ["baselines", "old_logprobs"]},
+    }  # fmt: skip
+
+
+def _set_dynamic_sampling(draft: Draft) -> None:
+    prefix = "algorithm.filter_groups"
+    if not draft.flag(f"{prefix}.enable", default=False):
+        return
+    if "dags/ppo.yaml" in draft.bases:
+        draft.lose(f"{prefix}.enable", "with a critic there is nothing to filter: groups have no say in the advantage")
+        return
+    draft.bases[:] = ["dags/dapo.yaml" if base == "dags/grpo.yaml" else base for base in draft.bases]
+    rounds = int(draft.number(f"{prefix}.max_num_gen_batches", 10))
+    draft.nodes["rollout"] = {"with": {"rounds": rounds or 10}}
+    draft.nodes.setdefault("reward", {"with": {"factor": 0.0}})  # the DAG's penalty of long responses, unless asked for
+    for name in (f"{prefix}.enable", f"{prefix}.max_num_gen_batches"):
+        draft.became(name, "nodes.rollout")
+    metric = draft.text(f"{prefix}.metric", "acc")
+    reason = "groups whose rewards are all equal are replaced, by reward"
+    (draft.hold if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward") else draft.lose)(
+        f"{prefix}.metric", reason
+    )
+
+
+def _set_reference(draft: Draft) -> None:
+    """Add the reference where a divergence from it is asked for, in the loss or in the reward."""
+    in_loss = draft.flag(f"{ACTOR}.use_kl_loss", default=False)
+    in_reward = draft.flag("algorithm.use_kl_in_reward", default=False)
+    coefficient = draft.number(f"{ACTOR}.kl_loss_coef", 0.001) if in_loss else 0
+    draft.set("algorithm.kl_coefficient", coefficient, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss")
+    kind = draft.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
+    if in_loss:
+        plain = _KL.get(kind.rstrip("+"))
+        if plain is None:
+            draft.lose(f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3 stands in")
+        draft.set(
+            "algorithm.kl",
+            f"{_OURS}:{'straight_through' if kind.endswith('+') else plain or 'k3'}",
+            f"{ACTOR}.kl_loss_type",
+        )
+    draft.hold(f"{ACTOR}.kl_loss_type", "no divergence is in the loss")
+    draft.hold("algorithm.use_kl_in_reward", "no divergence is in the reward")
+    if not (in_loss or in_reward):
+        return
+    draft.bases[:] = [*(base for base in draft.bases if base != "dags/grpo.yaml"), "dags/grpo_kl.yaml"]
+    before = ["baselines"] if "baselines" in draft.nodes else ["reward"]
+    if "baselines" in draft.nodes:
+        draft.nodes["reference_logprobs"] = {"after": "baselines"}
+    after = [*before, "old_logprobs", *(["values"] if "dags/ppo.yaml" in draft.bases else [])]
+    change = {"after": [*after, "reference_logprobs"]}
+    if in_reward:
+        change = {"after": [*[one for one in after if one != "old_logprobs"], "kl"]}
+        _add_controller(draft)
+    if in_reward or after != ["reward", "old_logprobs"]:
+        draft.nodes["advantage"] = draft.nodes.get("advantage", {}) | change
+
+
+def _add_controller(draft: Draft) -> None:
+    prefix = "algorithm.kl_ctrl"
+    options: dict[str, Any] = {"coefficient": draft.number(f"{prefix}.kl_coef", 0.001)}
+    if draft.text(f"{prefix}.type", "fixed") == "adaptive":
+        options |= {
+            "target": draft.number(f"{prefix}.target_kl", 0.1),
+            "horizon": draft.number(f"{prefix}.horizon", 10000),
+        }
+    draft.roles["kl"] = {"build": f"{_OURS}:build_kl_controller", "with": options}
+    kind = _KL.get(draft.text("algorithm.kl_penalty", "kl").rstrip("+"), "k1")
+    draft.nodes["kl"] = {
+        "run": "siirl_dask.nodes:penalise_kl",
+        "role": "kl",
+        "after": ["old_logprobs", "reference_logprobs"],
+        "with": {"kl": f"{_OURS}:{kind}"},
+    }
+    for name in (
+        "use_kl_in_reward",
+        "kl_penalty",
+        *(f"kl_ctrl.{one}" for one in ("type", "kl_coef", "target_kl", "horizon")),
+    ):
+        draft.became(f"algorithm.{name}", "roles.kl", "nodes.kl")
+
+
+def set_loss(draft: Draft) -> None:
+    """Set the loss with its bounds, and the way in which tokens are averaged."""
+    mode_name = f"{ACTOR}.policy_loss.loss_mode"
+    mode = draft.text(mode_name, "vanilla").replace("-", "_")
+    ours = _LOSSES.get(mode, "ppo_clip")
+    if mode not in _LOSSES:
+        draft.lose(mode_name, f"there is no loss {mode!r}: docs/algorithms.md has those that there are")
+        draft.open_questions.append(f"algorithm.loss: {mode} has no counterpart, and ppo_clip stands in for it")
+    if draft.flag(f"{ACTOR}.use_cpgd_loss", default=False) or draft.text("algorithm.adv_estimator") == "cpgd":
+        ours = "cpgd"
+    if draft.text("algorithm.adv_estimator") == "gpg":
+        ours = "policy_gradient"
+    options = _loss_options(draft, ours)
+    draft.set("algorithm.loss", f"{_OURS}:{ours}", mode_name, f"{ACTOR}.use_cpgd_loss")
+    names = (
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "clip_ratio",
+        "clip_ratio_c",
+        "tau_pos",
+        "tau_neg",
+        "policy_drift_coeff",
+    )
+    draft.set("algorithm.loss_options", options, *(f"{ACTOR}.{name}" for name in names))
+    _set_covariant(draft, ours)
+    _set_aggregation(draft, ours)
+    draft.copy({f"{ACTOR}.entropy_coeff": "algorithm.entropy_coefficient"})
+    _set_correction(draft)
+
+
+def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
+    both = draft.number(f"{ACTOR}.clip_ratio", 0.2)
+    bounds = {
+        "clip_low": draft.number(f"{ACTOR}.clip_ratio_low", both),
+        "clip_high": draft.number(f"{ACTOR}.clip_ratio_high", both),
+    }
+    match ours:
+        case "policy_gradient":
+            return {}
+        case "sapo":
+            return {
+                "tau_positive": draft.number(f"{ACTOR}.tau_pos", 1.0),
+                "tau_negative": draft.number(f"{ACTOR}.tau_neg", 1.05),
+            }
+        case "ppo_clip":
+            return bounds | {"dual_clip": draft.number(f"{ACTOR}.clip_ratio_c", 3.0)}
+        case "cpgd":
+            return bounds | {"drift": draft.number(f"{ACTOR}.policy_drift_coeff", 0.0)}
+        case "kl_cov":
+            return {"coefficient": draft.number(f"{ACTOR}.policy_loss.ppo_kl_coef", 0.1)}
+    return bounds
+
+
+def _set_covariant(draft: Draft, ours: str) -> None:
+    """Add the node that chooses tokens, for Clip-Cov and KL-Cov."""
+    prefix = f"{ACTOR}.policy_loss"
+    if ours not in ("clip_cov", "kl_cov"):
+        return
+    options: dict[str, Any] = {
+        "minibatches": "${algorithm.minibatches}",
+        "fraction": draft.number(f"{prefix}.{ours}_ratio", 0.0002),
+    }
+    names = [f"{prefix}.{ours}_ratio"]
+    if ours == "clip_cov":
+        options |= {
+            "low": draft.number(f"{prefix}.clip_cov_lb", 1.0),
+            "high": draft.number(f"{prefix}.clip_cov_ub", 5.0),
+        }
+        names += [f"{prefix}.clip_cov_lb", f"{prefix}.clip_cov_ub"]
+    draft.nodes["covariant"] = {
+        "run": "siirl_dask.nodes:choose_covariant", "role": "policy", "after": "minibatches", "with": options,
+    }  # fmt: skip
+    draft.nodes["update"] = {"after": "covariant", "with": {"columns": ["covariant"]}}
+    for name in names:
+        draft.became(name, "nodes.covariant")
+    draft.became(f"{prefix}.ppo_kl_coef", "algorithm.loss_options")
+
+
+def _set_aggregation(draft: Draft, ours: str) -> None:
+    name = f"{ACTOR}.loss_agg_mode"
+    mode = draft.text(
+        name, "token-mean" if draft.flag(f"{ACTOR}.use_token_level_loss", default=True) else "seq-mean-token-mean"
+    )
+    note = ""
+    if ours == "gspo":
+        mode, note = "seq-mean-token-mean", "always so with gspo"
+    if mode not in _MODES:
+        draft.lose(name, f"there is no aggregation {mode!r}; token_mean stands in")
+    function = _MODES.get(mode, "token_mean")
+    draft.set("algorithm.aggregation", f"{_OURS}:{function}", name, f"{ACTOR}.use_token_level_loss", note=note)
+    if function == "sequence_mean_token_sum_norm":
+        scale = f"{ACTOR}.loss_scale_factor"
+        length = int(draft.number(scale, draft.number("data.max_response_length", 512)))
+        draft.set("algorithm.aggregation_options", {"length": length}, scale, name)
+
+
+def _set_correction(draft: Draft) -> None:
+    cap, prefix = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
+    kind = draft.text(f"{prefix}.rollout_is", "")
+    if draft.number(cap, -1) > 0:
+        draft.set("algorithm.correction", f"{_OURS}:truncated_is", cap)
+        draft.set("algorithm.correction_options", {"cap": draft.number(cap, 2.0)}, cap)
+    elif kind == "token":
+        threshold = f"{prefix}.rollout_is_threshold"
+        draft.set("algorithm.correction", f"{_OURS}:truncated_is", f"{prefix}.rollout_is")
+        draft.set("algorithm.correction_options", {"cap": draft.number(threshold, 2.0)}, threshold)
+    elif kind:
+        draft.lose(f"{prefix}.rollout_is", "weights of whole sequences are not truncated: see truncated_is, masked_is "
+                   "and reject_sequences in docs/algorithms.md")  # fmt: skip
+    draft.hold(cap, "no cap")

@@ -1,0 +1,161 @@
+"""Rules of a trained model: backend, mini-batches and optimizer, of the policy and of the critic."""
+
+from __future__ import annotations
+
+from siirl_dask.commands.migrate.draft import Draft
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+def minibatch_count(draft: Draft) -> int:
+    """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both counted alike."""
+    batch = int(draft.number("data.train_batch_size", 1024))
+    return max(1, -(-batch // int(draft.number(f"{_ACTOR}.ppo_mini_batch_size", 256))))
+
+
+def set_trainer(draft: Draft, ours: str, theirs: str, workers: int) -> None:
+    """Set ``trainer`` or ``critic``."""
+    if ours == "trainer":
+        mini = f"{_ACTOR}.ppo_mini_batch_size"
+        draft.set("algorithm.minibatches", minibatch_count(draft), mini, note="train_batch_size / ppo_mini_batch_size")
+        draft.set("algorithm.epochs", int(draft.number(f"{_ACTOR}.ppo_epochs", 1)), f"{_ACTOR}.ppo_epochs")
+        _set_adapters(draft)
+    _set_layout(draft, ours, theirs, workers)
+    _set_optimizer(draft, ours, f"{theirs}.optim")
+    model = _MODEL if ours == "trainer" else "critic.model"
+    checkpointing = f"{model}.enable_gradient_checkpointing"
+    draft.set(f"{ours}.gradient_checkpointing", draft.flag(checkpointing, default=True), checkpointing)
+    clip = draft.first((f"{theirs}.grad_clip", f"{theirs}.optim.clip_grad"), f"{theirs}.grad_clip")
+    draft.set(f"{ours}.max_grad_norm", draft.number(clip, 1.0), f"{theirs}.grad_clip", f"{theirs}.optim.clip_grad")
+    _set_micro_batches(draft, ours, theirs)
+    if ours == "critic":
+        _set_critic(draft)
+
+
+def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
+    strategy = draft.text(f"{theirs}.strategy", "fsdp")
+    parts = ("fsdp", "model.fsdp_config") if ours == "critic" else ("fsdp_config",)
+    names = {
+        option: draft.first([f"{theirs}.{part}.{option}" for part in parts], f"{theirs}.{parts[0]}.{option}")
+        for option in ("param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
+    }
+    draft.set(f"{ours}.backend", "megatron" if strategy == "megatron" else "fsdp", f"{theirs}.strategy")
+    if strategy == "megatron":
+        _set_megatron(draft, ours, theirs)
+    elif strategy not in ("fsdp", "fsdp2"):
+        draft.lose(f"{theirs}.strategy", f"there is no backend {strategy!r}; fsdp stands in")
+    if draft.flag(names["offload_policy"], default=False):
+        draft.set(f"{ours}.fsdp.offload", True, names["offload_policy"])
+    elif strategy != "megatron" and any(
+        draft.flag(names[one], default=False) for one in ("param_offload", "optimizer_offload")
+    ):
+        draft.set(f"{ours}.park", True, names["param_offload"], names["optimizer_offload"])
+        draft.became("actor_rollout_ref.ref.fsdp_config.param_offload", "trainer.park")
+    size = int(draft.number(names["fsdp_size"], -1))
+    if 0 < size < workers and workers % size == 0:
+        draft.set(f"{ours}.fsdp.shard_size", size, names["fsdp_size"])
+    elif size in (-1, workers):
+        draft.hold(names["fsdp_size"], "the model is sharded over all workers of its role")
+    else:
+        draft.lose(names["fsdp_size"], f"{size} is no divisor of {workers} workers")
+    sequence = (f"{theirs}.ulysses_sequence_parallel_size", f"{theirs}.fsdp_config.ulysses_sequence_parallel_size")
+    if (ranks := int(draft.number(draft.first(sequence, sequence[0]), 1))) > 1:
+        draft.set(f"{ours}.fsdp.sequence_parallel", ranks, *sequence)
+    for name in (*names.values(), *sequence, "actor_rollout_ref.ref.fsdp_config.param_offload"):
+        draft.hold(name, "the default here")
+
+
+def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
+    """Set Megatron's layout."""
+    prefix = f"{theirs}.megatron"
+    for option, key in {"tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline"}.items():
+        if (ranks := int(draft.number(f"{prefix}.{option}", 1))) > 1:
+            draft.set(f"{ours}.megatron.{key}_parallel", ranks, f"{prefix}.{option}")
+        draft.hold(f"{prefix}.{option}", "the default here")
+    reason = "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
+    for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
+        (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)
+
+
+def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
+    passes = minibatch_count(draft) * int(draft.number(f"{_ACTOR}.ppo_epochs", 1))
+    draft.set(f"{ours}.lr", draft.number(f"{theirs}.lr", 1e-6 if ours == "trainer" else 1e-5), f"{theirs}.lr")
+    draft.set(f"{ours}.weight_decay", draft.number(f"{theirs}.weight_decay", 0.01), f"{theirs}.weight_decay")
+    draft.set(f"{ours}.betas", draft.items(f"{theirs}.betas", [0.9, 0.999]), f"{theirs}.betas")
+    steps, ratio = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
+    warmup = int(draft.number(steps, -1))
+    if warmup <= 0:
+        warmup = int(draft.number(ratio, 0.0) * int(draft.entries["run.steps"].value))
+    note = f"{warmup} training steps x {passes} optimizer steps" if warmup else ""
+    draft.set(f"{ours}.warmup_steps", warmup * passes, steps, ratio, note=note)
+    style = [f"{theirs}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
+    name = draft.first(style, style[0])
+    schedule = draft.text(name, "constant")
+    if schedule not in ("constant", "linear", "cosine"):
+        draft.lose(name, f"there is no schedule {schedule!r}: constant, linear or cosine")
+        schedule = "constant"
+    draft.set(f"{ours}.schedule", schedule, *style)
+    if draft.has(f"{theirs}.lr_decay_steps"):
+        draft.set(
+            f"{ours}.total_steps", int(draft.number(f"{theirs}.lr_decay_steps", 1)) * passes, f"{theirs}.lr_decay_steps"
+        )
+    if draft.has(f"{theirs}.min_lr_ratio"):
+        draft.set(f"{ours}.min_lr_ratio", draft.number(f"{theirs}.min_lr_ratio", 0.0), f"{theirs}.min_lr_ratio")
+    elif draft.has(f"{theirs}.min_lr"):
+        least = draft.number(f"{theirs}.min_lr", 0.0) / draft.entries[f"{ours}.lr"].value
+        draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
+    kind = draft.text(f"{theirs}.optimizer", "AdamW")
+    (draft.hold if kind.lower() in ("adam", "adamw") else draft.lose)(f"{theirs}.optimizer", "AdamW is the optimizer")
+
+
+def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
+    """Set the tokens of a pass: given as such, or as rows of the longest length."""
+    dynamic, tokens = f"{theirs}.use_dynamic_bsz", f"{theirs}.ppo_max_token_len_per_gpu"
+    rows = f"{theirs}.ppo_micro_batch_size_per_gpu"
+    longest = int(draft.entries["data.max_prompt_length"].value + draft.entries["rollout.max_response_length"].value)
+    key = f"{ours}.max_tokens_per_micro_batch"
+    if draft.flag(dynamic, draft.flag(f"{_ACTOR}.use_dynamic_bsz", default=False)) or not draft.has(rows):
+        if draft.has(tokens, dynamic):
+            draft.set(key, int(draft.number(tokens, 16384 if ours == "trainer" else 32768)), tokens, dynamic)
+        draft.hold(rows, "use_dynamic_bsz counts tokens")
+    else:
+        count = int(draft.number(rows, 1))
+        draft.set(key, count * longest, rows, dynamic, note=f"{count} rows x {longest} tokens")
+        draft.hold(tokens, "it counts with use_dynamic_bsz alone")
+
+
+def _set_adapters(draft: Draft) -> None:
+    rank = draft.first((f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"), f"{_MODEL}.lora_rank")
+    alpha = draft.first((f"{_MODEL}.lora_alpha", f"{_MODEL}.lora.alpha"), f"{_MODEL}.lora_alpha")
+    targets = f"{_MODEL}.target_modules"
+    if draft.text(f"{_ACTOR}.strategy") == "megatron":
+        reason = "the backend megatron has none: docs/training.md"
+        for name in (rank, f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
+            if draft.value(name) not in (None, 0, False):
+                draft.lose(name, reason)
+        return
+    if int(draft.number(rank, 0)) > 0:
+        draft.set("trainer.lora.rank", int(draft.number(rank, 0)), rank)
+        draft.set("trainer.lora.alpha", draft.number(alpha, 16), alpha)
+        if draft.text(targets, "all-linear") != "all-linear":
+            draft.set("trainer.lora.targets", draft.items(targets), targets)
+    for name in (rank, alpha, targets):
+        draft.hold(name, "the default here: no adapters, and with them all linear layers")
+    if draft.flag(f"{_MODEL}.use_liger", default=False):
+        draft.set("trainer.liger", True, f"{_MODEL}.use_liger")
+    if draft.flag(f"{_ACTOR}.freeze_vision_tower", default=False):
+        draft.set("trainer.freeze", ["visual"], f"{_ACTOR}.freeze_vision_tower")
+    for name in (f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
+        draft.hold(name, "the default here")
+
+
+def _set_critic(draft: Draft) -> None:
+    clip = draft.number("critic.cliprange_value", 0.5)
+    draft.nodes["update_critic"] = {
+        "with": {"loss": {"run": "siirl_dask.algorithms:value_clip", "with": {"clip": clip}}}
+    }
+    draft.became("critic.cliprange_value", "nodes.update_critic")
+    same = draft.text("critic.model.path") == draft.text(f"{_MODEL}.path")
+    (draft.hold if same else draft.lose)(
+        "critic.model.path", "the critic begins as the policy's model with a head of zeros"
+    )

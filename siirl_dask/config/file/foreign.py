@@ -1,0 +1,59 @@
+"""Reads YAML of other systems: plain values, with those interpolations resolved that the text itself can resolve."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from siirl_dask.config.file.layers import first_line, override
+from siirl_dask.errors import ConfigError
+
+
+def foreign_values(text: str, name: str) -> dict[str, Any]:
+    """Return the mapping of a YAML text that errors call ``name``. An interpolation that asks for an environment
+    variable, or that cannot be resolved, stays as text. ConfigError if it is not YAML, or no mapping.
+    """
+    try:
+        tree = OmegaConf.load(StringIO(text))
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{name}:{line}: not YAML: {error.problem}") from error
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{name}: not YAML: {first_line(error)}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{name}: expected a mapping of groups")
+    values: dict[str, Any] = _plain(tree)
+    return values
+
+
+def foreign_value(text: str) -> Any:
+    """Return the value of ``text`` as the right side of ``key=value``: a number, a list, or the text itself."""
+    try:
+        return override(f"group.key={text}").values["group"]["key"]
+    except ConfigError:
+        return text
+
+
+def _plain(node: DictConfig | ListConfig) -> Any:
+    """Return a part of a tree as plain data."""
+    if isinstance(node, ListConfig):
+        return [_leaf(node, place) for place in range(len(node))]
+    return {str(key): _leaf(node, key) for key in node}
+
+
+def _leaf(node: DictConfig | ListConfig, key: Any) -> Any:
+    raw = OmegaConf.to_container(node, resolve=False)
+    text = raw[key] if isinstance(raw, (dict, list)) else raw
+    if text == "???":
+        return None
+    if isinstance(text, str) and "oc.env" in text:
+        return text
+    try:
+        value = node[key]
+    except OmegaConfBaseException:
+        return text
+    return _plain(value) if isinstance(value, DictConfig | ListConfig) else value

@@ -1,0 +1,247 @@
+"""``siirl-dask migrate``: what verl and siiRL have becomes a configuration that plans, and nothing goes missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl_dask.cli import main
+from siirl_dask.commands.migrate import migrate
+from siirl_dask.commands.migrate.option import Use
+from siirl_dask.commands.migrate.table import TABLE, markdown, option_of
+from siirl_dask.config.file import load, load_config_file
+from siirl_dask.driver.phases import dags, plan_phases, worker_names
+from siirl_dask.errors import ConfigError
+
+FILES = Path(__file__).parent / "migrate_files"
+ROWS = 40_315
+CALL = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.fixture
+def config_of(tmp_path, monkeypatch):
+    """Return the configuration that comes of words, loaded and planned, with what became of the options."""
+    monkeypatch.setenv("HOME", "/home/me")
+
+    def convert(*words, rows=ROWS):
+        done = migrate([str(word) for word in words], rows)
+        path = tmp_path / "migrated.yaml"
+        path.write_text(done.text)
+        file = load_config_file(path)
+        plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
+        return file.config, done
+
+    return convert
+
+
+def test_siirls_script_for_npus_says_the_same_here(config_of):
+    config, done = config_of(FILES / "siirl_npu.sh")
+    assert config.cluster.workers == 16
+    assert config.run.steps == 300 * (ROWS // 1024)
+    assert config.data.url == "/home/me/data/datasets/deepscaler/train.parquet"
+    assert config.data.answer == "reward_model.ground_truth"
+    assert (config.data.batch_size, config.algorithm.minibatches, config.rollout.n) == (1024, 4, 5)
+    assert config.trainer.max_tokens_per_micro_batch == 4 * 4096
+    assert (config.trainer.max_grad_norm, config.trainer.park) == (0.3, True)
+    assert (config.algorithm.kl_coefficient, config.algorithm.kl) == (0.01, "siirl_dask.algorithms:k3")
+    assert config.algorithm.loss_options == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3}
+    assert (config.rollout.tensor_parallel_size, config.rollout.vllm.enforce_eager) == (4, True)
+    assert config.observe.backends == ["tensorboard"]
+    assert config.run.url.endswith("ckpts/qwen2.5-7b_grpo_deepscaler_hybrid_1nodes")
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+
+
+def test_verls_script_of_dapo_becomes_its_dag_and_names_what_is_not_here(config_of):
+    config, done = config_of(FILES / "verl_dapo.sh")
+    assert config.cluster.workers == 16
+    assert [source.url for source in config.data.sources.values()] == [
+        "/data/dapo-math-17k.parquet",
+        "/data/more.parquet",
+    ]
+    assert config.algorithm.loss_options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10}
+    assert config.algorithm.minibatches == 16
+    assert config.trainer.warmup_steps == 10 * 16, "training steps there, optimizer steps here"
+    assert config.trainer.fsdp.sequence_parallel == 8
+    assert config.trainer.max_tokens_per_micro_batch == 22 * 1024
+    assert (config.validation.n, config.validation.temperature) == (4, 1)
+    assert config.rewards.function == "siirl_dask.rewards:dapo_math"
+    assert config.model.path == "/home/me/models/Qwen2.5-32B"
+    assert "nodes:\n  rollout: {with: {rounds: 7}}\n  reward: {with: {buffer: 4096, factor: 1}}" in done.text
+    lost = {name for name, fate in done.fates.items() if fate.lost}
+    assert lost == {"data.gen_batch_size", "actor_rollout_ref.model.override_config.attention_dropout"}
+
+
+def test_a_yaml_file_of_ppo_gets_its_critic_and_its_divergence_in_the_reward(config_of):
+    config, done = config_of(FILES / "verl_ppo.yaml")
+    assert config.algorithm.advantage_options == {"discount": 1, "gae_lambda": 0.95}
+    assert (config.algorithm.minibatches, config.algorithm.epochs) == (4, 2)
+    assert config.algorithm.aggregation == "siirl_dask.algorithms:sequence_mean_token_mean"
+    assert (config.trainer.lr, config.trainer.warmup_steps) == (2e-6, 10 * 4 * 2)
+    assert (config.trainer.schedule, config.trainer.min_lr_ratio, config.trainer.total_steps) == ("cosine", 0.1, 800)
+    assert (config.critic.lr, config.critic.weight_decay) == (1e-5, 0.01)
+    assert config.model.path == "hf://Qwen/Qwen2.5-0.5B-Instruct"
+    assert (config.run.steps, config.rollout.temperature) == (100, 0.7)
+    assert config.run.url.endswith("checkpoints/mine/ppo")
+    assert "penalise_kl" in done.text
+    assert "clip: 0.4" in done.text
+    assert "no divergence" not in done.fates["algorithm.use_kl_in_reward"].note
+    assert done.fates["trainer.val_before_train"].lost
+    assert not done.fates["trainer.resume_from_path"].lost, "null asks for nothing"
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"],
+)
+@pytest.mark.parametrize("kl", ["", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"])
+def test_every_estimator_plans_with_and_without_a_reference(config_of, estimator, kl):
+    config, _ = config_of(f"algorithm.adv_estimator={estimator}", *([kl] if kl else []))
+    assert bool(config.algorithm.kl_coefficient) == ("loss" in kl)
+
+
+def test_megatrons_layout_is_megatrons_here(config_of):
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    layout = [f"{actor}.megatron.tensor_model_parallel_size=2", f"{actor}.megatron.pipeline_model_parallel_size=4"]
+    unknown = [f"{actor}.megatron.param_offload=True", f"{model}.lora_rank=8"]
+    config, done = config_of("algorithm.adv_estimator=grpo", f"{actor}.strategy=megatron", *layout, *unknown)
+    assert (config.trainer.backend, config.trainer.lora.rank, config.trainer.park) == ("megatron", 0, False)
+    assert (config.trainer.megatron.tensor_parallel, config.trainer.megatron.pipeline_parallel) == (2, 4)
+    assert {name for name, fate in done.fates.items() if fate.lost} == {word.partition("=")[0] for word in unknown}
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov"])
+def test_every_loss_plans(config_of, mode):
+    config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+
+
+def test_defaults_that_differ_and_change_results_are_written_out(config_of):
+    config, done = config_of("algorithm.adv_estimator=grpo")
+    written = {
+        "data.batch_size": 1024, "rollout.n": 1, "algorithm.minibatches": 4, "trainer.weight_decay": 0.01,
+        "data.max_prompt_length": 512, "rollout.max_response_length": 512, "algorithm.epochs": 1,
+        "rollout.temperature": 1.0, "trainer.gradient_checkpointing": True, "checkpoint.every": 0,
+    }  # fmt: skip
+    for key, value in written.items():
+        group, name = key.split(".")
+        assert getattr(getattr(config, group), name) == value
+        assert key in done.defaulted
+        assert "verl's default" in next(line for line in done.text.splitlines() if line.strip().startswith(f"{name}:"))
+    assert config.algorithm.loss_options["dual_clip"] == 3
+
+
+def names_of(use):
+    return [name for part in TABLE.values() for option in part if option.use is use for name in option.names]
+
+
+VARIANTS = [
+    ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.strategy=megatron",
+     "critic.strategy=megatron"],
+    ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=True", "profiler.enable=True",
+     "reward_model.overlong_buffer.enable=True"],
+    ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+     "algorithm.rollout_correction.rollout_is=token", "global_profiler.tool=npu", "global_profiler.steps=[2]"],
+    ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+     "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
+    ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.adv_estimator=reinforce_plus_plus"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in names_of(Use.RULE) if "*" not in name])
+def test_what_the_table_says_has_a_counterpart_is_read_by_a_rule(name):
+    fates = [migrate([*one, f"{name}={value}"], 10).fates[name] for one in VARIANTS for value in ("2", "true")]
+    assert [fate for fate in fates if not fate.note.startswith("not read with")]
+
+
+@settings(max_examples=40)
+@given(
+    st.dictionaries(
+        st.sampled_from([name.replace("*", "x") for use in Use for name in names_of(use)])
+        | st.from_regex(r"(trainer|data|actor_rollout_ref\.actor)\.[a-z_]{1,12}", fullmatch=True),
+        st.sampled_from(["2", "0.5", "true", "false", "text", "[1, 2]", "null", "-1", "${oc.env:X}", "1e-6"]),
+        min_size=1,
+    )
+)
+def test_each_option_ends_in_exactly_one_list(options):
+    done = migrate(["algorithm.adv_estimator=grpo", *(f"{name}={value}" for name, value in options.items())], 10)
+    assert set(options) <= set(done.fates)
+    for name in options:
+        fate = done.fates[name]
+        assert bool(fate.keys) + bool(fate.lost) + bool(fate.note and not fate.keys) == 1, (name, fate)
+        assert name in done.report
+        assert not fate.lost or f"#   {name}=" in done.text
+
+
+def script(tmp_path, text):
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    return str(path)
+
+
+def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_for(config_of, tmp_path, monkeypatch):
+    path = script(tmp_path, f"A=${{A:-7}}\n{CALL} algorithm.adv_estimator=grpo data.train_batch_size=$((A * 2)) \\\n"
+                  " actor_rollout_ref.actor.ppo_mini_batch_size=$A actor_rollout_ref.model.path=$MODEL/x \\\n"
+                  " trainer.nnodes=$NODES trainer.project_name=$(date +%s)\n")  # fmt: skip
+    monkeypatch.setenv("MODEL", "/models")
+    config, done = config_of(path)
+    assert (config.data.batch_size, config.algorithm.minibatches, config.model.path) == (14, 2, "/models/x")
+    assert "$MODEL is not set in the script" in done.report
+    assert "add the variable as NAME=value" in done.fates["trainer.nnodes"].lost
+    assert "what this command prints is not known" in done.report
+    config, _ = config_of(path, "A=5", "NODES=3", "actor_rollout_ref.rollout.n=4")
+    assert (config.data.batch_size, config.cluster.workers, config.rollout.n) == (10, 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo hello\n", "no call of verl or siiRL in it"),
+        (f"{CALL} data.train_batch_size=1\n{CALL} data.train_batch_size=2\n", "calls in the lines 1, 2: expected one"),
+        ("python -m verl.trainer.main_ppo epochs=3\n", "no option of verl or siiRL"),
+    ],
+)
+def test_scripts_without_one_call_are_refused(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said):
+        migrate([script(tmp_path, text)])
+
+
+def test_other_files_are_refused_with_what_is_expected(tmp_path):
+    ours = tmp_path / "ours.yaml"
+    ours.write_text("base: dags/grpo.yaml\nrollout: {n: 4}\n")
+    with pytest.raises(ConfigError, match="looks like a configuration of siirl_dask already"):
+        migrate([str(ours)])
+    with pytest.raises(ConfigError, match=r"none\.sh: .*No such file"):
+        migrate([str(tmp_path / "none.sh")])
+    ours.write_text("trainer: [\n")
+    with pytest.raises(ConfigError, match=r"ours\.yaml:2: not YAML"):
+        migrate([str(ours)])
+    with pytest.raises(ConfigError, match="--rows 0"):
+        migrate(["data.train_batch_size=1"], rows=0)
+
+
+def test_a_misspelt_option_is_named_with_the_nearest_one():
+    lost = migrate(["data.train_batch_size=8", "actor_rollout_ref.rollout.tempratur=1"]).fates
+    assert lost["actor_rollout_ref.rollout.tempratur"].lost
+
+
+def test_the_command_writes_a_file_that_plans_and_never_over_one(tmp_path, capsys):
+    out = tmp_path / "mine.yaml"
+    main(["migrate", str(FILES / "siirl_npu.sh"), "--rows", "40315", "-o", str(out), "trainer.nnodes=2"])
+    assert "NO COUNTERPART" not in capsys.readouterr().err
+    assert load(out, ["data.url=a", "model.path=b", "validation.url=null"]).cluster.workers == 32
+    with pytest.raises(SystemExit, match="2"):
+        main(["migrate", str(FILES / "siirl_npu.sh"), "-o", str(out)])
+    assert "it exists already" in capsys.readouterr().err
+    main(["migrate", "--", "python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=gae", "trainer.foo=1"])
+    said = capsys.readouterr()
+    assert "siirl_dask:dags/ppo.yaml" in said.out
+    assert "1 have NO COUNTERPART:\n  trainer.foo=1" in said.err
+    assert "TO DECIDE: run.steps" in said.err, "no dataset was there to count"
+
+
+def test_the_page_shows_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    assert markdown() in page
+    assert option_of("actor_rollout_ref.actor.optim.lr").ours == "trainer.lr"
