@@ -1,0 +1,53 @@
+"""Pulls the groups of an edge by group: those that this worker has already are taken from its own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from siirl_dask.coordinator.blobs import rows_at
+from siirl_dask.coordinator.databuffer.pull import Puller
+from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.coordinator.layout.groups import GroupShare
+from siirl_dask.coordinator.transport.messages import TransitionKey
+from siirl_dask.planner import Edge
+from siirl_dask.schema import GROUP_ID
+
+
+async def pull_groups(
+    puller: Puller,
+    edge: Edge,
+    key: TransitionKey,
+    groups: GroupShare,
+    row_lengths: Mapping[int, RowLengths],
+    have: Sequence[pa.Table],
+) -> pa.Table:
+    """Return a row of each group of the share, sorted by row id, and ack what the share says.
+
+    Values that are in one of the tables ``have`` are not fetched, and not copied.
+    """
+    wanted: Ints = groups.share.identity[GROUP_ID].to_numpy()
+    here = [_first_of(table.select(edge.schema.names).cast(edge.schema), wanted) for table in have if table.num_rows]
+    share = groups.without(np.concatenate([np.zeros(0, np.int64), *(rows[GROUP_ID].to_numpy() for rows in here)]))
+    origins = [
+        Origin(edge.sources[source], key, positions, share.destinations[source], row_lengths.get(source))
+        for source, positions in share.positions.items()
+    ]
+    fetched = await puller.pull(edge, origins, share.identity, ack=False)
+    await puller.ack(key, {edge.sources[source]: rows for source, rows in groups.acks.items()})
+    if not here:
+        return fetched
+    rows = pa.concat_tables([*here, fetched])
+    _, places = np.unique(rows[GROUP_ID].to_numpy(), return_index=True)  # the same group may be in several tables
+    place_of = dict(zip(rows[GROUP_ID].to_numpy()[places].tolist(), places.tolist(), strict=True))
+    return rows_at(rows, np.array([place_of[group] for group in wanted.tolist()], dtype=np.intp))
+
+
+def _first_of(table: pa.Table, wanted: Ints) -> pa.Table:
+    """Return the first row of each wanted group that a table has."""
+    groups = table[GROUP_ID].to_numpy()
+    known, first = np.unique(groups, return_index=True)
+    return rows_at(table, np.sort(first[np.isin(known, wanted)]))

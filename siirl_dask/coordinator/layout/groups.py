@@ -1,0 +1,78 @@
+"""The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
+
+The source has a row of each group, the guide tells who owns the rows that read it. All targets compute the same, so
+they also know together how often each row of the source is taken, and ack it so often in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from siirl_dask.coordinator.blobs import missing_groups
+from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, assign_owners
+from siirl_dask.coordinator.layout.balance import Ints
+from siirl_dask.errors import DataError
+from siirl_dask.planner import Edge, Hosts, Rows
+from siirl_dask.schema import GROUP_ID, IDENTITY
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """The groups of an edge that one worker has rows of."""
+
+    share: PullShare
+    """The rows of the source with these groups."""
+    acks: Mapping[int, int]
+    """Rows that the worker acks, by source: its own, and those that have fewer takers than there are targets. All
+    targets together ack each row once per target."""
+
+    def without(self, groups: Ints) -> PullShare:
+        """Return the share without ``groups``, which the worker has already."""
+        share = self.share
+        kept = np.flatnonzero(~np.isin(share.identity[GROUP_ID].to_numpy(), groups))
+        positions, destinations = {}, {}
+        for source, places in share.destinations.items():
+            wanted = np.isin(places, kept)
+            if wanted.any():
+                positions[source] = share.positions[source][wanted]
+                destinations[source] = np.searchsorted(kept, places[wanted])
+        return PullShare(share.row_ids[kept], positions, destinations, share.identity.take(pa.array(kept)))
+
+
+def group_share(
+    edge: Edge,
+    worker: str,
+    guide: Edge,
+    guide_rows: EdgeStatistics,
+    edge_rows: EdgeStatistics,
+    quadratic_from: int = 0,
+    hosts: Hosts | None = None,
+) -> GroupShare:
+    """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``.
+
+    DataError when the guide has rows of groups that the edge has not.
+    """
+    groups, first = np.unique(edge_rows.groups, return_index=True)  # of several rows of a group the first one counts
+    wanted = np.unique(guide_rows.groups)
+    if len(unknown := np.setdiff1d(wanted, groups)):
+        columns = [name for name in edge.schema.names if name not in IDENTITY]
+        raise DataError(f"edge {edge.name}: {missing_groups(unknown, columns, edge.source)}")
+    if edge.rows is Rows.REPLICATED:
+        return GroupShare(PullShare.of(edge_rows, np.sort(first[np.isin(groups, wanted)])), {})
+    owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
+    me, targets = edge.targets.index(worker), len(edge.targets)
+    pairs = np.unique(np.searchsorted(groups, guide_rows.groups) * targets + owner)
+    taken, taker = first[pairs // targets], pairs % targets
+    takers = np.bincount(taken, minlength=len(edge_rows.groups))
+    last = np.arange(len(edge_rows.groups)) % targets  # acks what nobody takes, and for those who do not
+    last[taken] = taker
+    mine = taken[taker == me]
+    acks = np.bincount(mine, minlength=len(takers)) + np.where(last == me, targets - takers, 0)
+    by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(np.int64)
+    return GroupShare(
+        PullShare.of(edge_rows, np.sort(mine)), {source: int(rows) for source, rows in enumerate(by_source) if rows}
+    )

@@ -1,0 +1,58 @@
+"""A model that encodes texts from a Hugging Face folder: the mean of its last hidden states is the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.context import HoldsNoGroups
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.loading import load_pretrained, refused_by_name
+
+
+class TorchTextEncoder(HoldsNoGroups):
+    """A TextEncoder in torch, with the tokenizer of the model's own folder."""
+
+    def __init__(
+        self, config: ModelConfig, *, device: str, max_tokens: int, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """A text's tokens after the first ``max_tokens`` are left out. ``progress`` is called for each text.
+        ConfigError for a folder that cannot be loaded, and for a model that reads fewer tokens.
+        """
+        subject = f"encoder {config.path!r}"
+        dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
+        model = load_pretrained(AutoModel, config.path, dtype, subject, unused=("pooler.",))
+        with refused_by_name(config.path, subject):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
+        places = getattr(model.config, "max_position_embeddings", None)
+        if places is not None and max_tokens > places:
+            raise ConfigError(
+                f"{subject}: max_tokens={max_tokens}, and it has {places} positions: expected at most that"
+            )
+        self._model = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._max_tokens, self._progress = max_tokens, progress
+
+    @torch.no_grad()
+    def embeddings(self, texts: Sequence[str]) -> Tensor:
+        """Encode each text by itself, so that no bit depends on the others. [N, D] float32 on the CPU. A text without
+        tokens has zeros.
+        """
+        width: int = self._model.config.hidden_size
+        embeddings = torch.zeros(len(texts), width)
+        for row, text in enumerate(texts):
+            ids = self._tokenizer(text, truncation=True, max_length=self._max_tokens)["input_ids"]
+            if ids:
+                given = torch.tensor([ids], device=self._model.device)
+                hidden: Tensor = self._model(input_ids=given).last_hidden_state
+                embeddings[row] = hidden[0].float().mean(0).cpu()
+            self._progress()
+        return embeddings
+
+    def close(self) -> None:
+        """Free the weights; encoding is no longer possible."""
+        del self._model
