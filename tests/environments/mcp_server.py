@@ -1,0 +1,27 @@
+"""A server of tools that speaks MCP over its standard input and output."""
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("numbers")
+
+
+@server.tool()
+def double(number: int) -> int:
+    """Double a number."""
+    if number < 0:
+        raise ToolError(f"{number} is below 0")
+    return 2 * number
+
+
+@server.tool()
+async def wait() -> str:
+    """Wait for ever."""
+    import asyncio
+
+    await asyncio.Event().wait()
+    return "never"
+
+
+if __name__ == "__main__":
+    server.run()
