@@ -1,0 +1,78 @@
+"""Measures how an update changed the policy, for agents that are updated one after the other (HAPPO)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from siirl_dask.algorithms import row_sums
+from siirl_dask.context import Context
+from siirl_dask.coordinator.blobs import rows_where
+from siirl_dask.nodes.nonfinite import check_finite
+from siirl_dask.nodes.packed_table import pack_rows, packed, response_mask, values
+from siirl_dask.planner import Changes, columns
+from siirl_dask.schema import (
+    AGENT,
+    EPISODE_ID,
+    IMAGES,
+    OBSERVED_IMAGES,
+    OLD_LOGPROBS,
+    POLICY_CHANGE,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    TYPES,
+    fields,
+)
+from siirl_dask.training import Trainer
+
+
+def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> Changes:
+    return Changes(reads=(old, AGENT, EPISODE_ID) if agents else (old,))
+
+
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    optional=[RESPONSE_MASK, POLICY_CHANGE, EPISODE_ID],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    writes=fields(POLICY_CHANGE),
+    depends_on_options=_reads,
+)
+def measure_policy_change(
+    ctx: Context, table: pa.Table, *, agents: tuple[str, ...] = (), old: str = OLD_LOGPROBS
+) -> pa.Table:
+    """Add to each row's ``policy_change`` what the policy's update changed in its episode: the sum of log pi - log
+    pi_old over the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
+
+    It comes after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
+    ``happo_clip``. What was measured after earlier updates is added. ``old`` is the column of log-probs under the
+    policy before the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. The node
+    asks for rows=GROUPED where episodes have several rows.
+    """
+    ctx.free_device()
+    trainer: Trainer = ctx.resource
+    own = np.isin(table[AGENT].to_pylist(), agents) if agents else np.ones(table.num_rows, np.bool_)
+    rows = rows_where(table, own)
+    mask, offsets = response_mask(rows)
+    change = (trainer.logprobs(pack_rows(rows).rows).logprobs - packed(rows[old])[0]) * mask
+    of_row = torch.zeros(table.num_rows, dtype=torch.float64)
+    of_row[torch.from_numpy(own)] = row_sums(change.double(), offsets)
+    total = _of_episodes(table, of_row)
+    if POLICY_CHANGE in table.column_names:
+        total = total + values(table[POLICY_CHANGE])
+        table = table.drop_columns([POLICY_CHANGE])
+    ctx.log("policy/change", total[torch.from_numpy(own)].tolist())
+    table = table.append_column(POLICY_CHANGE, pa.array(total.float().numpy(), TYPES[POLICY_CHANGE]))
+    check_finite(ctx, table, POLICY_CHANGE)
+    return table
+
+
+def _of_episodes(table: pa.Table, of_row: Tensor) -> Tensor:
+    """Give each row the sum over the rows of its episode. [R] -> [R]."""
+    if EPISODE_ID not in table.column_names:
+        return of_row
+    _, places = np.unique(table[EPISODE_ID].to_numpy(), return_inverse=True)
+    episode = torch.from_numpy(places.astype(np.int64))
+    return torch.zeros(table.num_rows, dtype=torch.float64).index_add_(0, episode, of_row)[episode]
