@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
 
@@ -83,14 +84,27 @@ def curve(records: Sequence[Record], line: Line) -> Curve:
 
 def curves(records: Sequence[Record], panel: Panel) -> list[Curve]:
     """Return the panel's curves that have a point."""
-    drawn = (curve(records, line) for line in panel.lines)
+    drawn = (curve(records, line) for line in _lines(records, panel))
     return [one for one in drawn if one.steps]
+
+
+def _lines(records: Sequence[Record], panel: Panel) -> list[Line]:
+    """Return the panel's lines, each followed by those of single agents that have the metric."""
+    lines = []
+    for line in panel.lines:
+        lines.append(line)
+        for agent in agents_with(records, line.metric):
+            spread = f"{agent}/{line.spread}" if line.spread else ""
+            label = f"{agent}: {line.label}" if line.label else ""
+            lines.append(replace(line, metric=f"{agent}/{line.metric}", label=label, spread=spread))
+    return lines
 
 
 def other_metrics(records: Sequence[Record]) -> list[str]:
     """Return the names of all metrics of training that no panel shows, in alphabetical order."""
-    shown = {line.metric for panel in PANELS for line in panel.lines if line.phase is Phase.TRAIN}
-    spreads = {line.spread for panel in PANELS for line in panel.lines}
+    drawn = [line for panel in PANELS for line in _lines(records, panel)]
+    shown = {line.metric for line in drawn if line.phase is Phase.TRAIN}
+    spreads = {line.spread for line in drawn}
     names = {name for record in records if record["phase"] == Phase.TRAIN for name in record["metrics"]}
     return sorted(names - shown - spreads)
 
@@ -106,7 +120,8 @@ def thinned(records: Sequence[Record], most: int) -> list[Record]:
     rare = [record for record in older if record["phase"] != Phase.TRAIN]
     often = [record for record in older if record["phase"] == Phase.TRAIN]
     room = most - len(newest)
-    kept = [*_evenly(rare, room // 2), *_evenly(often, room - min(len(rare), room // 2))]
+    rare = _evenly(rare, max(room // 2, room - len(often)))
+    kept = [*rare, *_evenly(often, room - len(rare))]
     return [*sorted(kept, key=lambda record: record["step"]), *newest]
 
 

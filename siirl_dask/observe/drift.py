@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
+from siirl_dask.observe.agents import common_name
 from siirl_dask.observe.metrics import Record
 
 WARM_UP, FIRST, LAST = 2, 10, 5
@@ -47,7 +48,7 @@ class Drift:
         """Return the sentences about what drifts as of this training step."""
         numbers: dict[str, float | None] = {SECONDS: record["seconds"], **record["metrics"]}
         for name, value in numbers.items():
-            if value is not None and (name in _RULES or _is_part(name)):
+            if value is not None and (common_name(name, _RULES) in _RULES or _is_part(name)):
                 self._series.setdefault(name, _Series()).add(record["step"], value)
         found = dict(self._found(record["metrics"], record["step"]))
         new = [text for name, text in found.items() if name not in self._named]
@@ -56,8 +57,8 @@ class Drift:
         return new
 
     def _found(self, metrics: Mapping[str, float | None], step: int) -> Iterator[tuple[str, str]]:
-        for name in SKIPPED:
-            if count := metrics.get(name):
+        for name in metrics:
+            if common_name(name, SKIPPED) in SKIPPED and (count := metrics[name]):
                 yield (
                     name,
                     (
@@ -67,9 +68,12 @@ class Drift:
                 )
         for name, series in self._series.items():
             if name in metrics or name == SECONDS:
-                text = _RULES.get(name, _part_is_gone)(series)
-                if text:
-                    yield name, text if name in _RULES else f"{name} {text}"
+                rule = common_name(name, _RULES)
+                text = _RULES.get(rule, _part_is_gone)(series)
+                if text and rule in _RULES:
+                    yield name, text if rule == name else f"{name.removesuffix(f'/{rule}')}: {text}"
+                elif text:
+                    yield name, f"{name} {text}"
 
 
 class _Series:

@@ -33,11 +33,11 @@ class EvalResult:
     data: str
     """URL of the dataset."""
     reward: str
-    """Name of the reward function."""
+    """Name of the reward function; of the environments or the agent that reward episodes."""
     prompts: Mapping[str | None, int]
     """Number of prompts from each source; those without a source are under None."""
     samples: int
-    """Number of samples in all."""
+    """Number of samples in all; an episode is one."""
     n: int
     """Samples per prompt."""
     k: Sequence[int]
@@ -48,13 +48,15 @@ class EvalResult:
     """Longest response, in tokens."""
     seed: int
     failures: int
-    """Samples whose reward function failed."""
+    """Samples whose reward function, or environment, failed."""
     dropped_prompts: int
     """Prompts longer than ``data.max_prompt_length``, which were not answered."""
     truncated: float
     """Share of samples that ended at ``max_tokens``."""
     metrics: Mapping[str, float]
     """Numbers by name: ``pass@8`` over all prompts, ``pass@8/gsm8k`` over those of one source."""
+    turns: float | None = None
+    """Mean number of turns of an episode; null for single responses."""
     version: str = __version__
     """Version of siirl_dask that wrote the result."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from siirl_dask.observe.agents import agents_with
+from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
 
 SECONDS = "seconds"
@@ -25,5 +29,16 @@ HEADLINES: dict[tuple[Phase, str], str] = {
     (Phase.TRAIN, "bytes/peers"): "bytes from worker to worker",
 }
 """Titles by phase and metric; what a run does not log, or is always 0, need not be shown."""
+
+
+def headlines_of(records: Sequence[Record]) -> dict[tuple[Phase, str], str]:
+    """Return the headlines, each followed by those of single agents that logged the metric."""
+    found = {}
+    for (phase, name), title in HEADLINES.items():
+        found[phase, name] = title
+        found |= {(phase, f"{agent}/{name}"): f"{agent}: {title}" for agent in agents_with(records, name)}
+    return found
+
+
 ALWAYS = ("reward/mean",)
 """Metrics that are shown also where they are always 0."""

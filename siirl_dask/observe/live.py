@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WAITS = "waits for other workers"
 IDLE = "between tasks"
@@ -15,8 +16,7 @@ _MOST = 400  # stretches of a worker
 _WORKERS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """A time in which a worker's pulse had one place."""
 
     place: str
@@ -43,7 +43,7 @@ class Live:
             place = node_of(where) or IDLE
             last = own[-1] if own else None
             if last is not None and (last.place, last.waits) == (place, waits):
-                own[-1] = replace(last, end=now, beats=beats)
+                own[-1] = Stay(place, waits, last.start, now, beats)
             else:
                 own.append(Stay(place, waits, last.end if last is not None else now, now, beats))
             while own and own[0].end < now - _SECONDS:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from siirl_storage import open_fs, write_atomic
 
+from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.metrics import Record, read_metrics
 from siirl_dask.planner import Phase
 
@@ -80,11 +82,15 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
 
 def _draw_entropy(axes: Axes, records: Sequence[Record]) -> None:
     _dress(axes, "policy entropy (nats per token)")
-    steps, entropies = _series(records, Phase.TRAIN, "policy/entropy")
-    if not steps:
+    agents = agents_with(records, "policy/entropy")
+    for agent, color in zip(["", *agents], itertools.cycle((_PURPLE, _BLUE, _ORANGE, _GREEN)), strict=False):
+        steps, entropies = _series(records, Phase.TRAIN, f"{agent}/policy/entropy" if agent else "policy/entropy")
+        if steps:
+            axes.plot(steps, entropies, color=color, marker=_marker(steps), label=agent)
+    if not axes.lines:
         _say_missing(axes)
-        return
-    axes.plot(steps, entropies, color=_PURPLE, marker=_marker(steps))
+    elif agents:
+        axes.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _series(records: Sequence[Record], phase: Phase, name: str) -> tuple[list[int], list[float]]:

@@ -146,7 +146,8 @@ class Progress:
 
     def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
         """Print the accuracy after ``step`` steps, and metrics over several samples a prompt, such as pass@8."""
-        accuracy, samples = metrics.get("reward/mean"), metrics.get("samples")
+        own = [value for name, value in metrics.items() if name.endswith("/samples") and value is not None]
+        accuracy, samples = metrics.get("reward/mean"), min(own, default=metrics.get("samples"))
         parts = [
             f"{phase:<10}",
             f"step {step}",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from siirl_dask.observe.console import printable
 
 _FULL = 0.5  # difference of log-probs that has the full colour: a ratio of 1.65
 _UNLIKELY = 5.0  # nats at which an unlikely token has the full colour
@@ -15,6 +17,25 @@ _JOINED = 8  # tokens that may be one character's bytes
 def plain_text(text: str) -> str:
     """Return ``text`` as HTML that shows it as it is, line breaks and spaces included."""
     return f'<pre class="siirl-text">{html.escape(text)}</pre>'
+
+
+def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
+    """Return the images of a prompt as HTML: thumbnails, and in a line each what cannot be shown; empty without any.
+
+    Each has ``kind`` and ``url``, a data URL, or ``problem``; see ``siirl_dask/runs/prompt_images.py``.
+    """
+    shown = [
+        f'<img src="{html.escape(one["url"])}" alt="{html.escape(one["kind"] or "")}" '
+        f'title="{html.escape(one["kind"] or "")}">'
+        for one in pictures
+        if one["url"] is not None
+    ]
+    problems = [
+        f'<p class="note">{html.escape(" ".join(printable(one["problem"]).split()))}</p>'
+        for one in pictures
+        if one["problem"] is not None
+    ]
+    return "".join([*([f"<p>{' '.join(shown)}</p>"] if shown else []), *problems])
 
 
 def token_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[tuple[str, int]]:

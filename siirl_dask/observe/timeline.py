@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from siirl_dask.observe.bottleneck import WaitCauses
@@ -76,7 +76,7 @@ def timeline(spans: Sequence[TraceSpan], workers: Sequence[str] | None = None) -
     for span in shown:
         by_worker[span.worker].append(span)
     names = in_order(by_worker)
-    leaves = {name: list(leaf_spans(by_worker[name])) for name in names}
+    leaves = Leaves({name: by_worker[name] for name in names})
     chosen = [name for name in names if workers is None or name in workers]
     everything = [
         _bar(span, first, causes.of(span) if span.lane is Lane.WAIT else "")
@@ -95,6 +95,43 @@ def timeline(spans: Sequence[TraceSpan], workers: Sequence[str] | None = None) -
     return Timeline(chosen, seen, _joined(path, least), (last - first) / 1e9, len(everything) - len(seen))
 
 
+class Leaves:
+    """The leaves of each worker's chain, found when they are asked for: of hundreds of workers few are drawn, or lie on
+    the critical path.
+    """
+
+    def __init__(self, spans: Mapping[str, Sequence[TraceSpan]]) -> None:
+        self._spans = spans
+        self._known: dict[str, list[TraceSpan]] = {}
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._spans
+
+    def __getitem__(self, worker: str) -> list[TraceSpan]:
+        if worker not in self._known:
+            self._known[worker] = list(leaf_spans(self._spans[worker]))
+        return self._known[worker]
+
+    def last_working(self) -> TraceSpan | None:
+        """Return the leaf that ends last of those that are no waits; of several the first worker's. None without any.
+
+        A worker's leaves end with its chain at the latest: they are found for as few workers as can have the last one.
+        """
+        ends = {
+            name: max((span.end for span in spans if not span.beside), default=0) for name, spans in self._spans.items()
+        }
+        last: TraceSpan | None = None
+        place = 0
+        for number, name in sorted(enumerate(ends), key=lambda one: (-ends[one[1]], one[0])):
+            if last is not None and (last.end, -place) > (ends[name], -number):
+                break
+            if own := self[name]:
+                found = _working(own)
+                if last is None or (found.end, -number) > (last.end, -place):
+                    last, place = found, number
+        return last
+
+
 def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
     """Yield a worker's chain as spans that follow one another: of each span the parts that none lies within."""
     around: list[TraceSpan] = []
@@ -105,7 +142,7 @@ def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
         while around:
             stop = min(end, around[-1].end)
             if stop > at:
-                yield around[-1]._replace(start=at, duration=stop - at)
+                yield _part(around[-1], at, stop)
                 at = stop
             if around[-1].end > end:
                 return
@@ -116,21 +153,20 @@ def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
         if span.beside or span.is_count or not span.duration:
             continue
         yield from until(span.start)
-        around.append(span._replace(name=_name(span)))
+        around.append(span)
     if around:
         yield from until(max(span.end for span in around))
 
 
-def critical_path(leaves: dict[str, list[TraceSpan]], causes: WaitCauses) -> list[TraceSpan]:
-    """Return the chain of spans that the end of the last step waited for, in order of time; of ``leaves`` by worker.
+def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
+    """Return the chain of spans that the end of the last step waited for, in order of time.
 
     It is found from the end backwards: a wait for rows leads to the worker that made them last, a wait within a
     collective to the one that came last, and one for nobody known is a part of the path itself.
     """
-    ends = [own[-1] for own in leaves.values() if own]
-    if not ends:
+    at_end = leaves.last_working()
+    if at_end is None:
         return []
-    at_end = max((_working(own) for own in leaves.values() if own), key=lambda span: span.end)
     path = list[TraceSpan]()
     worker, until = at_end.worker, at_end.end
     for _ in range(_JUMPS):
@@ -146,7 +182,7 @@ def critical_path(leaves: dict[str, list[TraceSpan]], causes: WaitCauses) -> lis
                 continue
             worker = span.worker  # it had been there before the wait began
         if end > span.start:
-            path.append(span._replace(duration=end - span.start))
+            path.append(_part(span, span.start, end))
         until = span.start
     return path[::-1]
 
@@ -182,8 +218,11 @@ def _last_before(own: Sequence[TraceSpan], until: int) -> TraceSpan | None:
     return own[low - 1] if low else None
 
 
-def _name(span: TraceSpan) -> str:
-    return OWN if span.lane is Lane.CONTROL else span.name
+def _part(span: TraceSpan, start: int, end: int) -> TraceSpan:
+    """Return what is left of a span of the chain, under the name that it is shown with."""
+    step, worker, lane, what, name, beside, phase, sequence, _, _, amount = span
+    name = OWN if lane is Lane.CONTROL else name
+    return TraceSpan(step, worker, lane, what, name, beside, phase, sequence, start, end - start, amount)
 
 
 def _moved_beside(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:

@@ -63,6 +63,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "rollout.tensor_parallel_size",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
+    "trainer.megatron.tensor_parallel",
+    "trainer.megatron.pipeline_parallel",
     "trainer.max_skipped_steps",
     "critic.max_skipped_steps",
 }

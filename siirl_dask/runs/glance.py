@@ -15,14 +15,15 @@ from siirl_storage.reading import read_rows
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.errors import DataError
 from siirl_dask.runs.rollouts import TABLE
-from siirl_dask.schema import PROMPT, PROMPT_TEXT, RESPONSE, REWARD
+from siirl_dask.schema import FINISH_REASON, PROMPT, PROMPT_TEXT, RESPONSE, REWARD, TURNS
 
 _MOST_BYTES = 2**24  # of the columns of a row group
 
 
 def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
-    """Return up to ``count`` samples of a step, each with ``prompt``, ``response`` and ``reward``, from best to worst.
+    """Return up to ``count`` rows of a step, each with ``prompt``, ``response`` and ``reward``, from best to worst.
 
+    Where the run has turns, ``turns`` is their number, and ``finish_reason`` tells of episodes that failed.
     They are evenly apart in the first row group of the first part. None come of a step that is not saved, or whose
     texts are too large to be glanced at. DataError for a damaged part.
     """
@@ -39,11 +40,13 @@ def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
             return []
         rows = footer.groups[0]
         chosen = sorted({rows * number // count for number in range(count)}) if rows else []
-        columns = [prompt, RESPONSE, REWARD]
+        columns = [prompt, RESPONSE, REWARD, *(name for name in (TURNS, FINISH_REASON) if {TURNS, name} <= {*names})]
         table = read_rows(fs, path, 0, columns, footer.groups, rows=chosen, max_bytes=_MOST_BYTES)
     except TooLarge:
         return []
     except (StorageError, FileNotFoundError) as error:
         raise DataError(f"the samples of step {step} cannot be read: {error}") from error
-    found = table.rename_columns([PROMPT, RESPONSE, REWARD]).to_pylist()
+    found = table.rename_columns([PROMPT, *columns[1:]]).to_pylist()
+    for row in found:
+        row |= {TURNS: len(row[TURNS] or ())} if TURNS in row else {}
     return sorted(found, key=lambda row: (row[REWARD] is None, -(row[REWARD] or 0)))

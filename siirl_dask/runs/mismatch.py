@@ -1,11 +1,12 @@
 """Measures how far the sampling engine's log-probs are from the trainer's: the one question that reads every token.
 
-The two columns are read batch by batch and go into sums and counts, so that no step is in memory as a whole.
+The columns are read batch by batch and go into sums and counts, so that no step is in memory as a whole. Tokens that
+the policy did not write (``response_mask``) do not count: nobody sampled them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from siirl_storage.formats import damage
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.rollouts import Rollouts
-from siirl_dask.schema import OLD_LOGPROBS, ROLLOUT_LOGPROBS
+from siirl_dask.schema import OLD_LOGPROBS, RESPONSE_MASK, ROLLOUT_LOGPROBS
 
 _RATIOS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 RATIO_BINS = ("<0.5", "0.5-0.8", "0.8-0.95", "0.95-1.05", "1.05-1.25", "1.25-2", ">2")
@@ -75,8 +76,11 @@ def mismatch(rollouts: Rollouts) -> pa.Table:
         raise DataError(f"the table {rollouts.name!r} has not both columns of log-probs, {' and '.join(_COLUMNS)}")
     tallies = {step: _Tally() for step in rollouts.files}
     parts = [(step, path) for step, paths in rollouts.files.items() for path in paths]
+    columns = [*_COLUMNS, *([RESPONSE_MASK] if RESPONSE_MASK in rollouts.schema.names else [])]
     with ThreadPoolExecutor(_READERS) as pool:
-        for (step, _), tally in zip(parts, pool.map(lambda part: _tally(rollouts.fs, part[1]), parts), strict=True):
+        for (step, _), tally in zip(
+            parts, pool.map(lambda part: _tally(rollouts.fs, part[1], columns), parts), strict=True
+        ):
             tallies[step].merge(tally)
     rows = [tally for tally in tallies.values() if tally.tokens]
     shares = np.array([tally.ratios / tally.tokens for tally in rows]).reshape(len(rows), len(RATIO_BINS))
@@ -91,25 +95,26 @@ def mismatch(rollouts: Rollouts) -> pa.Table:
     )
 
 
-def _tally(fs: AbstractFileSystem, path: str) -> _Tally:
+def _tally(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> _Tally:
     tally = _Tally()
     try:
         with damage(fs, path):
-            for sampler, trainer in _logprobs(fs, path):
+            for sampler, trainer in _logprobs(fs, path, columns):
                 tally.add(trainer - sampler)
     except CorruptPart as error:
         raise DataError(str(error)) from error
     return tally
 
 
-def _logprobs(fs: AbstractFileSystem, path: str) -> Iterator[tuple[Floats, Floats]]:
-    """Yield the sampler's and the trainer's log-probs of the tokens of each batch of rows."""
+def _logprobs(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the sampler's and the trainer's log-probs of the policy's tokens, batch after batch of rows."""
     with open_input(fs, path) as file:
         reader = pq.ParquetFile(file, pre_buffer=False)
-        for batch in reader.iter_batches(_BATCH, columns=list(_COLUMNS), use_threads=False):
+        for batch in reader.iter_batches(_BATCH, columns=list(columns), use_threads=False):
             if any(column.null_count for column in batch.columns):
                 batch = batch.drop_null()
-            one, other = (batch.column(name) for name in _COLUMNS)
-            if not one.value_lengths().equals(other.value_lengths()):
-                raise CorruptPart(full_name(fs, path), "its two columns of log-probs have different lengths")
-            yield one.flatten().to_numpy(zero_copy_only=False), other.flatten().to_numpy(zero_copy_only=False)
+            lists = [batch.column(name) for name in columns]
+            if not all(lists[0].value_lengths().equals(other.value_lengths()) for other in lists[1:]):
+                raise CorruptPart(full_name(fs, path), f"its columns {', '.join(columns)} have different lengths")
+            one, other, *masks = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)
+            yield (one[masks[0]], other[masks[0]]) if masks else (one, other)

@@ -11,7 +11,8 @@ import pyarrow as pa
 from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config import Config
-from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.errors import ConfigError, PlanError, SiirlError
+from siirl_dask.observe.eval_result import FILE as RESULT_FILE
 from siirl_dask.observe.metrics import Record, read_metrics
 from siirl_dask.observe.summary import Summary, read_summary
 from siirl_dask.planner import resolve
@@ -21,6 +22,8 @@ from siirl_dask.planner.spec import bind
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.rollouts import query
+from siirl_dask.runs.token_texts import decoder, tokenizer_file
+from siirl_dask.runs.utterances import Decode
 from siirl_dask.schema import REWARD
 
 
@@ -140,6 +143,27 @@ def open_run(url: str) -> Run:
     if not is_run(url):
         raise ConfigError(f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}")
     return Run(url)
+
+
+def decoder_of_run(url: str) -> Decode | None:
+    """Return what turns the tokens of a run's, or an evaluation's, samples into text; None where that is not here."""
+    try:
+        return decoder(tokenizer_file(_model_of(url)))
+    except SiirlError:
+        return None
+
+
+def _model_of(url: str) -> str | None:
+    """Return the model of a run, or the one that an evaluation has sampled from; None where neither is at ``url``."""
+    if is_run(url):
+        return Run(url).config.model.path
+    try:
+        evaluated = json.loads(_read(url, RESULT_FILE) or b"{}").get("model")
+    except (ValueError, AttributeError):
+        return None
+    if not isinstance(evaluated, str):
+        return None
+    return Run(evaluated).config.model.path if is_run(evaluated) else evaluated
 
 
 def is_run(url: str) -> bool:

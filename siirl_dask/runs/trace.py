@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts
 from siirl_storage.files import at, list_files
-from siirl_storage.formats import read_footer
-from siirl_storage.reading import read_rows
+from siirl_storage.reading import read_part
 
 from siirl_dask.coordinator.stored_rows import step_folder, step_name, step_of
 from siirl_dask.errors import DataError
 from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.observe.summary import Slowest
-from siirl_dask.observe.trace_table import SCHEMA, TraceSpan, read_spans
+from siirl_dask.observe.trace_table import TraceSpan, read_spans
 from siirl_dask.planner.node import TRACE
 from siirl_dask.runs.rollouts import in_words
+from siirl_dask.trace import Lane
 
 logger = logging.getLogger("siirl_dask.runs")
-_READERS = 16
+_READERS = 16  # of an object store, where each part costs a round trip
 _MOST_BYTES = 2**27  # of a part, decoded; a worker writes some hundred kilobytes
 _GLANCE_BYTES, _GLANCE_PARTS = 2**22, 64
 MOST_BYTES = 2**25
 """Bytes of parts, about a million and a half spans, that are read at once."""
+
+
+Parts = Mapping[tuple[str, int], pa.Table]
+"""Parts of a trace by their paths and sizes. A part that is written again has more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Trace:
     """Steps that were read, ascending."""
     all_steps: Sequence[int]
     """Steps of which the run has a trace, ascending."""
+    parts: Parts = field(default_factory=dict)
+    """The parts that were read, as ``read_newest`` keeps them."""
 
 
 def slowest_of(url: str) -> Slowest | None:
@@ -97,8 +104,19 @@ def read_trace(
     return Trace(_spans(fs, root, parts, chosen), chosen, sorted(parts))
 
 
-def read_newest(url: str, steps: Sequence[int], *, most_bytes: int, most_parts: int) -> Trace:
+def read_newest(
+    url: str,
+    steps: Sequence[int],
+    *,
+    most_bytes: int,
+    most_parts: int,
+    counts: Collection[Lane] | None = None,
+    known: Parts | None = None,
+) -> Trace | None:
     """Return the trace of the newest of ``steps`` that there are and fit, one at least; no other step is looked for.
+
+    ``counts`` are the lanes whose counts are read as well, None: all. ``known`` are the parts of an earlier reading,
+    which are not read again; None is returned where there are no others.
 
     DataError for a store that cannot be read, and for damaged parts. A trace without spans where there is none.
     """
@@ -115,14 +133,23 @@ def read_newest(url: str, steps: Sequence[int], *, most_bytes: int, most_parts: 
         raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
     parts = _parts(files)
     chosen = _newest(parts, files, most_bytes, most_parts) if parts else []
-    return Trace(_spans(fs, root, parts, chosen), chosen, sorted(parts))
+    keys = [(step, (path, files[path])) for step in chosen for path in parts[step]]
+    held = known or {}
+    if known is not None and held.keys() == {key for _, key in keys}:
+        return None
+    with _readers(fs) as pool:
+        tables = list(pool.map(lambda item: held.get(item[1]) or _read(fs, at(root, item[1][0])), keys))
+    read = zip((step for step, _ in keys), tables, strict=True)
+    return Trace(
+        read_spans(read, counts), chosen, sorted(parts), {key: one for (_, key), one in zip(keys, tables, strict=True)}
+    )
 
 
 def _spans(
     fs: AbstractFileSystem, root: str, parts: Mapping[int, Sequence[str]], steps: Sequence[int]
 ) -> list[TraceSpan]:
     paths = [(step, at(root, path)) for step in steps for path in parts[step]]
-    with ThreadPoolExecutor(_READERS) as pool:  # on an object store each costs a round trip
+    with _readers(fs) as pool:
         return read_spans(pool.map(lambda item: (item[0], _read(fs, item[1])), paths))
 
 
@@ -136,9 +163,16 @@ def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace
     names = newest_parts(files)
     if not names or len(names) > most_parts or sum(files[name] for name in names) > most_bytes:
         return None
-    with ThreadPoolExecutor(_READERS) as pool:
+    with _readers(fs) as pool:
         tables = pool.map(lambda name: (step, _read(fs, at(root, name))), names)
         return Trace(read_spans(tables), [step], [step])
+
+
+def _readers(fs: AbstractFileSystem) -> ThreadPoolExecutor:
+    """Return threads that read parts: one of a local folder, where many take three times as long for the lock of the
+    interpreter.
+    """
+    return ThreadPoolExecutor(1 if isinstance(fs, LocalFileSystem) else _READERS)
 
 
 def _parts(files: Mapping[str, int]) -> dict[int, list[str]]:
@@ -185,11 +219,6 @@ def _asked(
 
 def _read(fs: AbstractFileSystem, path: str) -> pa.Table:
     try:
-        footer = read_footer(fs, path)
-        groups = range(len(footer.groups))
-        tables = [
-            read_rows(fs, path, index, footer.schema.names, footer.groups, max_bytes=_MOST_BYTES) for index in groups
-        ]
+        return read_part(fs, path, max_bytes=_MOST_BYTES)
     except StorageError as error:
         raise DataError(f"a part of the trace cannot be read: {error}") from error
-    return pa.concat_tables(tables) if tables else SCHEMA.empty_table()

@@ -10,7 +10,7 @@ from siirl_storage.files import join, open_fs, remove_file, remove_tree, write_a
 from siirl_storage.footers import FooterCache
 from siirl_storage.formats import ROWS_PER_GROUP, Format
 from siirl_storage.parts import Part, parse_part_name, part_name, write_part
-from siirl_storage.retry import RETRY_SECONDS, is_transient, retry, retry_seconds, set_retry_seconds
+from siirl_storage.retry import RETRY_SECONDS, is_transient, retries_end_at, retry, retry_seconds, set_retry_seconds
 from siirl_storage.snapshot import RowGroup, Snapshot
 from siirl_storage.table import ROWS_PER_PART, append, commit, create_table, open_table, stage
 
@@ -43,6 +43,7 @@ __all__ = [
     "read_record",
     "remove_file",
     "remove_tree",
+    "retries_end_at",
     "retry",
     "retry_seconds",
     "set_retry_seconds",

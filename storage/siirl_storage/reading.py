@@ -18,9 +18,11 @@ from siirl_storage.errors import CorruptPart, TooLarge
 from siirl_storage.files import full_name, open_input
 from siirl_storage.footers import FooterCache
 from siirl_storage.formats import Footer, Format, damage, footer_of, known_format
+from siirl_storage.schemas import check_schema
 
 _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and many rows of text
 _BATCH_ROWS = 2**16
+_SMALL = 2**20  # bytes of a row group that one thread decodes sooner than several find their parts
 _FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
 _REPEATED_BYTES = 2**27  # of a batch whose texts are stored once, at most, unless that leaves few rows
 _BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
@@ -71,6 +73,41 @@ def read_rows(
     return table
 
 
+def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None) -> pa.Table:
+    """Return all rows of the part at ``path``, which is opened and whose footer is read once: for small parts.
+
+    CorruptPart if the part is missing or damaged; TooLarge if a row group takes more than ``max_bytes`` (None: the
+    machine's memory).
+    """
+    bound, kind, where = _machine_memory() if max_bytes is None else max_bytes, known_format(path), full_name(fs, path)
+    with damage(fs, path), open_input(fs, path) as file:
+        if kind is Format.ARROW:
+            stored = pa.ipc.open_file(file)
+            schema = stored.schema
+            groups = (iter([stored.get_batch(index)]) for index in range(stored.num_record_batches))
+        else:
+            reader = _parquet_file(file)
+            schema = reader.schema_arrow
+            groups = (
+                _bounded(reader, index, schema, schema.names, bound, f"row group {index} of {where}")
+                for index in range(reader.metadata.num_row_groups)
+            )
+        str(schema)  # names are decoded only when they are looked at
+        check_schema(schema, where)
+        named = ((f"row group {index} of {where}", batches) for index, batches in enumerate(groups))
+        selected = [batch for name, batches in named for batch in _select(batches, None, bound, name)]
+        return pa.Table.from_batches(selected, schema)
+
+
+def _bounded(
+    reader: pq.ParquetFile, index: int, schema: pa.Schema, columns: Sequence[str], bound: int, where: str
+) -> Iterator[pa.RecordBatch]:
+    sizes = _decoded_size(reader.metadata.row_group(index), schema, columns)
+    if sizes[0] > bound:
+        raise TooLarge(where, sizes[0], bound)
+    return _group_batches(reader, index, columns, bound, sizes)
+
+
 def read_batches(
     fs: AbstractFileSystem,
     path: str,
@@ -93,7 +130,9 @@ def read_batches(
         reader = _parquet_file(file) if kind is Format.PARQUET else None
         for index, rows in enumerate(groups):
             if reader is not None:
-                batches = _group_batches(reader, index, present, min(bound, _REPEATED_BYTES), _machine_memory() // 2)
+                sizes = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, present)
+                most = _machine_memory() // 2
+                batches = _group_batches(reader, index, present, min(bound, _REPEATED_BYTES), sizes, most)
             else:
                 batches = _arrow_batches(file, index, present)[1]
             seen = 0
@@ -154,11 +193,9 @@ def _parquet_batches(
     file: pa.NativeFile, metadata: pq.FileMetaData | None, index: int, columns: Sequence[str], bound: int, where: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     reader = _parquet_file(file, metadata)
-    size, _ = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, columns)
-    if size > bound:
-        raise TooLarge(where, size, bound)
-    schema = pa.schema([reader.schema_arrow.field(name) for name in columns])
-    return schema, _group_batches(reader, index, columns, bound)
+    whole = reader.schema_arrow  # made anew at each call
+    schema = pa.schema([whole.field(name) for name in columns])
+    return schema, _bounded(reader, index, whole, columns, bound, where)
 
 
 def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
@@ -169,17 +206,17 @@ def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) 
 
 
 def _group_batches(
-    reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int, most: int = 0
+    reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int, sizes: tuple[int, int], most: int = 0
 ) -> Iterator[pa.RecordBatch]:
     """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot make larger
-    than ``bound``; or with ``most``, than that, where batches would otherwise have very few rows.
+    than ``bound``; or with ``most``, than that, where batches would otherwise have very few rows. ``sizes`` are the
+    group's, of ``_decoded_size``.
     """
-    group = reader.metadata.row_group(index)
-    size, repeatable = _decoded_size(group, reader.schema_arrow, columns)
-    mean = max(1, size // max(1, group.num_rows))
+    size, repeatable = sizes
+    mean = max(1, size // max(1, reader.metadata.row_group(index).num_rows))
     fitting = max(bound // max(1, repeatable), min(_FEW_ROWS, most // max(1, repeatable)))
     rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, fitting)
-    batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns))
+    batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns), use_threads=size > _SMALL)
     return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 
 

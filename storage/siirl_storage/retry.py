@@ -2,16 +2,20 @@
 
 An operation that failed so is tried again after a pause that doubles and is drawn at random, so that many workers do
 not come back together, until ``retry_seconds()`` have passed since its first try. The seconds are kept in fsspec's own
-configuration: ``set_retry_seconds``, or the environment variable ``FSSPEC_RETRYING_SECONDS``.
+configuration: ``set_retry_seconds``, or the environment variable ``FSSPEC_RETRYING_SECONDS``. Whoever waits for less
+long than that says so with ``retries_end_at``: what nobody waits for any more is not tried again.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import ParamSpec, TypeVar
 
@@ -25,6 +29,7 @@ RETRY_SECONDS = 120.0
 """Default of ``retry_seconds``: a restart of a gateway or a minute of throttling must not cost a run."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _CONFIGURED = "retrying"  # the name under which fsspec's configuration has the seconds
+_deadline: ContextVar[float] = ContextVar("siirl_storage_deadline", default=math.inf)
 _NEVER = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _REFUSED = {"huggingface_hub.OfflineModeIsEnabled"}  # a connection that this process does not want
 _STATUS = {408, 425, 429, 500, 502, 503, 504, 509, 529}
@@ -78,6 +83,19 @@ def set_retry_seconds(seconds: float) -> None:
     conf.setdefault(_CONFIGURED, {})["seconds"] = seconds
 
 
+@contextmanager
+def retries_end_at(deadline: float) -> Iterator[None]:
+    """Have no operation of this thread inside the block be tried again after ``deadline``, by ``time.monotonic()``.
+
+    For a thread whose caller waits for a bounded time: it would go on trying, and warning, when its caller has gone.
+    """
+    token = _deadline.set(min(deadline, _deadline.get()))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
 def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
     """Return ``operation(*args, **kwargs)``, repeated while it fails with an error that passes. It must be idempotent.
 
@@ -91,11 +109,14 @@ def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given
             if not is_transient(error):
                 raise
             pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt - 1, 10))
-            elapsed = time.monotonic() - begun
+            elapsed, left = time.monotonic() - begun, _deadline.get() - time.monotonic()
             if elapsed + pause > retry_seconds():
                 error.add_note(
                     f"tried {attempt} times in {elapsed:.0f} s; storage.retry_seconds={retry_seconds():g} is the most"
                 )
+                raise
+            if pause > left:
+                error.add_note(f"tried {attempt} times in {elapsed:.0f} s, for as long as anybody waited for it")
                 raise
             logger.warning("%s: %s; trying again in %.1f s", type(error).__name__, error, pause)
         time.sleep(pause)

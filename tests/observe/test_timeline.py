@@ -7,7 +7,7 @@ from hypothesis import given
 
 from siirl_dask.observe import timeline as module
 from siirl_dask.observe.bottleneck import WaitCauses
-from siirl_dask.observe.timeline import critical_path, leaf_spans, timeline
+from siirl_dask.observe.timeline import Leaves, critical_path, leaf_spans, timeline
 from siirl_dask.observe.trace_table import read_spans, trace_table
 from siirl_dask.observe.transfers import SENT, SHARED, record_transfers, transfers
 from siirl_dask.trace import Lane, Recorder
@@ -28,12 +28,17 @@ def test_leaves_of_a_chain_follow_one_another_and_cover_it_exactly(spans):
 @given(chains("0"), chains("1"))
 def test_a_critical_path_goes_forward_in_time_and_ends_where_work_ends(first, second):
     spans = [*first, *second]
-    leaves = {worker: list(leaf_spans([one for one in spans if one.worker == worker])) for worker in "01"}
+    leaves = Leaves({worker: [one for one in spans if one.worker == worker] for worker in "01"})
     path = critical_path(leaves, WaitCauses(spans))
     assert all(before.end <= after.start for before, after in pairwise(path))
-    busy = [one.end for own in leaves.values() for one in own if one.lane is not Lane.WAIT]
-    if busy and path:
-        assert path[-1].end <= max(one.end for own in leaves.values() for one in own)
+    working = [
+        next((one for one in reversed(own) if one.lane is not Lane.WAIT), own[-1])
+        for own in map(leaves.__getitem__, "01")
+        if own
+    ]
+    assert leaves.last_working() == max(working, key=lambda one: one.end, default=None), "of two the first worker's"
+    if working and path:
+        assert path[-1].end <= max(one.end for one in working)
 
 
 def of_two_workers():

@@ -110,6 +110,14 @@ def test_workers_of_one_clock_are_aligned_exactly_and_others_by_their_offsets():
     assert starts == {("0", 1): 1_100, ("1", 1): 1_200, ("0", 2): 1_300, ("2", 2): 1_350}
 
 
+def test_counts_are_left_out_but_for_those_of_the_lanes_that_are_asked_for():
+    counts = [Entry(lane, "count", "n", True, "train", 3, 5, 0, 1) for lane in (Lane.COMPUTE, Lane.ENGINE)]
+    parts = [(3, trace_table([*entries(1), *counts], "0", "boot", 0))]
+    assert [one.lane for one in read_spans(parts, (Lane.ENGINE,))] == [Lane.COMPUTE, Lane.ENGINE]
+    assert len(read_spans(parts)) == 3
+    assert len(read_spans(parts, ())) == 1
+
+
 def replaced(name, values):
     table = trace_table(entries(1, 2), "0", "boot", 0)
     return table.set_column(SCHEMA.names.index(name), name, values)

@@ -226,6 +226,7 @@ def test_a_step_that_is_not_asked_for_is_not_read(run):
         (["--steps", ""], "expected A:B"),
         (["--steps", "7:"], "has saved no step from 7 on of 'rollouts'"),
         (["--worst", "0"], "0 samples: expected at least 1"),
+        (["--turns"], "has no column 'turns': no node of the run's DAG wrote it"),
         (["--worst", "--lengths", "SELECT 1"], "give SQL or ready questions, not both"),
         (["--table", "validation"], "holds no table 'validation'"),
         (["--table", "../x"], "is no table of a run"),

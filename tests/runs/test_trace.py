@@ -13,7 +13,7 @@ from siirl_dask.planner.node import TRACE
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.folder import CONFIG_FILE, remove_run
 from siirl_dask.runs.tables import tables_of
-from siirl_dask.runs.trace import read_trace, slowest_of
+from siirl_dask.runs.trace import read_newest, read_trace, slowest_of
 from siirl_dask.trace import Entry, Lane
 from tests.observe.traces import check_events
 
@@ -48,6 +48,18 @@ def test_a_trace_is_read_from_any_store_by_steps(url):
     slowest = slowest_of(url)
     assert (slowest.node, slowest.worker, slowest.steps) == ("rollout", "1", 3)
     assert slowest.times_others == 2.0
+
+
+def test_a_part_that_was_read_is_not_read_again_and_nothing_new_is_told_as_such(tmp_path):
+    url, bounds = str(tmp_path), {"most_bytes": 2**20, "most_parts": 9}
+    put(url, 4, 0)
+    before = read_newest(url, [4, 5], **bounds)
+    assert read_newest(url, [4, 5], **bounds, known=before.parts) is None
+    put(url, 4, 1)
+    (first,) = tmp_path.glob("trace/*/part-*-00000.*")
+    first.write_bytes(b"?" * first.stat().st_size)
+    both = read_newest(url, [4, 5], **bounds, known=before.parts)
+    assert {span.worker for span in both.spans} == {"0", "1"}
 
 
 def test_of_a_step_that_was_done_again_the_last_start_counts_and_clean_takes_the_other(tmp_path):

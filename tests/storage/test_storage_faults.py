@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
@@ -16,6 +17,8 @@ from siirl_storage import (
     join,
     open_fs,
     remove_tree,
+    retries_end_at,
+    retry,
     set_retry_seconds,
     write_atomic,
     write_exclusive,
@@ -131,6 +134,22 @@ def test_what_does_not_pass_is_raised_when_the_time_is_over_and_says_how_often_i
         set_retry_seconds(120)
     assert "times in" in caught.value.__notes__[0]
     assert "storage.retry_seconds=0.5" in caught.value.__notes__[0]
+
+
+def test_what_nobody_waits_for_any_more_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[float] = []
+
+    def fails() -> None:
+        tries.append(time.monotonic())
+        raise ConnectionResetError("gone")
+
+    deadline = time.monotonic() + 0.4
+    with retries_end_at(deadline), retries_end_at(deadline + 60), pytest.raises(ConnectionResetError) as caught:
+        retry(fails)
+    assert len(tries) > 1
+    assert tries[-1] < deadline
+    assert len(caplog.records) == len(tries) - 1, "each repetition is said, and no more"
+    assert "as long as anybody waited" in caught.value.__notes__[0]
 
 
 def test_duckdb_reads_what_open_fs_gives(proxy: Proxy, place: str) -> None:

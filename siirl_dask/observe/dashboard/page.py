@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from bokeh.events import ButtonClick
 from distributed.dashboard.components.scheduler import env
+from distributed.scheduler import heartbeat_interval
 
 from siirl_dask.observe.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.curves import merged
 from siirl_dask.observe.dashboard.curves_panel import CurvesPanel
 from siirl_dask.observe.dashboard.reader import Held
-from siirl_dask.observe.dashboard.samples_panel import SamplesPanel
+from siirl_dask.observe.dashboard.samples_panel import SamplesPanel, Seen
 from siirl_dask.observe.dashboard.store import MOST_RECORDS, LiveRun, Store
 from siirl_dask.observe.dashboard.style import TEMPLATE, colours
 from siirl_dask.observe.dashboard.timeline_panel import MOST_LANES, TimelinePanel
-from siirl_dask.observe.dashboard.tokens import pieces
 from siirl_dask.observe.dashboard.top_panel import TopPanel
 from siirl_dask.observe.dashboard.workers_panel import WorkersPanel, WorkerState, engine_requests
 from siirl_dask.observe.metrics import Record
@@ -29,9 +29,12 @@ from siirl_dask.observe.timeline import Timeline, timeline
 from siirl_dask.observe.trace_table import in_order
 from siirl_dask.observe.transfers import Transfers, transfers
 from siirl_dask.runs.beside import metrics_tail, runs_beside
-from siirl_dask.runs.samples import SampleRow, WholeSample, newest_samples, whole_sample
-from siirl_dask.runs.trace import read_newest
+from siirl_dask.runs.prompt_images import PromptImages
+from siirl_dask.runs.samples import SampleRow, newest_samples, whole_sample
+from siirl_dask.runs.token_texts import pieces
+from siirl_dask.runs.trace import Parts, read_newest
 from siirl_dask.trace import START, Lane
+from siirl_dask.worker.load import Load
 from siirl_dask.worker.pulse import Reading
 
 if TYPE_CHECKING:
@@ -40,12 +43,14 @@ if TYPE_CHECKING:
 _EVERY_MS = 500
 _OTHERS = 5.0  # seconds between two readings of what this run's steps do not change
 _CALM = 4.0  # seconds for which the samples stay: rows that change under the mouse cannot be clicked
+_PICTURES = 12  # images of a prompt, as thumbnails of 20 kB at most
 _STEPS = 2  # of the timeline
+_COUNTS = (Lane.CONTROL, Lane.ENGINE, Lane.TRANSFER)  # whose counts are shown: not the progress of nodes
 _LOOKED_FOR = 6  # steps among which the newest whole ones are
-_MOST_BYTES, _MOST_PARTS = 2**23, 512
+_MOST_BYTES, _MOST_PARTS = 2**23, 256  # of several steps: with more workers the newest alone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """The trace of the last steps, as the panels show it."""
 
@@ -56,6 +61,8 @@ class Traced:
     requests: Mapping[str, Sequence[tuple[float, int]]]
     nodes: Sequence[str]
     """Nodes in the order of their first starts."""
+    parts: Parts
+    """The parts that it was made of."""
 
 
 def show_page(scheduler: Scheduler, store: Store, extra: Mapping[str, Any], doc: Any) -> None:
@@ -84,6 +91,7 @@ class Page:
         self._seen: dict[str, object] = {}
         self._looked_at: tuple[int, int] | None = None
         self._beats, self._beat_at = 0, time.monotonic()
+        self._pulses_at = 0.0
         figures = [*self._curves.figures, *self._timeline.figures, *self._workers.figures]
         self.recolour, switch = colours(figures, self._top.button)
         self._top.button.js_on_event(ButtonClick, switch)
@@ -157,9 +165,11 @@ class Page:
 
     def _show_trace(self, run: LiveRun) -> Traced | None:
         step = run.step
-        held: Held[Traced | None] = self._reader.get(("trace", run.url), lambda: _read_trace(run.url, step), step)
+        before = self._reader.known(("trace", run.url)).value
+        read = partial(_read_trace, run.url, step, before)
+        held: Held[Traced | None] = self._reader.get(("trace", run.url), read, run.version)
         traced = held.value
-        if self._is_new("trace", (run.url, held.version, held.remark)):
+        if self._is_new("trace", (run.url, traced, held.remark)):
             nodes = traced.nodes if traced else ()
             self._timeline.show(traced.timeline if traced else None, nodes, _title(traced), held.remark)
             if traced:
@@ -177,14 +187,16 @@ class Page:
         if self._looked_at is None:
             return
         at, row_id = self._looked_at
-        whole: Held[tuple[WholeSample | None, Sequence[tuple[str, int]]]] = self._reader.get(
+        whole: Held[Seen | None] = self._reader.get(
             ("whole", run.url, at, row_id), lambda: _read_whole(run.url, at, row_id, run.tokenizer), seldom=3600.0
         )
         if not whole.reading and self._is_new("whole", (run.url, at, row_id, whole.version)):
-            sample, texts = whole.value or (None, ())
-            self._samples.show_whole(sample, texts, whole.error or "the sample is not there any more")
+            self._samples.show_whole(whole.value, whole.error or "the sample is not there any more")
 
     def _show_pulses(self, run: LiveRun, now: float) -> None:
+        if now - self._pulses_at < heartbeat_interval(len(self._scheduler.workers)) - _EVERY_MS / 2000:
+            return  # workers have told nothing since
+        self._pulses_at = now
         known = self._scheduler.workers
         readings, states = {}, []
         for member, address in run.members.items():
@@ -219,7 +231,7 @@ def _state_of(run: LiveRun, member: str, worker: Any, reading: Reading) -> Worke
         tokens=run.tokens.get(member, 0.0),
         memory=int(metrics.get("memory") or 0),
         spilled=int(spilled.get("disk") or 0) if isinstance(spilled, Mapping) else 0,
-        device_memory=0,
+        load=Load.of(metrics, run.plugin),
         silent=max(0.0, time.time() - worker.last_seen),
     )
 
@@ -228,8 +240,13 @@ def _steps(step: int) -> range:
     return range(max(1, step + 2 - _LOOKED_FOR), step + 2)
 
 
-def _read_trace(url: str, step: int) -> Traced | None:
-    trace = read_newest(url, _steps(step)[-_STEPS - 1 :], most_bytes=_MOST_BYTES, most_parts=_MOST_PARTS)
+def _read_trace(url: str, step: int, before: Traced | None) -> Traced | None:
+    """Return the trace of the last steps: what was read ``before``, where the run has written nothing since."""
+    bounds = {"most_bytes": _MOST_BYTES, "most_parts": _MOST_PARTS}
+    known = before.parts if before else None
+    trace = read_newest(url, _steps(step)[-_STEPS - 1 :], **bounds, counts=_COUNTS, known=known)
+    if trace is None:
+        return before
     steps = trace.steps[-_STEPS:]
     spans = [span for span in trace.spans if span.step in steps and span.phase != START]
     if not spans:
@@ -239,14 +256,16 @@ def _read_trace(url: str, step: int) -> Traced | None:
     first = min(span.start for span in spans if not span.is_count)
     drawn = timeline(spans, workers[:MOST_LANES])
     requests = engine_requests(spans, first)
-    return Traced(steps, drawn, find_bottleneck(spans), transfers(spans), requests, list(nodes))
+    return Traced(steps, drawn, find_bottleneck(spans), transfers(spans), requests, list(nodes), trace.parts)
 
 
-def _read_whole(
-    url: str, step: int, row_id: int, tokenizer: str
-) -> tuple[WholeSample | None, Sequence[tuple[str, int]]]:
+def _read_whole(url: str, step: int, row_id: int, tokenizer: str) -> Seen | None:
     sample = whole_sample(url, step, row_id)
-    return sample, pieces(tokenizer, sample.token_ids) if sample is not None else ()
+    if sample is None:
+        return None
+    parts = [sample.token_ids[span.start : span.stop] for span in sample.spans] or [sample.token_ids]
+    pictures = PromptImages(url, thumbnails=True, most=_PICTURES).of(sample.origin)
+    return Seen(sample, pieces(tokenizer, parts), pictures)
 
 
 def _title(traced: Traced | None) -> str:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource
 from bokeh.models.widgets import DataTable, Div, NumberFormatter, RadioButtonGroup, StringFormatter, TableColumn
 
 from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
-from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text
+from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text, thumbnails
+from siirl_dask.runs.prompt_images import Picture
 from siirl_dask.runs.samples import Choice, SampleRow, WholeSample
+from siirl_dask.runs.utterances import FAILED, POLICY, answered
 
 _COLOURS = ("colour by ratio", "by log-prob", "plain")
 _HINT = '<span class="soft">A click on a sample shows all of it.</span>'
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A sample as a whole, with what is read for its sake."""
+
+    sample: WholeSample
+    pieces: Sequence[tuple[str, int]]
+    """Its tokens' texts, each with its number of tokens, if these are known."""
+    pictures: Sequence[Picture] = ()
+    """The images of its prompt."""
 
 
 class SamplesPanel:
@@ -24,7 +38,7 @@ class SamplesPanel:
     def __init__(self, ask: Callable[[], None], look: Callable[[int, int], None]) -> None:
         self._look = look
         self._rows: list[SampleRow] = []
-        self._shown: tuple[WholeSample, Sequence[tuple[str, int]]] | None = None
+        self._shown: Seen | None = None
         self._choice = RadioButtonGroup(
             labels=[str(choice) for choice in Choice], active=0, width=420, stylesheets=[WIDGETS]
         )
@@ -71,14 +85,15 @@ class SamplesPanel:
             "reward": [_or_nan(one.reward) for one in self._rows],
             "parts": [_parts(one) for one in self._rows],
             "advantage": [_or_nan(one.advantage) for one in self._rows],
+            "turns": [one.turns for one in self._rows],
             "tokens": [one.tokens for one in self._rows],
             "finish": [one.finish_reason for one in self._rows],
         }
 
-    def show_whole(self, sample: WholeSample | None, pieces: Sequence[tuple[str, int]], remark: str) -> None:
-        """Show a sample as a whole, with its tokens' texts if these are known."""
-        self._shown = None if sample is None else (sample, pieces)
-        if sample is None:
+    def show_whole(self, seen: Seen | None, remark: str) -> None:
+        """Show a sample as a whole; ``remark`` says why there is none."""
+        self._shown = seen
+        if seen is None:
             self._detail.text = f'<span class="bad">{html.escape(remark)}</span>' if remark else _HINT
         else:
             self._draw()
@@ -91,7 +106,7 @@ class SamplesPanel:
 
     def _draw(self) -> None:
         if self._shown is not None:
-            self._detail.text = _detail(*self._shown, _COLOURS[self._colour.active or 0])
+            self._detail.text = _detail(self._shown, _COLOURS[self._colour.active or 0])
 
 
 _COLUMNS = {
@@ -103,17 +118,21 @@ _COLUMNS = {
     "reward": ("reward", 60),
     "parts": ("parts", 130),
     "advantage": ("advantage", 70),
+    "turns": ("turns", 45),
     "tokens": ("tokens", 50),
     "finish": ("end", 50),
 }
 _NUMBERS = ("reward", "advantage")
 
 
-def _detail(sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str) -> str:
+def _detail(seen: Seen, colour: str) -> str:
+    sample, pieces = seen.sample, seen.pieces
     one = sample.row
     facts = [
         ("step", str(one.step)),
         ("row", str(one.row_id)),
+        ("agent", one.agent),
+        ("turns", "" if one.turns is None else str(one.turns)),
         ("reward", _number(one.reward)),
         *((name, _number(value)) for name, value in one.parts.items()),
         ("advantage", _number(one.advantage)),
@@ -126,7 +145,7 @@ def _detail(sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str)
     )
     response, remark = _response(sample, pieces, colour)
     cut = " It is longer than what is shown." if sample.cut else ""
-    texts = [("prompt", plain_text(one.prompt)), (f"response. {remark}{cut}", response)]
+    texts = [("prompt", thumbnails(seen.pictures) + plain_text(one.prompt)), (f"response. {remark}{cut}", response)]
     texts += [("answer", plain_text(one.answer))] if one.answer else []
     boxes = (f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts)
     return f"<table class='parts'><tr>{told}</tr></table><div class='whole'>{''.join(boxes)}</div>"
@@ -134,18 +153,60 @@ def _detail(sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str)
 
 def _response(sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str) -> tuple[str, str]:
     """Return the response as HTML, and a sentence on its colours."""
-    sampled, trained, count = sample.sampled, sample.trained, sum(number for _, number in pieces)
-    if colour == "plain" or not pieces or not sampled:
+    own = [at for span in sample.spans if span.own for at in range(span.start, span.stop)]
+    if not sample.spans:
+        own = list(range(sum(number for _, number in pieces)))
+    told, draw = _colours(sample, own, bool(pieces), colour)
+    if not pieces or len(sample.spans) < 2:
+        return plain_text(sample.row.response) if draw is None else draw(pieces, 0), told
+    return "".join(_turns(sample, pieces, draw)), told
+
+
+_Draw = Callable[[Sequence[tuple[str, int]], int], str]
+"""``draw(pieces, first) -> HTML``: pieces in colour, of the tokens from ``first`` on."""
+
+
+def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) -> tuple[str, _Draw | None]:
+    """Return a sentence on the colours of the policy's ``own`` tokens, and what gives them; None for no colours."""
+    sampled, trained = sample.sampled, sample.trained
+    if colour == "plain" or not known or not sampled:
         remark = "" if colour == "plain" else "No colours: "
         lacking = "" if colour == "plain" else "the tokenizer is not here." if sampled else "no log-probs are stored."
-        return plain_text(sample.row.response), remark + lacking
+        return remark + lacking, None
+    own = [at for at in own if at < len(sampled)]
     if colour == _COLOURS[0] and len(sampled) == len(trained):
-        widest = max((abs(after - before) for before, after in zip(sampled, trained, strict=True)), default=0.0)
+        widest = max((abs(trained[at] - sampled[at]) for at in own), default=0.0)
         told = f"Red: likelier to the trainer than to the engine, blue: less likely; at most {widest:.2g} nats apart."
-        return by_ratio(pieces, sampled, trained), told
-    mean = sum(sampled) / max(1, len(sampled))
-    told = f"The stronger the colour, the less likely the token was; {count} tokens of {mean:.3g} nats on average."
-    return by_logprob(pieces, sampled), told
+        return told, lambda pieces, first: by_ratio(pieces, sampled[first:], trained[first:])
+    mean = sum(sampled[at] for at in own) / max(1, len(own))
+    told = f"The stronger the colour, the less likely the token was; {len(own)} tokens of {mean:.3g} nats on average."
+    return told, lambda pieces, first: by_logprob(pieces, sampled[first:])
+
+
+def _turns(sample: WholeSample, pieces: Sequence[tuple[str, int]], draw: _Draw | None) -> Iterator[str]:
+    """Yield a conversation as HTML: each turn of the policy, in colour, and what the environment answered, in none."""
+    left, turn, begins = list(pieces), 0, {*sample.begins}
+    for span in sample.spans:
+        count, own = 0, list[tuple[str, int]]()
+        while left and count < span.stop - span.start:
+            own.append(left.pop(0))
+            count += own[-1][1]
+        text = "".join(said for said, _ in own)
+        if span.start in begins:
+            yield _said("the history was rewritten: another segment", "")
+        if span.own:
+            turn += 1
+            reward = "" if span.reward is None else f", reward {_number(span.reward)}"
+            shown = plain_text(text) if draw is None else draw(own, span.start)
+            yield _said(f"{sample.row.agent or POLICY}, turn {turn}{reward}", shown)
+        else:
+            yield from (_said(one.who, plain_text(one.text)) for one in answered(text))
+    if sample.row.finish_reason == FAILED:
+        yield '<div class="said bad">a call of the environment failed: the episode has no reward</div>'
+
+
+def _said(who: str, shown: str) -> str:
+    return f"<div class='said'><span class='soft'>{html.escape(who)}</span>{shown}</div>"
 
 
 def _one_line(text: str) -> str:

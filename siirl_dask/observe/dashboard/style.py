@@ -60,6 +60,8 @@ TEXTS = """
   grid-template-columns: minmax(0, 3fr) minmax(0, 5fr) minmax(0, 2fr); }
 .soft { color: var(--soft); } .bad { color: var(--bad); } .big { font-size: 15px; font-weight: 600; }
 .key { display:inline-block; width:11px; height:11px; border-radius:2px; margin:0 4px 0 10px; vertical-align:-1px; }
+.said { border-left: 3px solid var(--line); padding-left: 8px; margin: 4px 0; }
+img { max-width: 256px; border: 1px solid var(--line); border-radius: 4px; } p { margin: 3px 0; }
 table.parts { border-collapse: collapse; } table.parts td { padding: 1px 14px 1px 0; vertical-align: top; }
 pre.siirl-text { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--page); border: 1px solid var(--line);
   border-radius: 6px; padding: 6px 9px; margin: 3px 0 9px; max-height: 420px; overflow-y: auto;

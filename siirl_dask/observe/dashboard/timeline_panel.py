@@ -11,6 +11,7 @@ from bokeh.models.glyphs import HBar
 from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 
+from siirl_dask.observe.dashboard.columns import Columns, numbers, show_columns
 from siirl_dask.observe.dashboard.style import (
     CRITICAL,
     OWN,
@@ -31,6 +32,7 @@ MOST_LANES = 48
 _HEIGHT, _THIN = 0.56, 0.14
 _SECONDS = 120.0
 _PIXELS = 26  # of a lane
+_ALPHAS = {Lane.WAIT: 0.15, Lane.CONTROL: 0.35}
 _LANES = {Lane.TRANSFER: TRANSFER, Lane.STORAGE: STORAGE, Lane.WAIT: WAIT, Lane.CONTROL: OWN, Lane.ENGINE: OWN}
 
 
@@ -84,58 +86,58 @@ class TimelinePanel:
             self._past.visible = self._key.visible = False
             return
         self._past.visible = self._key.visible = bool(past.bars)
-        data = _no_bars()
-        for bar in past.bars:
-            data["y"].append((bar.worker, 0.36 if bar.beside else 0.0))
-            data["left"].append(bar.start)
-            data["right"].append(bar.end)
-            data["height"].append(_THIN if bar.beside else _HEIGHT)
-            data["colour"].append(_colour(bar, nodes))
-            data["alpha"].append(0.15 if bar.lane is Lane.WAIT else 0.35 if bar.lane is Lane.CONTROL else 0.95)
-            data["hatch"].append("right_diagonal_line" if bar.lane is Lane.WAIT else " ")
-            data["worker"].append(bar.worker)
-            data["kind"].append(_kind(bar))
-            data["name"].append(bar.name)
-            data["seconds"].append(bar.end - bar.start)
-            data["cause"].append(bar.waits_for)
-            data["nbytes"].append("" if bar.amount is None else f"{bar.amount:,}")
-            data["step"].append(str(bar.step))
+        bars, places = past.bars, _places(past.workers)
+        data = {
+            "y": numbers(places[bar.worker] + (0.36 if bar.beside else 0.0) for bar in bars),
+            "left": numbers(bar.start for bar in bars),
+            "right": numbers(bar.end for bar in bars),
+            "height": numbers(_THIN if bar.beside else _HEIGHT for bar in bars),
+            "colour": [_colour(bar, nodes) for bar in bars],
+            "alpha": numbers(_ALPHAS.get(bar.lane, 0.95) for bar in bars),
+            "hatch": ["right_diagonal_line" if bar.lane is Lane.WAIT else " " for bar in bars],
+            "worker": [bar.worker for bar in bars],
+            "kind": [_kind(bar) for bar in bars],
+            "name": [bar.name for bar in bars],
+            "seconds": numbers(bar.end - bar.start for bar in bars),
+            "cause": [bar.waits_for for bar in bars],
+            "nbytes": ["" if bar.amount is None else f"{bar.amount:,}" for bar in bars],
+            "step": numbers(bar.step for bar in bars),
+        }
         self._lanes.factors = list(reversed(past.workers))
         self._window.end = past.seconds or 1
         self._past.height = 60 + _PIXELS * max(1, len(past.workers))
         self._bars.data = data
-        known = set(past.workers)
-        path = [one for one in past.critical if one.worker in known]
+        path = [one for one in past.critical if one.worker in places]
         self._path.data = {
-            "y": [(one.worker, -0.38) for one in path],
-            "left": [one.start for one in path],
-            "right": [one.end for one in path],
+            "y": numbers(places[one.worker] - 0.38 for one in path),
+            "left": numbers(one.start for one in path),
+            "right": numbers(one.end for one in path),
             "worker": [one.worker for one in path],
             "name": [one.name for one in path],
-            "seconds": [one.end - one.start for one in path],
+            "seconds": numbers(one.end - one.start for one in path),
         }
         self._key.text = _key(past, nodes)
 
     def show_now(self, live: Live, now: float, nodes: Sequence[str]) -> None:
         """Show where workers are at ``now``, a time of the clock by which ``live`` was told."""
         workers = in_order(live.stays)[:MOST_LANES]
-        data = _no_stays()
-        for worker in workers:
-            for stay in live.stays[worker]:
-                data["worker"].append(worker)
-                data["left"].append(max(-_SECONDS, stay.start - now))
-                data["right"].append(stay.end - now)
-                data["colour"].append(WAIT if stay.waits or stay.place == IDLE else colour_of(stay.place, nodes))
-                data["alpha"].append(0.15 if stay.waits else 0.05 if stay.place == IDLE else 0.95)
-                data["hatch"].append("right_diagonal_line" if stay.waits else " ")
-                data["name"].append(stay.place)
-                data["seconds"].append(stay.end - stay.start)
-                data["told"].append("waits for other workers" if stay.waits else "")
+        stays = [(worker, stay) for worker in workers for stay in live.stays[worker]]
+        data: Columns = {
+            "worker": [worker for worker, _ in stays],
+            "left": numbers(max(-_SECONDS, stay.start - now) for _, stay in stays),
+            "right": numbers(stay.end - now for _, stay in stays),
+            "colour": [WAIT if stay.waits or stay.place == IDLE else colour_of(stay.place, nodes) for _, stay in stays],
+            "alpha": numbers(0.15 if stay.waits else 0.05 if stay.place == IDLE else 0.95 for _, stay in stays),
+            "hatch": ["right_diagonal_line" if stay.waits else " " for _, stay in stays],
+            "name": [stay.place for _, stay in stays],
+            "seconds": numbers(stay.end - stay.start for _, stay in stays),
+            "told": ["waits for other workers" if stay.waits else "" for _, stay in stays],
+        }
         if list(reversed(workers)) != self._lanes_now.factors:
             self._lanes_now.factors = list(reversed(workers))
             self._now.height = 60 + _PIXELS * max(1, len(workers))
         self._now.visible = bool(workers)
-        self._stays.data = data
+        show_columns(self._stays, data)
 
 
 def _hbar(y: str, height: str | float) -> HBar:
@@ -161,6 +163,11 @@ def _no_bars() -> dict[str, list[object]]:
 
 def _no_stays() -> dict[str, list[object]]:
     return {name: [] for name in ("worker", "left", "right", "colour", "alpha", "hatch", "name", "seconds", "told")}
+
+
+def _places(workers: Sequence[str]) -> dict[str, float]:
+    """Return the middle of each worker's lane by the numbers that Bokeh gives to lanes, from the lowest one on."""
+    return {worker: len(workers) - number - 0.5 for number, worker in enumerate(workers)}
 
 
 def _colour(bar: Bar, nodes: Sequence[str]) -> str:

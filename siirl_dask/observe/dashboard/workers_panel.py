@@ -11,10 +11,12 @@ from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, LogColorMap
 from bokeh.models.widgets import DataTable, NumberFormatter, TableColumn
 from bokeh.plotting import figure
 
+from siirl_dask.observe.dashboard.columns import Columns, numbers, show_columns
 from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.observe.transfers import Transfers
 from siirl_dask.trace import Lane
+from siirl_dask.worker.load import Load
 
 _MOST = 32  # workers in a plot
 _CELLS = 10  # workers of a matrix with figures in its cells
@@ -37,8 +39,8 @@ class WorkerState:
     """Bytes of its process."""
     spilled: int
     """Bytes of rows and Dask's own data on its disk."""
-    device_memory: int
-    """Bytes on its accelerator; 0 where it tells none."""
+    load: Load
+    """The load of its engine, its arena and its device."""
     silent: float
     """Seconds since its last heartbeat."""
 
@@ -57,11 +59,11 @@ class WorkersPanel:
             stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
         redraw_rows(table)
-        self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", "memory", "spilled", "device")})
+        self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", *_HELD)})
         self._names = FactorRange()
         self._tokens = self._bar_plot("tokens generated, last step", "@tokens{0,0}", [("tokens", LINES[0])])
-        memory = [("memory", LINES[2]), ("spilled", STORAGE), ("device", LINES[3])]
-        self._memory = self._bar_plot("memory and spilled, MB", "@memory{0,0} @spilled{0,0} @device{0,0}", memory)
+        tip = " ".join(f"@{name}{{0,0}} {name}" for name in _HELD)
+        self._memory = self._bar_plot("memory, spilled, device, MB", tip, list(_HELD.items()))
         self._cells = ColumnDataSource(
             {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")}, name="matrix"
         )
@@ -104,27 +106,31 @@ class WorkersPanel:
         """Show the workers as they are now."""
         by_name = {one.worker: one for one in states}
         states = [by_name[name] for name in in_order(by_name)]
-        self._table_source.data = {
+        tokens = numbers(one.tokens for one in states)
+        sizes = {
+            "memory": numbers(one.memory // _MB for one in states),
+            "spilled": numbers(one.spilled // _MB for one in states),
+            "device": numbers(one.load.device // _MB for one in states),
+        }
+        table: Columns = {
             "worker": [one.worker for one in states],
             "host": [one.host for one in states],
             "place": [one.place if one.silent < 10 else f"silent for {one.silent:.0f} s" for one in states],
-            "rate": [one.rate for one in states],
-            "tokens": [one.tokens for one in states],
-            "memory": [one.memory / _MB for one in states],
-            "spilled": [one.spilled / _MB for one in states],
-            "device": [one.device_memory / _MB for one in states],
+            "rate": numbers(round(one.rate, 1) for one in states),
+            "tokens": tokens,
+            "arena": numbers(one.load.arena // _MB for one in states),
+            "requests": [_engine(one.load) for one in states],
+            **sizes,
         }
+        show_columns(self._table_source, table)
         shown = states[:_MOST]
         names = [one.worker for one in shown]
         if self._names.factors != names:
             self._names.factors = names
-        self._bars.data = {
-            "worker": names,
-            "tokens": [one.tokens for one in shown],
-            "memory": [one.memory / _MB for one in shown],
-            "spilled": [one.spilled / _MB for one in shown],
-            "device": [one.device_memory / _MB for one in shown],
+        bars: Columns = {"worker": names} | {
+            name: column[:_MOST] for name, column in {"tokens": tokens, **sizes}.items()
         }
+        show_columns(self._bars, bars)
 
     def show_traced(self, moved: Transfers, requests: Mapping[str, Sequence[tuple[float, int]]]) -> None:
         """Show bytes that were moved, and each engine's requests over seconds."""
@@ -174,14 +180,24 @@ _COLUMNS = {
     "tokens": ("tokens", 90),
     "memory": ("memory, MB", 90),
     "spilled": ("spilled, MB", 90),
+    "arena": ("arena, MB", 90),
     "device": ("device, MB", 90),
+    "requests": ("engine: under way, waiting, cache", 190),
 }
+_HELD = {"memory": LINES[2], "spilled": STORAGE, "device": LINES[3]}
+"""Colours of what a worker holds, stacked in one bar: its memory has the arena within."""
 
 
 def _format(name: str) -> dict[str, Any]:
-    if name in ("worker", "host", "place"):
+    if name in ("worker", "host", "place", "requests"):
         return {}
     return {"formatter": NumberFormatter(format="0,0.0" if name == "rate" else "0,0", text_align="right")}
+
+
+def _engine(load: Load) -> str:
+    """Return the queue of an engine, and the use of its cache where it has a bounded one."""
+    cache = f", {load.cache:.0%}" if load.cache else ""
+    return f"{load.requests}, {load.waiting} waiting{cache}" if load.requests or cache else ""
 
 
 def _short(nbytes: int) -> str:

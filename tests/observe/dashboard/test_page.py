@@ -19,6 +19,8 @@ from siirl_dask.observe.dashboard.plugin import NAME, PagePlugin
 from siirl_dask.observe.dashboard.store import Store
 from siirl_dask.observe.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
+from tests.commands.test_pictures import written
+from tests.images.pictures import png
 from tests.observe.dashboard.test_store import about, step
 from tests.runs.test_questions import NASTY, row, save
 from tests.runs.test_trace import put
@@ -99,6 +101,24 @@ def test_a_click_shows_the_whole_sample_escaped(store, scheduler):
     viewer.wait_until(lambda: "question" in text.text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text.text
     assert "<script" not in text.text
+
+
+def test_a_click_shows_the_images_of_that_prompt_alone_and_not_too_many(scheduler, tmp_path):
+    url = written(tmp_path, [[png(seed=1)], [*[png(9, 5)] * 13, b"no image"]], "images.most=20")
+    store = Store()
+    store.begin(about(url))
+    store.record(url, step(3))
+    viewer = Viewer(store, scheduler)
+    rows, text = viewer.named("sample rows"), viewer.named("sample")
+    viewer.wait_until(lambda: len(rows.data["step"]))
+    rows.selected.indices = [rows.data["prompt"].index("Count: 0")]
+    viewer.wait_until(lambda: "<img" in text.text)
+    assert text.text.count('src="data:image/') == 1
+    assert "16x24 PNG" in text.text
+    rows.selected.indices = [rows.data["prompt"].index("Count: 2")]
+    viewer.wait_until(lambda: "5x9 PNG" in text.text or "9x5 PNG" in text.text)
+    assert text.text.count('src="data:image/') == 12
+    assert "2 more images are left out (12 are shown)" in text.text
 
 
 def test_a_step_is_on_the_page_at_the_next_look_and_its_tables_when_they_are_there(store, scheduler, url):
