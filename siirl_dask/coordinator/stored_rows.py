@@ -6,14 +6,14 @@ import re
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from siirl_storage import Part, PartsRecord, StorageError, join, open_fs, read_record
 from siirl_storage.formats import read_footer
 from siirl_storage.reading import read_rows
 
+from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.coordinator.layout.balance import split
 from siirl_dask.errors import DataError
-from siirl_dask.schema import GROUP_ID, TYPES, Schema
+from siirl_dask.schema import GROUP_ID, Schema
 
 _STEP = re.compile(r"step=(\d{6,})", re.ASCII)
 
@@ -34,11 +34,14 @@ def step_folder(run_url: str, table: str, step: int) -> str:
     return join(run_url, table, step_name(step))
 
 
-def read_stored_rows(folder: str, schema: Schema, index: int, count: int, max_bytes: int) -> pa.Table:
+def read_stored_rows(
+    folder: str, schema: Schema, index: int, count: int, max_bytes: int, *, whole: bool = False
+) -> pa.Table:
     """Return the share of worker ``index`` of ``count`` of the rows committed in ``folder``, with ``schema``'s columns.
 
     Where as many workers wrote as read, each gets the part of its number; otherwise the rows are split evenly in the
     order of the parts. No worker reads more than the row groups with its rows. ``max_bytes`` bounds them, decoded.
+    ``whole``: groups are not split, for which each worker then reads all parts.
 
     DataError when the rows are not there, are damaged, or have other columns.
     """
@@ -46,12 +49,13 @@ def read_stored_rows(folder: str, schema: Schema, index: int, count: int, max_by
         record = read_record(folder)
         if record is None:
             raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
-        tables = [
-            _read(folder, part, group, rows, schema, max_bytes) for part, group, rows in _share(record, index, count)
-        ]
+        split_groups = not whole or count == len(record.parts)
+        share = _share(record, index, count) if split_groups else _share(record, 0, 1)
+        tables = [_read(folder, part, group, rows, schema, max_bytes) for part, group, rows in share]
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
-    return pa.concat_tables([schema.empty_table(), *tables])
+    rows = pa.concat_tables([schema.empty_table(), *tables])
+    return rows if split_groups else _own_groups(rows, index, count)
 
 
 def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Table | None:
@@ -72,10 +76,12 @@ def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Ta
     if not tables:
         return None
     rows = pa.concat_tables(tables)
-    if same:
-        return rows
-    groups = np.unique(rows[GROUP_ID].to_numpy())[index::count]
-    return rows.filter(pc.is_in(rows[GROUP_ID], pa.array(groups, TYPES[GROUP_ID])))
+    return rows if same else _own_groups(rows, index, count)
+
+
+def _own_groups(rows: pa.Table, index: int, count: int) -> pa.Table:
+    groups = rows[GROUP_ID].to_numpy()
+    return rows_where(rows, np.isin(groups, np.unique(groups)[index::count]))
 
 
 def _read_part(folder: str, part: Part, max_bytes: int) -> pa.Table:

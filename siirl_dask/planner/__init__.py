@@ -6,12 +6,10 @@ from siirl_dask.planner.chain import (
     Early,
     Edge,
     Input,
-    Iteration,
     Keep,
     Lagged,
     Link,
     Load,
-    Phase,
     Plan,
     Recv,
     Report,
@@ -20,12 +18,19 @@ from siirl_dask.planner.chain import (
     Save,
     Send,
     Stream,
-    phase_of,
-    replay_plan,
 )
 from siirl_dask.planner.column_flow import DATA, Stage, trace_columns
 from siirl_dask.planner.compile import compile_chains
-from siirl_dask.planner.contract import Changes, Contract, KeptRows, WeightSink, WeightSource, columns, reads_option
+from siirl_dask.planner.contract import (
+    Changes,
+    Contract,
+    Groups,
+    KeptRows,
+    WeightSink,
+    WeightSource,
+    columns,
+    reads_option,
+)
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.as_json import as_data
 from siirl_dask.planner.explain.as_svg import draw
@@ -35,6 +40,7 @@ from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
+from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
 from siirl_dask.planner.names import resolve
 from siirl_dask.planner.node import Node, Role, Rows
 from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
@@ -55,6 +61,7 @@ __all__ = [
     "Edge",
     "Estimate",
     "Footprint",
+    "Groups",
     "Hosts",
     "Input",
     "Iteration",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.dag import DAG
@@ -27,7 +26,8 @@ class Early:
 class Edge:
     """Rows of one node that move to the workers of another.
 
-    The source is a parent of the target, or for blobs a node further above. The statistics of ``guide``, one of the
+    The source is a parent of the target, or for blobs a node further above. By group, an edge takes one row of each
+    group of the source to every worker that has a row of the group. The statistics of ``guide``, one of the
     target's edges, decide the owner of each row for all edges into the target, so that a join finds its rows on one
     worker. An edge without columns moves no rows: it is a guide whose rows are in place already.
     """
@@ -46,10 +46,17 @@ class Edge:
     early: Early | None = None
     """Columns that may travel before the source's table is whole; None where a worker is a source and a target, or no
     node hands over its rows. Rows of such an edge prefer a target each: see ``layout.preference``."""
+    by_group: bool = False
+    """True if it moves groups: one row of each to every target that owns a row of it by the guide, or to all."""
 
     @property
     def name(self) -> str:
-        return f"{self.source}->{self.target}"
+        return " ".join((f"{self.source}->{self.target}", *self.ends[2:]))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Source and target, and the words ``by group``: no two edges of a plan have the same."""
+        return (self.source, self.target, "by group") if self.by_group else (self.source, self.target)
 
     @property
     def moves(self) -> bool:
@@ -62,6 +69,8 @@ class Input:
 
     table: str
     columns: tuple[str, ...]
+    by_group: bool = False
+    """True if the table has a row for each group, and the node gets its values in all rows of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,8 @@ class Recv:
 
     edge: Edge
     guide: Edge
+    have: tuple[str, ...] = ()
+    """Tables of this worker with groups of the edge, which are not pulled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,8 @@ class Save:
     table: str
     index: int
     count: int
+    shared: tuple[str, ...] = ()
+    """Blobs that the rows of a group share: one row of each group is written with them, the others without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,8 @@ class Restore:
     """Columns that a later node reads."""
     index: int
     count: int
+    shared: tuple[str, ...] = ()
+    """Columns of which the table has one value per group, for all of its rows; groups are read whole then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,67 +224,6 @@ class Chain:
     def flat(self) -> Iterator[Link]:
         """Yield its links; a Lagged link is replaced by the links in it."""
         return (inner for link in self.links for inner in (link.links if isinstance(link, Lagged) else (link,)))
-
-
-class Phase(StrEnum):
-    """The kind of an iteration; all workers are in the same phase."""
-
-    TRAIN = "train"
-    REPLAY = "replay"
-    """Training step of a resumed run whose rows are stored: its updates are repeated, and nothing is generated."""
-    VALIDATION = "validation"
-    TEST = "test"
-    EVALUATION = "evaluation"
-    """Pass over a dataset outside a training run (``siirl-dask eval``)."""
-    WEIGHTS = "weights"
-    """Transfer of the restored weights to the engines, in a resumed run."""
-    CHECKPOINT = "checkpoint"
-    """Saving of the roles' states; no chain is run."""
-
-    @property
-    def counts_as(self) -> Phase:
-        """The phase under which its steps are logged and its nodes keep their state: a replay is training."""
-        return Phase.TRAIN if self is Phase.REPLAY else self
-
-
-def replay_plan(frontier: str) -> str:
-    """Return the name of the plan of steps that are replayed from the rows of the table ``frontier``."""
-    return f"{Phase.REPLAY}:{frontier}"
-
-
-def phase_of(plan: str) -> Phase:
-    """Return the phase of a plan's name, as ``Iteration.plan`` gives it."""
-    return Phase(plan.partition(":")[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """One passage of all workers through the chains of a phase."""
-
-    phase: Phase
-    step: int
-    """Step that is trained, from 1; in other phases, the number of steps trained before."""
-    sequence: int
-    """Number of the iteration in the run, which makes the keys of its messages unique."""
-    drain: bool = False
-    """True if no training step follows at once, so that nodes with a lag catch up in this iteration."""
-    position: int | None = None
-    """Number of the next prompt after a replayed step that had drawn more prompts than its own."""
-    frontier: str = ""
-    """Table whose rows a replayed step begins with."""
-
-    @property
-    def plan(self) -> str:
-        """Name of the plan whose chains it runs: its phase, and for a replay also the frontier."""
-        return replay_plan(self.frontier) if self.phase is Phase.REPLAY else self.phase
-
-    @property
-    def batch(self) -> int:
-        """Number of the dataset's batch that the iteration reads, from 0."""
-        return max(self.step - 1, 0)
-
-    def __str__(self) -> str:
-        return f"{self.phase} step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,20 @@
 """Column flow: finds the columns and rows that reach each node of a DAG, their writers and their readers.
 
 Columns go along the edges of the DAG, from node to node. Blobs (binary values, such as images) skip the nodes that do
-not use them: a reader takes a blob straight from the last node whose table holds it.
+not use them: a reader takes a blob straight from the last node whose table holds it. Where a table has several rows of
+a group, which share a blob, nodes below take it by group, from the last table above that holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
-from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema
+from siirl_dask.schema import IDENTITY, TYPES, DataType, Schema, is_blob
 
 DATA = "data"
 """The dataloader, as the source of the columns that entry nodes read."""
@@ -25,6 +27,8 @@ class Column:
     name: str
     writer: str
     type: DataType
+    of_groups: bool = False
+    """True if all rows of a group have the same value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,21 @@ class Stage:
     """Origin of the input's rows: DATA, or the name of the node that made them."""
     rows_out: str
     """Origin of the output's rows."""
+    by_group: frozenset[str] = frozenset()
+    """Needed columns that have one value for each group where they are taken from, or may have: they go by group."""
+    one_a_group: bool = False
+    """True if the output has one row of a group at most."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that the node's function reads among the available ones."""
+        return _taken(self.node, self.available)
+
+    @property
+    def shared_blobs(self) -> tuple[str, ...]:
+        """Blobs of the output that rows of a group share: they are stored once per group."""
+        named = (self.produced[name] for name in self.outputs)
+        return () if self.one_a_group else tuple(c.name for c in named if c.of_groups and is_blob(c.type))
 
 
 def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
@@ -60,8 +79,9 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
     above: dict[str, set[str]] = {DATA: set()}
     rows: dict[str, str] = {}
     rows_out: dict[str, str] = {}
+    single: dict[str, bool] = {}
     order = dag.ordered()
-    start = {f.name: Column(f.name, DATA, f.type) for f in source} | _identity(DATA)
+    start = {f.name: Column(f.name, DATA, f.type, of_groups=True) for f in source} | _identity(DATA)
     _check_draws(order)
     for node in order:
         contract = node.contract
@@ -69,11 +89,31 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
         above[node.name] = {*node.after}.union(*(above[parent] for parent in node.after))
         available[node.name] = _joined_columns(node, produced, above) if node.after else dict(start)
         _check_reads(node, available[node.name])
-        written = {f.name: Column(f.name, node.name, f.type) for f in contract.writes}
-        produced[node.name] = (available[node.name] if contract.passes else _identity(node.name)) | written
+        single[node.name] = _one_a_group(node, single)
+        written = {
+            f.name: Column(f.name, node.name, f.type, single[node.name] or f.name in contract.of_groups)
+            for f in contract.writes
+        }
+        known = contract.groups is not None or not contract.new_rows
+        passed = {
+            name: replace(column, of_groups=column.of_groups and known)
+            for name, column in available[node.name].items()
+            if name not in contract.drops
+        }
+        produced[node.name] = (passed if contract.passes else _identity(node.name)) | written
         rows_out[node.name] = node.name if contract.new_rows else rows[node.name]
 
-    outputs, needed, sources = _demand(order, available, produced)
+    outputs, needed, sources = _demand(order, available, produced, single)
+    by_group = {
+        node.name: frozenset(
+            name
+            for name, supplier in sources[node.name].items()
+            if (column := available[node.name][name]).of_groups
+            and is_blob(column.type)
+            and (rows_out[supplier] != rows[node.name] or not single[supplier])
+        )
+        for node in order
+    }
     return {
         node.name: Stage(
             node,
@@ -84,6 +124,8 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
             outputs[node.name],
             rows[node.name],
             rows_out[node.name],
+            by_group[node.name],
+            single[node.name],
         )
         for node in order
     }
@@ -98,6 +140,14 @@ def _check_draws(order: tuple[Node, ...]) -> None:
                 f"{node.label} draws more prompts than a step has, so it must be the only node without parents "
                 f"(there are: {entries})"
             )
+
+
+def _one_a_group(node: Node, single: Mapping[str, bool]) -> bool:
+    """Tell whether a node's table has one row of a group at most: that of the dataset has one."""
+    contract = node.contract
+    if contract.new_rows and (contract.groups is not Groups.KEPT or contract.expand is not None):
+        return False
+    return all(single[parent] for parent in node.after)
 
 
 def _identity(writer: str) -> dict[str, Column]:
@@ -149,23 +199,26 @@ def _demand(
     order: tuple[Node, ...],
     available: Mapping[str, Mapping[str, Column]],
     produced: Mapping[str, Mapping[str, Column]],
+    single: Mapping[str, bool],
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], dict[str, dict[str, str]]]:
     """Return outputs, needed columns and sources of every node.
 
-    The walk goes backwards: an output column stays if it is stored or if a later node takes it.
+    The walk goes backwards: an output column stays if it is stored or if a later node takes it. Blobs that the rows of
+    a group share are stored where that is asked for, and in a stage if a later node takes them.
     """
     wanted: dict[str, set[str]] = {node.name: set(IDENTITY) for node in order}
     outputs: dict[str, tuple[str, ...]] = {}
     needed: dict[str, tuple[str, ...]] = {}
     sources: dict[str, dict[str, str]] = {}
     nodes = {node.name: node for node in order}
-    suppliers = _suppliers(order, produced)
+    suppliers = _suppliers(order, produced, single)
     for node in reversed(order):
         contract = node.contract
         if node.stored_as:
-            wanted[node.name] |= set(produced[node.name])
+            stored = (column for column in produced[node.name].values() if not _is_shared(column, single[node.name]))
+            wanted[node.name] |= {*produced[node.name]} if node.save_blobs else {column.name for column in stored}
         outputs[node.name] = tuple(name for name in produced[node.name] if name in wanted[node.name])
-        need = {*IDENTITY, *contract.taken(available[node.name])}
+        need = {*IDENTITY, *_taken(node, available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
@@ -179,17 +232,29 @@ def _demand(
     return outputs, needed, sources
 
 
+def _taken(node: Node, available: Mapping[str, Column]) -> tuple[str, ...]:
+    """Return the columns that a node's function reads among the available ones."""
+    contract = node.contract
+    own = (name for name, column in available.items() if name in contract.if_written and column.writer == DATA)
+    return contract.taken({*available}.difference(own))
+
+
 def _suppliers(
-    order: tuple[Node, ...], produced: Mapping[str, Mapping[str, Column]]
+    order: tuple[Node, ...], produced: Mapping[str, Mapping[str, Column]], single: Mapping[str, bool]
 ) -> dict[str, dict[str, tuple[str, ...]]]:
     """Return, for each node and column, the nodes that later nodes can take the column from.
 
     That is the node itself; for a blob that it does not use, the nodes above it.
     """
     suppliers: dict[str, dict[str, tuple[str, ...]]] = {}
+
+    def left_out(node: Node, column: Column) -> bool:
+        skips = _is_left_out_by_group if _is_shared(column, single[node.name]) else _is_left_out
+        return is_blob(column.type) and bool(node.after) and column.writer != node.name and skips(node, column)
+
     for node in order:
         suppliers[node.name] = {
-            name: _above(node, column, suppliers, produced) if _is_left_out(node, column) else (node.name,)
+            name: _above(node, column, suppliers, produced) if left_out(node, column) else (node.name,)
             for name, column in produced[node.name].items()
         }
     return suppliers
@@ -212,17 +277,25 @@ def _above(
 
 
 def _is_left_out(node: Node, column: Column) -> bool:
-    """Tell whether a blob skips the node: the node neither reads, writes nor stores it, and makes no new rows."""
+    """Tell whether a blob skips a node that does not write it: it neither reads nor stores it, nor makes groups."""
     contract = node.contract
-    reads = column.name in contract.taken((column.name,))
-    uses = reads or column.writer == node.name or node.stored_as is not None
-    return is_blob(column.type) and bool(node.after) and not uses and not contract.new_rows
+    uses = column.name in _taken(node, {column.name: column}) or node.stored_as is not None
+    return not uses and (not contract.new_rows or (contract.groups is Groups.KEPT and column.of_groups))
 
 
-def is_blob(kind: DataType) -> bool:
-    """Tell whether values of this type are binary, or lists or structs that contain binary values."""
-    parts = [kind.field(index).type for index in range(kind.num_fields)]
-    return any(map(is_blob, parts)) if parts else "binary" in str(kind)
+def _is_left_out_by_group(node: Node, column: Column) -> bool:
+    """Tell whether a blob skips a node of which several rows share it: what reads it there does not pass it on.
+
+    Stages hold it, once per group, since a step may go on from them.
+    """
+    contract = node.contract
+    holds = node.save_blobs or (node.stage and node.save_as is None)
+    return not holds and not (contract.new_rows and contract.groups is Groups.NEW)
+
+
+def _is_shared(column: Column, single: bool) -> bool:
+    """Tell whether several rows of a table share the values of a blob."""
+    return column.of_groups and not single and is_blob(column.type)
 
 
 def _chosen_source(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:

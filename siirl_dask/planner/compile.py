@@ -113,8 +113,7 @@ def _chains(
     for name, stage in ((name, stage) for name, stage in stages.items() if name not in taking):
         node, move = stage.node, moves[name]
         streaming = _streaming(stage, stages[streams[name]], moves, placed, streams) if name in streams else {}
-        guides = {edge.source: edge for edge in move.edges}
-        before = [Recv(edge, guides[edge.guide]) for edge in move.edges if edge.moves]
+        guides = {edge.source: edge for edge in move.edges if not edge.by_group}
         run = Run(node, move.inputs, stage.outputs, early.get(name))
         sends = [Send(edge) for edge in outgoing[name] if not streaming]
         part = {worker: index for index, worker in enumerate(move.layout.holders)}
@@ -122,9 +121,14 @@ def _chains(
         for index, worker in enumerate(placed[node.role]):
             here, size = links[worker], len(placed[node.role])
             if is_stored(node):
-                now: list[Link] = [Restore(node, stored_table(node), _schema_of(stage), index, size)]
+                stored_as, shared = stored_table(node), stage.shared_blobs
+                now: list[Link] = [Restore(node, stored_as, _schema_of(stage), index, size, shared)]
             else:
                 here += [] if node.after else [Load(move.inputs[0].table, stage.needed, index, size)]
+                arriving = (edge for edge in move.edges if edge.moves)
+                before = [
+                    Recv(edge, guides[edge.guide], () if node.lag else move.here(edge, worker)) for edge in arriving
+                ]
                 now = [*before, streaming.pop(worker, run)]
             here += [Lagged(node.lag, with_drops(now))] if node.lag else now
             here += sends if worker in senders else []
@@ -138,8 +142,8 @@ def _chains(
                 own.append(Keep(node, table, owners[worker], len(owners)) if keeps else Report(table))
         if table := stored.get(name):
             for worker, own in links.items():
-                saves = worker in part
-                own.append(Save(name, table, part[worker], len(part)) if saves else Report(table))
+                saving = (part[worker], len(part), stage.shared_blobs) if worker in part else None
+                own.append(Report(table) if saving is None else Save(name, table, *saving))
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,6 +53,17 @@ class KeptRows:
     step."""
 
 
+class Groups(StrEnum):
+    """The groups of rows that a node makes of its input's rows."""
+
+    KEPT = "kept"
+    """Each row has the group_id of the row that it comes of; with ``expand`` several may come of one, else one at most.
+    Blobs go past such a node, by group."""
+    NEW = "new"
+    """Groups are numbered anew, or some are of earlier steps. The rows of a group come of one row, or of rows that
+    share their blobs: so they share them too, and they go on by group from this node's table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     """Additions to a node's contract that depend on its options."""
@@ -66,6 +78,12 @@ class Changes:
     """See ``Contract.draws``."""
     carries: KeptRows | None = None
     """See ``Contract.carries``."""
+    drops: Sequence[str] = ()
+    """See ``Contract.drops``."""
+    groups: Groups | None = None
+    """See ``Contract.groups``; None: as declared."""
+    of_groups: Sequence[str] = ()
+    """See ``Contract.of_groups``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +94,15 @@ class Contract:
     """Columns that must be there."""
     writes: Schema = field(default_factory=lambda: make_schema({}))
     optional: tuple[str, ...] = ()
-    """Columns that it reads if a node upstream writes them."""
+    """Columns that it reads if they are there: a node upstream writes them, or the dataset has them."""
+    if_written: tuple[str, ...] = ()
+    """Columns that it reads if a node upstream writes them. A dataset's column of that name is something else."""
     new_rows: bool = False
     """True if its output has other rows than its input."""
     passes: bool = True
     """True if the input's columns travel on."""
+    drops: tuple[str, ...] = ()
+    """Columns of the input that end here, where the others travel on."""
     one_of: tuple[str, ...] = ()
     """Columns that it reads if a node upstream writes them; at least one of them must be written."""
     draws: bool = False
@@ -91,8 +113,13 @@ class Contract:
     node again, and skips others whose output is stored."""
     carries: KeptRows | None = None
     """How the rows are stored that it keeps from step to step; None if it keeps none."""
-    expand: str | None = None
-    """Dotted name of the option that holds the rows made per row, for estimates. None: no more than come in."""
+    expand: str | Sequence[str] | None = None
+    """Dotted name of the option that holds the rows made per row, for estimates; several are multiplied. None: no more
+    than come in."""
+    groups: Groups | None = None
+    """Groups of its new rows. None: unknown, so that a blob goes along with each of its rows."""
+    of_groups: tuple[str, ...] = ()
+    """Columns that it writes with the same value in all rows of a group."""
     requires: tuple[str, ...] = ()
     """Capabilities that its role must have (``RoleCost.provides``), such as ``adapters``."""
     neighbour: str | None = None
@@ -111,7 +138,7 @@ class Contract:
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
         """Return the columns that it reads among the ``available`` ones."""
-        maybe = (name for name in (*self.optional, *self.one_of) if name in available)
+        maybe = (name for name in (*self.optional, *self.if_written, *self.one_of) if name in available)
         return (*self.reads, *maybe)
 
 
@@ -120,11 +147,13 @@ def columns(
     reads: Iterable[str] = (),
     writes: Mapping[str, Any] | None = None,
     optional: Iterable[str] = (),
+    if_written: Iterable[str] = (),
     one_of: Iterable[str] = (),
     new_rows: bool = False,
     passes: bool = True,
     stateful: bool = False,
-    expand: str | None = None,
+    expand: str | Sequence[str] | None = None,
+    groups: str | None = None,
     requires: Iterable[str] = (),
     early: Iterable[str] = (),
     by_row: Callable[..., Any] | None = None,
@@ -134,23 +163,27 @@ def columns(
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract beside its code; see Contract for each argument.
 
-    ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource of a function
-    that makes no new rows, and for ``by_row`` of one that does.
+    ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource or ``groups``
+    of a function that makes no new rows, and for ``by_row`` of one that does.
     """
     new_rows = new_rows or expand is not None
     if isinstance(stream, WeightSource) and not new_rows:
         raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give its table bit by bit")
     if by_row is not None and new_rows:
         raise TypeError("by_row=...: only a function that keeps its rows works on each by itself")
+    if groups is not None and (not new_rows or groups not in list(Groups)):
+        raise TypeError(f"groups={groups!r}: expected 'kept' or 'new', of a function with new_rows=True or expand=...")
     contract = Contract(
         reads=tuple(reads),
         writes=make_schema(writes or {}),
         optional=tuple(optional),
+        if_written=tuple(if_written),
         new_rows=new_rows,
         passes=passes,
         one_of=tuple(one_of),
         stateful=stateful,
         expand=expand,
+        groups=None if groups is None else Groups(groups),
         requires=tuple(requires),
         early=tuple(early),
         by_row=by_row,
@@ -190,6 +223,9 @@ def contract_of(fn: NodeFn) -> Contract:
         neighbour=changes.neighbour,
         draws=changes.draws,
         carries=changes.carries,
+        drops=tuple(changes.drops),
+        groups=changes.groups or declared.groups,
+        of_groups=tuple(changes.of_groups),
     )
 
 

@@ -29,8 +29,8 @@ def _uses(link: Link) -> tuple[str, ...]:
             return tuple(item.table for item in inputs)
         case Send(edge):
             return (edge.source,)
-        case Recv(edge):
-            return (edge.name,)
+        case Recv(edge, have=have):
+            return (edge.name, *have)
         case Save(node):
             return (node,)
         case Restore(node):

@@ -69,6 +69,16 @@ class Footprint:
         copies = {f"parked {part}": size for part, size in self.parks.items() if size}
         return replace(self, leaves=(*dict.fromkeys((*self.leaves, *self.parks)),), host={**self.host, **copies})
 
+    def without(self, part: str) -> Footprint:
+        """Return the same, with its remedies, where another role holds a part for both."""
+        held, host = ({name: size for name, size in own.items() if name != part} for own in (self.held, self.host))
+        found = tuple(replace(remedy, footprint=remedy.footprint.without(part)) for remedy in self.remedies)
+        return replace(self, held=held, host=host, loading=0, remedies=found)
+
+    def staying(self) -> Footprint:
+        """Return the same where it cannot park."""
+        return replace(self, parks={}, remedies=tuple(remedy for remedy in self.remedies if not remedy.parks))
+
     def grown(self, size: int) -> Footprint:
         """Return the same with ``size`` more bytes of the part that fills."""
         if self.fills is None or size <= 0:

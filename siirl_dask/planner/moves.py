@@ -1,16 +1,17 @@
 """Decides which rows move: the layout of each node's rows on its workers, and the edges that bring them there.
 
-Rows that are already on the wanted workers do not move.
+Rows that are already on the wanted workers do not move, nor do blobs whose group is there already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import Early, Edge, Input
 from siirl_dask.planner.column_flow import DATA, Stage
+from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.explain.tables import steps_behind
 from siirl_dask.planner.hosts import Hosts, by_host
 from siirl_dask.planner.node import Node, Rows
@@ -57,6 +58,12 @@ class Move:
     edges: tuple[Edge, ...]
     layout: Layout
     """Layout of the node's output."""
+    have: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    """Tables that have groups of an edge before it is pulled, by the edge's name and the worker that has them."""
+
+    def here(self, edge: Edge, worker: str) -> tuple[str, ...]:
+        """Return the tables of a worker that have groups of an edge already."""
+        return self.have.get((edge.name, worker), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,22 @@ class _Planned:
     """Layout of each node's table."""
     first: dict[Layout, str] = field(default_factory=dict)
     """First node that has each layout."""
-    arrived: dict[tuple[str, Layout], Edge] = field(default_factory=dict)
-    """Edge that brought a node's rows into a layout; its table can be used again."""
+    arrived: dict[tuple[str, Layout, bool], Edge] = field(default_factory=dict)
+    """Edge that brought a node's rows, or its groups, into a layout; its table can be used again."""
+    homes: dict[Layout, Layout] = field(default_factory=dict)
+    """Layout of rows from which those of a layout were made in place: their groups are on the same workers."""
+
+    def with_groups_of(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layouts in which each worker has all groups that it has in ``layout``, and that one first."""
+        home: Layout | None = layout
+        while home is not None:
+            yield home
+            home = self.homes.get(home)
+
+    def brought(self, source: str, layout: Layout, columns: Sequence[str], *, by_group: bool) -> Edge | None:
+        """Return the edge that has brought ``columns`` of a node's table into a layout."""
+        edge = self.arrived.get((source, layout, by_group))
+        return edge if edge is not None and set(columns) <= set(edge.schema.names) else None
 
 
 def plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]], hosts: Hosts) -> dict[str, Move]:
@@ -83,15 +104,24 @@ def plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]
             guide = _guide(stage, workers, planned.layouts)
             layout = _wanted(stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]])
             inputs, edges = _bring(stage, layout, guide, planned)
-            planned.arrived.update({(edge.source, layout): edge for edge in edges if edge.moves})
+            have = {
+                (edge.name, worker): tables
+                for edge in edges
+                for worker in edge.targets
+                if (tables := _groups_here(edge, worker, planned))
+            }
+            if not node.lag:  # its tables are of an earlier step
+                planned.arrived.update({(edge.source, layout, edge.by_group): edge for edge in edges if edge.moves})
         else:
-            layout = _layout(DATA, "as loaded", workers)
+            layout, have = _layout(DATA, "as loaded", workers), {}
             inputs, edges = (Input(f"{DATA}->{name}", stage.needed),), ()
         planned.layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
+        if node.contract.new_rows and node.contract.groups is Groups.KEPT:
+            planned.homes[planned.layouts[name]] = layout
         planned.first.setdefault(planned.layouts[name], name)
         if node.lag:
             _check_lag(node, inputs, edges)
-        moves[name] = Move(inputs, edges, planned.layouts[name])
+        moves[name] = Move(inputs, edges, planned.layouts[name], have)
     return moves
 
 
@@ -150,23 +180,62 @@ def _bring(stage: Stage, layout: Layout, guide: str, planned: _Planned) -> tuple
     in_place = {source for source in sources if planned.layouts[source] == layout}
     inputs, edges = [], []
     for source in sources:
-        taken = (name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY)
-        columns = (*IDENTITY, *taken)
+        taken = [name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY]
+        by_group = [] if source in in_place else [name for name in taken if name in stage.by_group]
+        by_row = [name for name in taken if name not in by_group]
+        columns = (*IDENTITY, *by_row)
         senders = planned.layouts[source].senders(planned.hosts)
-        edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
-        edge = replace(edge, early=_early(edge, planned))
-        arrived = planned.arrived.get((source, layout))
+        parent = source in stage.node.after
         if source in in_place:
             inputs.append(Input(source, columns))
-        elif source not in stage.node.after and arrived and set(columns) <= set(arrived.schema.names):
-            inputs.append(Input(arrived.name, columns))
-        else:
+        elif not parent and (arrived := planned.brought(source, layout, columns, by_group=False)):
+            inputs += [Input(arrived.name, columns)] if by_row else []
+        elif parent or by_row:
+            edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
             inputs.append(Input(edge.name, columns))
-            edges.append(edge)
+            edges.append(replace(edge, early=_early(edge, planned)))
+        if by_group:
+            columns = (*IDENTITY, *by_group)
+            table = _groups_in_place(source, layout, columns, planned)
+            if table is None:
+                edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
+                edges.append(replace(edge, by_group=True))
+                table = edges[-1].name
+            inputs.append(Input(table, columns, by_group=True))
     if edges and guide in in_place:
         senders = planned.layouts[guide].senders(planned.hosts)
         edges.append(_edge(stage, planned.stages[guide], senders, layout, (), guide))
     return tuple(inputs), tuple(edges)
+
+
+def _groups_in_place(source: str, layout: Layout, columns: Sequence[str], planned: _Planned) -> str | None:
+    """Return the table with the groups of each worker's rows in ``layout``: the source's, or one that an edge brought.
+
+    None where no table is sure to have them.
+    """
+    for home in planned.with_groups_of(layout):
+        if planned.layouts[source] == home:
+            return source
+        for by_group in (True, False):
+            if edge := planned.brought(source, home, columns, by_group=by_group):
+                return edge.name
+    return None
+
+
+def _groups_here(edge: Edge, worker: str, planned: _Planned) -> tuple[str, ...]:
+    """Return the tables of a worker that have some groups of an edge: its own as a source, and what came earlier."""
+    if not edge.by_group or edge.rows is Rows.REPLICATED:
+        return ()
+    one_a_group = planned.stages[edge.source].one_a_group
+    came = [
+        earlier.name
+        for earlier in planned.arrived.values()
+        if earlier.source == edge.source
+        and worker in earlier.targets
+        and (earlier.by_group or one_a_group)
+        and set(edge.schema.names) <= set(earlier.schema.names)
+    ]
+    return (*([edge.source] if worker in edge.sources else []), *came)
 
 
 def _edge(

@@ -97,17 +97,24 @@ class Node:
     stage: bool = False
     """True if its rows are stored as soon as they are made, until a table that is saved further on has them: a step
     that is cut short in between goes on from them. It changes nothing where ``save_as`` stores them anyway."""
+    save_blobs: bool = False
+    """True if the table that it saves also holds the blobs that the rows of a group share, once per group."""
     lag: int = 0
     """Steps by which its input is older than the step, so that its workers do not wait for the step's own rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the function, which override those bound by a partial; all options once the node is made."""
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
+    agent: str = ""
+    """Agent that it works for, in a run of several: its metrics begin with the agent's name, and its random numbers are
+    its own. Empty: it works for all, or there is one."""
     at: str = ""
     """File and line of its definition, for errors."""
 
     def __post_init__(self) -> None:
         _check_name(f"{self.at}: node" if self.at else "node", self.name)
+        if self.agent != "":
+            _check_name(f"agent of {self.label}:", self.agent)
         object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
         function_name(bare(self.fn))
         options = {**options_of(self.fn), **self.options}
@@ -123,6 +130,8 @@ class Node:
             raise PlanError(f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose another name")
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
+        if not isinstance(self.save_blobs, bool) or (self.save_blobs and self.save_as is None):
+            raise PlanError(f"{self.label} has save_blobs={self.save_blobs!r}: expected true or false, and save_as")
         if self.writes is not None:
             object.__setattr__(self, "writes", make_schema({field.name: field.type for field in self.writes}))
         object.__setattr__(self, "rows", self._checked_rows())
@@ -196,7 +205,7 @@ class Node:
         """Text that is equal for equal nodes, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        where = (self.role, self.after, self.rows, self.save_as, self.stage)
+        where = (self.role, self.after, self.rows, self.save_as, self.stage, self.save_blobs, self.agent)
         return canonical_text((self.name, self.fn, *where, contract.reads, writes, self.lag))
 
     def __eq__(self, other: object) -> bool:

@@ -35,7 +35,7 @@ def find_early(dag: DAG, stages: Mapping[str, Stage], moves: Mapping[str, Move])
 
 
 def _read(stage: Stage) -> list[str]:
-    return [name for name in stage.node.contract.taken(stage.available) if name not in (ROW_ID, GROUP_ID)]
+    return [name for name in stage.reads if name not in (ROW_ID, GROUP_ID)]
 
 
 def _tells(maker: Stage, columns: Sequence[str], stage: Stage) -> bool:

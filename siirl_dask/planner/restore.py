@@ -9,16 +9,16 @@ Each table from which a step can go on so is a frontier: those that nodes save f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.column_flow import Stage, trace_columns
-from siirl_dask.planner.contract import bare, columns
+from siirl_dask.planner.column_flow import Column, Stage, trace_columns
+from siirl_dask.planner.contract import Changes, bare, columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
-from siirl_dask.schema import IDENTITY, TYPES, Schema, make_schema
+from siirl_dask.schema import IDENTITY, IMAGES, TYPES, Schema, is_blob, make_schema
 
 NO_DATA: Schema = make_schema({name: TYPES[name] for name in IDENTITY})
 """Columns of the dataset for which a cut DAG is planned: it reads none."""
@@ -28,8 +28,12 @@ STORED = "stored"
 """Name of the node that stands for stored rows, where nodes are run again."""
 
 
-@columns(new_rows=True, passes=False)
-def stored_rows(context: Any, rows: Any, *, table: str) -> Any:
+def _of_groups(*, of_groups: Sequence[str] = (), **options: object) -> Changes:
+    return Changes(of_groups=tuple(of_groups))
+
+
+@columns(new_rows=True, passes=False, depends_on_options=_of_groups)
+def stored_rows(context: Any, rows: Any, *, table: str, of_groups: Sequence[str] = ()) -> Any:
     """Stand for rows of the run's table ``table``: the plan has a Restore link for a node with this function."""
     raise AssertionError(f"rows of {table!r} are read by a link of the chain, not by a node")
 
@@ -88,9 +92,8 @@ def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
     left = [node for node in dag.ordered() if node.name not in skipped or node.contract.stateful]
     for node in left:
         _check_stored(stages, node, saved, skipped)
-    table = stages[saved.name].produced
-    held = make_schema({column.name: column.type for column in table.values() if column.name not in IDENTITY})
-    entry = Node(saved.name, stored_rows, role=saved.role, writes=held, options={"table": saved.stored_as})
+    stage = stages[saved.name]
+    entry = _entry(saved.name, saved.role, saved.stored_as, [stage.produced[name] for name in stage.outputs])
     nodes = (entry, *(_attached(node, saved.name, skipped) for node in left if node.name != saved.name))
     before = [node for node in dag.ordered() if node.name in skipped and node.name != saved.name]
     spent = tuple(str(node.stored_as) for node in before if node.stage and not node.save_as)
@@ -104,30 +107,47 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     write are made anew; all others are stored ones. PlanError when ``first`` is no node before a saved table, or one of
     the nodes needs more than the table holds.
     """
-    stages = trace_columns(dag, source)
+    stages = trace_columns(dag, _with_blobs(dag, source))
     saved = _saving(dag, dag.node(first))
     before = nodes_before(dag, saved) | {saved.name}
-    again = {node.name for node in dag.nodes if node.name in before and first in {node.name, *nodes_before(dag, node)}}
-    for name in again:
-        if stages[name].node.contract.new_rows or not stages[name].node.after:
+    nodes_again = [
+        node for node in dag.ordered() if node.name in before and first in {node.name, *nodes_before(dag, node)}
+    ]
+    again = {node.name for node in nodes_again}
+    for node in nodes_again:
+        if stages[node.name].node.contract.new_rows or not node.after:
             raise PlanError(
-                f"node {name!r} makes rows of its own, and only stored rows can be run again: name a later node"
+                f"node {node.name!r} makes rows of its own, and only stored rows can be run again: name a later node"
             )
-        _check_stored(stages, stages[name].node, saved, before - again)
+    for node in nodes_again:
+        _check_stored(stages, stages[node.name].node, saved, before - again)
     kept = [column for column in stages[saved.name].produced.values() if column.writer not in again]
     kept = [column for column in kept if column.name in source.names]  # an earlier version may have stored fewer
-    held = make_schema({column.name: column.type for column in kept if column.name not in IDENTITY})
-    entry = Node(STORED, stored_rows, role=dag.node(first).role, writes=held, options={"table": saved.save_as})
+    entry = _entry(STORED, dag.node(first).role, str(saved.save_as), kept)
     nodes = [
         replace(
             _attached(node, STORED, before - again), stage=False, save_as=save_as if node.name == saved.name else None
         )
-        for node in dag.ordered()
-        if node.name in again
+        for node in nodes_again
     ]
     needed = {name for node in nodes for name in (node.role, node.contract.neighbour)}
     roles = tuple(role for role in dag.roles if role.name in needed)
     return Cut(DAG(roles, (entry, *nodes)), saved.name, str(saved.save_as))
+
+
+def _with_blobs(dag: DAG, source: Schema) -> Schema:
+    """Return stored columns, and those of the dataset that nodes read and that are not stored, as blobs are not."""
+    read = {name for node in dag.nodes if not node.after for name in node.contract.reads} - {*source.names}
+    return make_schema({column.name: column.type for column in source} | dict.fromkeys(read, TYPES[IMAGES]))
+
+
+def _entry(name: str, role: str, table: str, held: Iterable[Column]) -> Node:
+    """Return a node that stands for the rows of a stored table."""
+    columns_held = [column for column in held if column.name not in IDENTITY]
+    shared = tuple(column.name for column in columns_held if column.of_groups and is_blob(column.type))
+    options: dict[str, Any] = {"table": table} | ({"of_groups": shared} if shared else {})
+    writes = make_schema({column.name: column.type for column in columns_held})
+    return Node(name, stored_rows, role=role, writes=writes, options=options)
 
 
 def saved_after(dag: DAG, first: Node) -> str:
@@ -184,7 +204,7 @@ def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped:
     wanted = (name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY)
     for name in wanted:
         column = stage.available[name]
-        if name not in held.produced or held.produced[name].writer != column.writer:
+        if name not in held.outputs or held.produced[name].writer != column.writer:
             raise PlanError(
                 f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table {saved.stored_as!r} of "
                 f"node {saved.name!r} does not hold"

@@ -26,6 +26,8 @@ class RoleCost:
     """Bytes of the copy that is held while a checkpoint is written."""
     provides: frozenset[str] = frozenset()
     """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
+    together: str = ""
+    """Roles with the same text hold together what it says: they are on the same workers, each of which has it once."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
     reads: tuple[str, ...] = ()

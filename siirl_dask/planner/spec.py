@@ -8,6 +8,7 @@
 An option is converted to its parameter's annotation: a name becomes a function where a callable is wanted, a mapping
 becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is null and the annotation allows it. A
 node whose function declares no columns declares them itself: ``reads: [response]``, ``writes: {score: float32}``.
+Nodes that several rounds have alike are written once: ``{repeat: {times: 3, nodes: [...]}}``, see ``rounds.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from siirl_dask.planner.contract import check_options
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.names import canonical, resolve
 from siirl_dask.planner.node import Node, Role, Rows
+from siirl_dask.planner.rounds import written_out
 from siirl_dask.schema import TYPES, Schema, make_schema
 
-_NODE_KEYS = ("name", "run", "role", "after", "with", "rows", "save_as", "stage", "reads", "writes", "lag")
+_NODE_KEYS = (
+    *("name", "run", "role", "after", "with", "rows", "save_as", "stage", "save_blobs"),
+    *("reads", "writes", "lag", "agent"),
+)
 _ROLE_KEYS = ("build", "with")
 _RENAMED = {"keep": "save_as", "behind": "lag"}
 
@@ -80,9 +85,10 @@ def dag_from_spec(
     ``node_places`` (one per node) give them.
     """
     places = role_places or {}
+    specs, origins = written_out(nodes, node_places)
     return DAG(
         tuple(_role(name, spec, places.get(name, "")) for name, spec in roles.items()),
-        tuple(_node(position, spec, at) for position, (spec, at) in enumerate(zip_longest(nodes, node_places))),
+        tuple(_node(position, spec, at) for position, (spec, at) in enumerate(zip_longest(specs, origins))),
     )
 
 
@@ -113,9 +119,11 @@ def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
         rows=spec.get("rows") or Rows.ANYWHERE,
         save_as=spec.get("save_as"),
         stage=False if spec.get("stage") is None else spec["stage"],
+        save_blobs=False if spec.get("save_blobs") is None else spec["save_blobs"],
         reads=_names(spec.get("reads"), f"{label}: reads"),
         writes=_schema(spec.get("writes"), f"{label}: writes"),
         lag=spec.get("lag") or 0,
+        agent="" if spec.get("agent") is None else spec["agent"],
         at=at or "",
     )
 
@@ -156,8 +164,9 @@ def dag_to_spec(dag: DAG) -> dict[str, Any]:
         spec |= {"after": list(node.after), "with": call["with"]}
         reads = {} if node.reads is None else {"reads": list(node.reads)}
         writes = {} if node.writes is None else {"writes": {field.name: str(field.type) for field in node.writes}}
-        lag = {"lag": node.lag} if node.lag else {}
+        lag = ({"lag": node.lag} if node.lag else {}) | ({"agent": node.agent} if node.agent else {})
         saved = ({"save_as": node.save_as} if node.save_as else {}) | ({"stage": True} if node.stage else {})
+        saved |= {"save_blobs": True} if node.save_blobs else {}
         nodes.append(spec | {"rows": str(node.rows)} | saved | reads | writes | lag)
     return {"roles": roles, "nodes": nodes}
 

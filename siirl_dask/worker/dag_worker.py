@@ -31,6 +31,7 @@ from siirl_dask.worker.data_plane import DataPlane
 from siirl_dask.worker.devices import bind
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
+from siirl_dask.worker.heartbeats import Heartbeats
 from siirl_dask.worker.joined_groups import join_groups
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.kept_rows import give_back
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("siirl_dask.worker")
 _RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
-_PLACE = "siirl_place"  # in Dask's metrics of a worker
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 _STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 
@@ -127,14 +127,14 @@ class DAGWorker(WorkerPlugin):
             self._meter, self.tracing.listener = meter, meter.spans
         await self._plane.start(self._handle)
         self.port = self._plane.port
-        worker.metrics |= {self.name: self._heartbeat, _PLACE: self._place}
+        self._heartbeats = Heartbeats(
+            worker, self.name, self.pulse, self.tracing, self._plane.databuffer, lambda: self._device
+        )
         self._watching = asyncio.create_task(self._watch_scheduler())
 
     async def teardown(self, worker: Worker) -> None:
-        worker.metrics.pop(self.name, None)
-        if worker.metrics.get(_PLACE) == self._place:  # another run may be in this process by now
-            del worker.metrics[_PLACE]
         if hasattr(self, "_watching"):
+            self._heartbeats.end()
             self._watching.cancel()
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
@@ -281,15 +281,6 @@ class DAGWorker(WorkerPlugin):
         logger.error("run %s is stopped: %s", self.spec.run, reason)
         self.abort(reason)
         await asyncio.to_thread(self.release.end, _PATIENCE)
-
-    def _place(self, worker: Worker) -> str:
-        """Return where this worker's task is, for the table of workers on Dask's dashboard."""
-        return self.pulse.place[:60]
-
-    def _heartbeat(self, worker: Worker) -> list[Any]:
-        """Return the pulse for a heartbeat. The one before has compared this host's clock with the scheduler's."""
-        self.tracing.compare(worker.scheduler_delay)
-        return self.pulse.read()
 
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})

@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 import pyarrow as pa
 
 from siirl_dask.context import Metric, Reduce
+from siirl_dask.coordinator.blobs import filled_by_group, once_per_group
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
 from siirl_dask.observe.transfers import record_transfers
 from siirl_dask.planner import (
@@ -91,11 +92,12 @@ class ChainRun:
                     self.calls.loaded = link
                     with _Timed(self.calls, name), runtime.trace.span(Lane.STORAGE, "read", name):
                         tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)
-                case Restore(node, table, schema, index, count):
+                case Restore(node, table, schema, index, count, shared):
                     reading = runtime.trace.span(Lane.STORAGE, "read", table)
                     with _Timed(self.calls, node.name), reading, self.calls.named(node):
                         folder = step_folder(runtime.run_url, table, iteration.step)
-                        tables[node.name] = read_stored_rows(folder, schema, index, count, runtime.read_limit)
+                        rows = read_stored_rows(folder, schema, index, count, runtime.read_limit, whole=bool(shared))
+                        tables[node.name] = filled_by_group(rows, shared)
                 case Run(node, inputs, columns):
                     with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name) as span:
                         tables[node.name] = self.calls.call(node, inputs, columns)
@@ -105,13 +107,14 @@ class ChainRun:
                 case Send(edge):
                     with self._moving(edge, "publish"):
                         self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
-                case Recv(edge, guide):
+                case Recv(edge, guide, have):
                     with _Timed(self.calls, edge.name):
-                        tables[edge.name] = self._receive(edge, guide)
-                case Save(node, table):
+                        tables[edge.name] = self._receive(edge, guide, [tables[name] for name in have])
+                case Save(node, table, shared=shared):
                     writing = runtime.trace.span(Lane.STORAGE, "save", table)
                     with writing, runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
-                        runtime.stages.save(link, iteration, tables[node], self.calls.so_far())
+                        rows = once_per_group(tables[node], shared)
+                        runtime.stages.save(link, iteration, rows, self.calls.so_far())
                 case Keep(node, table):
                     if runtime.stages.reports:
                         with runtime.trace.span(Lane.STORAGE, "save", table):
@@ -136,17 +139,21 @@ class ChainRun:
             if isinstance(link, Stream):
                 weight_stream.discard(link, self.calls)
 
-    def _receive(self, edge: Edge, guide: Edge) -> pa.Table:
+    def _receive(self, edge: Edge, guide: Edge, have: Sequence[pa.Table]) -> pa.Table:
         """Pull the edge's rows; the wait until they are made is recorded apart from their transfer."""
         runtime, iteration = self.calls.runtime, self.calls.iteration
         trace, traffic, owned = runtime.trace, runtime.databuffer.traffic, list[int]()
         began, before = time.monotonic_ns(), traffic.total
-        pulling = runtime.databuffer.pull(edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()))
+        pulling = runtime.databuffer.pull(
+            edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()), have=have
+        )
         try:
             return self._wait(pulling)
         finally:
             made = owned[0] if owned else time.monotonic_ns()
             number, moved = iteration.sequence, traffic.total - before
+            if edge.by_group:
+                self.calls.context("").log("bytes/by_group", moved, Reduce.SUM)
             trace.add(Lane.WAIT, "rows", edge.name, began, made, sequence=number, beside=False)
             trace.add(Lane.TRANSFER, "receive", edge.name, made, amount=moved, sequence=number, beside=False)
 

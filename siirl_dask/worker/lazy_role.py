@@ -79,6 +79,11 @@ class _WhenUsed:
             self._made.append(self._make())
         return getattr(self._made[0], name)
 
+    @property
+    def shared(self) -> Any:
+        """The object whose memory this one takes, if it was built: see ``Context.free_device``."""
+        return next((getattr(made, "shared", self) for made in self._made), self)
+
     def close(self) -> None:
         """Close the object, if it was built."""
         for made in self._made:

@@ -7,13 +7,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from siirl_dask.context import Context, Metric, Rank
+from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.errors import NodeError, Origin
-from siirl_dask.planner import Edge, Input, Iteration, Load, Node, Run
+from siirl_dask.planner import Edge, Groups, Input, Iteration, Load, Node, Run
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.named_errors import named_errors
@@ -74,8 +75,13 @@ class NodeCalls:
         return SoFar(self.metrics, self.loader.position if self.loader else None)
 
     def joined(self, inputs: Sequence[Input]) -> pa.Table:
-        """Return one table with the columns of all inputs, sorted by row id."""
-        return _join([self.tables[item.table].select(item.columns) for item in inputs])
+        """Return one table with the columns of all inputs, sorted by row id; what rows share is not copied."""
+        table = _join([self.tables[item.table].select(item.columns) for item in inputs if not item.by_group])
+        for item in inputs:
+            if item.by_group:
+                names = [name for name in item.columns if name not in IDENTITY]
+                table = with_values_of_groups(table, self.tables[item.table], names, item.table)
+        return table
 
     def context(self, role: str) -> Context:
         """Return a context for ``role``; an empty name gives one without resource and peers."""
@@ -89,6 +95,7 @@ class NodeCalls:
             resource=runtime.resources.get(role),
             resources=runtime.resources,
             metrics=self.metrics,
+            check_stop=runtime.stop.check,
             overlap=runtime.overlap,
             skip_nonfinite=runtime.skip_nonfinite,
         )
@@ -99,6 +106,7 @@ class NodeCalls:
     def context_of(self, node: Node) -> Context:
         """Return the context that the node's function is called with."""
         context, load = self.context(node.role), self.loaded
+        context.agent, context.node = node.agent, node.name
         named = f"{self.iteration.phase.counts_as}/{node.name}"
         context.state = self.runtime.node_state.setdefault(named, {})
         context.put_aside = partial(put_aside, self.runtime.run_url, node.name, self.iteration.step, context.rank)
@@ -162,7 +170,7 @@ def _join(tables: list[pa.Table]) -> pa.Table:
 
 def _sorted(table: pa.Table) -> pa.Table:
     ids = table[ROW_ID].combine_chunks().to_numpy()
-    return table if (ids[1:] >= ids[:-1]).all() else table.take(pc.sort_indices(table[ROW_ID]))
+    return table if (ids[1:] >= ids[:-1]).all() else rows_at(table, np.argsort(ids, kind="stable"))
 
 
 def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
@@ -183,7 +191,21 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
     same = contract.new_rows or made[ROW_ID].equals(table[ROW_ID])
     if not same and sorted(made[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
         raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
+    if contract.groups is Groups.KEPT:
+        _check_groups(node, table, made)
     return made.select(columns)
+
+
+def _check_groups(node: Node, table: pa.Table, made: pa.Table) -> None:
+    """Raise NodeError for rows of groups that a node had none of, and for several rows of one where one row came in."""
+    groups, before = made[GROUP_ID].to_numpy(), table[GROUP_ID].to_numpy()
+    if len(others := np.setdiff1d(groups, before)):
+        raise NodeError(
+            f"node {node.name!r} gave rows of {len(others)} groups that it had none of (first group_id {others[0]}): "
+            "its contract says groups='kept', and a node that numbers groups anew declares groups='new'"
+        )
+    if node.contract.expand is None and len(groups) > len(np.unique(groups)) and len(before) == len(np.unique(before)):
+        raise NodeError(f"node {node.name!r} gave several rows of a group where it had one: declare expand=...")
 
 
 def _with_large_offsets(table: pa.Table) -> pa.Table:

@@ -18,7 +18,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from siirl_dask import collectives
 from siirl_dask.config import WeightSync
-from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.context import Device, Rank
+from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag
@@ -113,10 +114,10 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
     backend = backend_of(devices)
     if weight_sync is not WeightSync.broadcast:
         return weight_sync is WeightSync.auto and backend != "gloo"
-    if backend == "gloo" and any(device.kind is DeviceKind.NPU for device in devices):
+    if backend == "gloo" and not _gloo_takes(devices):
         where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
         raise ConfigError(
-            f"rollout.weight_sync=broadcast between workers {where}: expected an npu of its own for each, since gloo "
+            f"rollout.weight_sync=broadcast between workers {where}: expected a device of its own for each, since gloo "
             "takes none; take rollout.weight_sync=auto"
         )
     return True
@@ -139,13 +140,18 @@ def role_backend(role: str, devices: Sequence[Device]) -> str:
     ConfigError on NPUs that share a card: hccl refuses them, and gloo takes tensors of CPUs and CUDA devices only.
     """
     backend = backend_of(devices)
-    if len(devices) == 1 or backend != "gloo" or all(device.kind is not DeviceKind.NPU for device in devices):
+    if len(devices) == 1 or backend != "gloo" or _gloo_takes(devices):
         return backend
     where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
     raise ConfigError(
-        f"role {role!r} has workers {where}: expected an npu of its own for each, since hccl takes no two workers of a "
-        "role on one; have fewer workers (cluster.workers), or give the role others (cluster.placement)"
+        f"role {role!r} has workers {where}: expected a device of its own for each, since neither gloo nor what "
+        "joins such devices takes two workers of a role on one; have fewer workers (cluster.workers), or give the role "
+        "others (cluster.placement)"
     )
+
+
+def _gloo_takes(devices: Iterable[Device]) -> bool:
+    return all(traits_of(device.kind).gloo_takes for device in devices)
 
 
 def single_ranks(roles: Mapping[str, Sequence[str]]) -> dict[str, Rank]:

@@ -7,36 +7,23 @@ are. A profile that cannot be taken or written costs the profile and never the r
 from __future__ import annotations
 
 import gzip
-import importlib
 import logging
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
 from siirl_storage import open_fs, write_atomic
 
-from siirl_dask.config import ProfileConfig, ProfileLevel
-from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.config import ProfileConfig
+from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.stored_rows import step_folder
+from siirl_dask.devices.profiler import Profiler, make_profiler
 from siirl_dask.planner import Iteration, Node, Phase
 
 logger = logging.getLogger("siirl_dask.worker")
 FOLDER = "profile"
-_NPU_LEVELS = {ProfileLevel.time: "Level0", ProfileLevel.memory: "Level1", ProfileLevel.stacks: "Level2"}
-
-
-class Profiler(Protocol):
-    """A profiler of torch's kind."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def export_chrome_trace(self, path: str) -> Any: ...
 
 
 class Profiling:
@@ -79,26 +66,6 @@ class Profiling:
             packed = gzip.compress(path.read_bytes(), compresslevel=3)
         fs, to = open_fs(step_folder(self._url, FOLDER, iteration.step))
         write_atomic(fs, f"{to}/{name}.json.gz", packed)
-
-
-def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
-    """Return a profiler of the host and of a device of this kind."""
-    details: dict[str, Any] = {
-        "record_shapes": level is not ProfileLevel.time,
-        "profile_memory": level is not ProfileLevel.time,
-        "with_stack": level is ProfileLevel.stacks,
-    }
-    if kind is DeviceKind.NPU:
-        npu: Any = importlib.import_module("torch_npu").profiler
-        found: Profiler = npu._KinetoProfile(
-            activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU],
-            experimental_config=npu._ExperimentalConfig(profiler_level=getattr(npu.ProfilerLevel, _NPU_LEVELS[level])),
-            **details,
-        )
-        return found
-    of_torch = torch.profiler.ProfilerActivity
-    activities = [of_torch.CPU, *([of_torch.CUDA] if kind is DeviceKind.CUDA else [])]
-    return torch.profiler.profile(activities=activities, **details)
 
 
 def _warn(node: Node, iteration: Iteration, error: Exception) -> None:

@@ -33,6 +33,10 @@ FAMILIES = {
     "siirl_worker_lane_seconds": Family("counter", (*_WORKER, "lane"), "Seconds of the chain in a lane of the trace."),
     "siirl_worker_node_seconds": Family("counter", (*_WORKER, "node"), "Seconds of a node, with its waits."),
     "siirl_worker_engine_requests": Family("gauge", _WORKER, "Requests that the engine has under way."),
+    "siirl_worker_engine_waiting_requests": Family(
+        "gauge", _WORKER, "Requests of these that wait for room in the engine's KV cache."
+    ),
+    "siirl_worker_engine_cache_ratio": Family("gauge", _WORKER, "Share of the engine's KV cache that is in use."),
     "siirl_worker_arena_bytes": Family("gauge", _WORKER, "Bytes of the arena in which rows come and go."),
     "siirl_worker_unacked_bytes": Family("gauge", _WORKER, "Bytes of published rows that somebody still has to take."),
     "siirl_worker_device_bytes": Family("gauge", _WORKER, "Bytes of the accelerator that torch has allocated."),

@@ -56,6 +56,10 @@ class Pulse:
         self._waits = 0
         self.requests = 0
         """Requests that this worker's engine has under way."""
+        self.waiting_requests = 0
+        """Requests of these that wait for room in the engine's KV cache."""
+        self.cache_used = 0.0
+        """Share of the engine's KV cache that is in use."""
         self.read_at = time.monotonic()
         """When it was read last: Dask reads it for each heartbeat, and sends none before the last one was answered."""
 
@@ -118,9 +122,20 @@ class Pulse:
         self.requests = requests
         self.trace.count(Lane.ENGINE, "requests", requests)
 
+    def engine_cache(self, used: float, waiting: int) -> None:
+        """Note how full the KV cache of this worker's engine is, and how many requests wait for room in it."""
+        self.cache_used, self.waiting_requests = used, waiting
+
     def heard_by(self, device: Device) -> Device:
         """Return the device with the callables by which roles and nodes tell this pulse what they do."""
-        return replace(device, progress=self.beat, stage=self.stage, waiting=self.waiting, engine_has=self.engine_has)
+        return replace(
+            device,
+            progress=self.beat,
+            stage=self.stage,
+            waiting=self.waiting,
+            engine_has=self.engine_has,
+            engine_cache=self.engine_cache,
+        )
 
     @property
     def place(self) -> str:

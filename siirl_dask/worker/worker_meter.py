@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import torch
-
-from siirl_dask.context import Device, DeviceKind, Metric
+from siirl_dask.context import Device, Metric
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.trace import Entry
+from siirl_dask.worker.load import Load
 from siirl_dask.worker.prometheus import Sample, exporter
 from siirl_dask.worker.pulse import Pulse
 
 _SECONDS = "seconds/"
 _SUMS = {"samples": "siirl_worker_samples", "tokens": "siirl_worker_tokens"}
 _TRAINED = ("train", "replay")
-_GAUGES = ("siirl_worker_engine_requests", "siirl_worker_arena_bytes", "siirl_worker_unacked_bytes")
+_GAUGES = {
+    "requests": "siirl_worker_engine_requests",
+    "waiting": "siirl_worker_engine_waiting_requests",
+    "cache": "siirl_worker_engine_cache_ratio",
+    "arena": "siirl_worker_arena_bytes",
+    "unacked": "siirl_worker_unacked_bytes",
+    "device": "siirl_worker_device_bytes",
+}
+"""Metrics by the field of Load that they show."""
 
 
 class WorkerMeter:
@@ -78,14 +85,11 @@ class WorkerMeter:
 
     def _gauges(self) -> dict[str, float]:
         """Return the values of this moment; zeros where no start of the run is here. Runs on the event loop."""
-        if self._source is None:
-            return dict.fromkeys(_GAUGES, 0.0)
-        pulse, databuffer, device = self._source[0], self._source[1], self._source[2]()
-        now = (pulse.requests, databuffer.arena.held, databuffer.unacked_bytes)
-        gauges = dict(zip(_GAUGES, map(float, now), strict=True))
-        if device is not None and device.kind is not DeviceKind.CPU:
-            gauges["siirl_worker_device_bytes"] = getattr(torch, device.kind).memory_allocated(device.index)
-        return gauges
+        load = Load()
+        if self._source is not None:
+            pulse, databuffer, device = self._source
+            load = Load.now(pulse, databuffer, device())
+        return {metric: float(getattr(load, name)) for name, metric in _GAUGES.items()}
 
     def _carry(self, traffic: Traffic) -> None:
         """Count the bytes that have come since the last time, by the way that they came."""

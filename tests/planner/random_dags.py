@@ -37,12 +37,27 @@ def narrow(ctx, table): ...
 def more_rows(ctx, table, *, n: int = 2): ...
 
 
+@columns(expand="n", groups="kept")
+def samples(ctx, table, *, n: int = 2): ...
+
+
+@columns(expand="n", groups="new")
+def other_groups(ctx, table, *, n: int = 2): ...
+
+
+@columns(new_rows=True, groups="kept")
+def fewer_groups(ctx, table): ...
+
+
 @columns(new_rows=True)
 def fewer_rows(ctx, table): ...
 
 
 @columns(new_rows=True, passes=False)
 def other_rows(ctx, table): ...
+
+
+NEW_ROWS = [more_rows, samples, other_groups, fewer_rows, fewer_groups, other_rows]
 
 
 def in_parts(ctx, table, *, max_bytes): ...
@@ -76,17 +91,14 @@ def dags(draw: st.DrawFn) -> DAG:
         rows = draw(st.sampled_from(list(Rows))) if after else Rows.ANYWHERE
         replicated = rows is Rows.REPLICATED or (rows is Rows.ANYWHERE and not everywhere.isdisjoint(after))
         # what is new of rows that are everywhere would be there twice
-        fn = draw(
-            st.sampled_from(
-                [same_rows, same_rows, narrow, *([] if replicated else [more_rows, fewer_rows, other_rows])]
-            )
-        )
+        fn = draw(st.sampled_from([same_rows, same_rows, narrow, *([] if replicated else NEW_ROWS)]))
         available = set(SOURCE.names).union(*(seen[parent] for parent in after)) if not after else set()
         available = available.union(*(seen[parent] for parent in after))
         reads = draw(st.lists(st.sampled_from(sorted(available)), unique=True, max_size=3)) if available else []
         written = {f"c{i}": draw(st.sampled_from([pa.int64(), pa.binary()]))} if draw(st.booleans()) else {}
         written |= {"minibatch": pa.int64()} if draw(st.integers(0, 3)) == 0 else {}
         keep = f"table{i}" if draw(st.integers(0, 3)) == 0 else None
+        save_blobs = keep is not None and draw(st.booleans())
         schema = pa.schema(written)
         nodes.append(
             Node(
@@ -96,12 +108,13 @@ def dags(draw: st.DrawFn) -> DAG:
                 after=after,
                 rows=rows,
                 save_as=keep,
+                save_blobs=save_blobs,
                 reads=tuple(reads),
                 writes=schema,
             )
         )
-        made_by[name] = name if fn in (more_rows, fewer_rows, other_rows) else made_by[after[0]] if after else ""
-        seen[name] = (available if fn in (same_rows, more_rows, fewer_rows) else set()) | set(written)
+        made_by[name] = name if fn in NEW_ROWS else made_by[after[0]] if after else ""
+        seen[name] = (available if fn not in (narrow, other_rows) else set()) | set(written)
         if replicated and fn in (same_rows, narrow):
             everywhere.add(name)
     for i in range(draw(st.integers(0, 2))):
@@ -156,6 +169,28 @@ def joins(draw: st.DrawFn) -> DAG:
 
 
 @st.composite
+def groups(draw: st.DrawFn) -> DAG:
+    """A blob of prompts, nodes that make samples of them or leave groups out, and nodes that read the blob there."""
+    roles, policies = st.sampled_from(ROLES), st.sampled_from([Rows.ANYWHERE, Rows.GROUPED, Rows.BALANCED])
+    makes = st.sampled_from([samples, samples, fewer_groups, other_groups, more_rows, same_rows])
+    everywhere = st.sampled_from([False] * 5 + [True])
+    role, reads = draw(roles), st.sampled_from([(), ("blob",)])
+    nodes = [Node("x", same_rows, role=role, writes=pa.schema({"blob": pa.binary(), "minibatch": pa.int64()}))]
+    for i in range(draw(st.integers(1, 3))):
+        fn, before, stage = draw(makes), nodes[-1].name, draw(everywhere)
+        given = {"role": draw(roles), "rows": draw(policies), "reads": draw(reads), "stage": stage}
+        nodes.append(Node(f"y{i}", fn, after=(before,), **given))
+    last = nodes[-1].name
+    for i in range(draw(st.integers(1, 4))):
+        rows = Rows.REPLICATED if draw(everywhere) else draw(policies)
+        before = last if rows is Rows.REPLICATED else draw(st.sampled_from([last, nodes[-1].name]))
+        before = last if DAG([Role(r, build) for r in ROLES], nodes).node(before).rows is Rows.REPLICATED else before
+        columns_read = ("blob", *draw(st.sampled_from([(), ("minibatch",)])))
+        nodes.append(Node(f"z{i}", same_rows, role=draw(roles), after=(before,), rows=rows, reads=columns_read))
+    return DAG([Role(role, build) for role in ROLES], nodes)
+
+
+@st.composite
 def placements(draw: st.DrawFn, count: int) -> dict[str, list[int]]:
     """Roles that share workers, have some of their own, or are apart altogether; some workers may have none."""
     workers = draw(st.permutations(range(count)))
@@ -169,7 +204,7 @@ def placements(draw: st.DrawFn, count: int) -> dict[str, list[int]]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    dag, count = draw(dags() | joins()), draw(st.integers(1, 5))
+    dag, count = draw(dags() | joins() | groups()), draw(st.integers(1, 5))
     placement = draw(placements(count))
     try:
         names = [f"w{i}" for i in range(count)]

@@ -19,6 +19,7 @@ from siirl_dask.planner import (
     Chain,
     Drop,
     Edge,
+    Groups,
     Input,
     Load,
     Node,
@@ -44,7 +45,7 @@ Table = dict[int, dict[str, Any]]
 def loaded(seed: int) -> Table:
     tokens = random.Random(seed)
     return {
-        row: {"row_id": row, "group_id": row // 2, "tokens": tokens.choice((0, 1, 2, 3, 40))}
+        row: {"row_id": row, "group_id": row, "tokens": tokens.choice((0, 1, 2, 3, 40))}
         | {name: (name, row) for name in SOURCE.names}
         for row in range(PROMPTS)
     }
@@ -71,9 +72,19 @@ def applied(node: Node, table: Table) -> Table:
             if (row * 7 + len(node.name + node.role)) % 3:
                 result[row] = carried
             continue
+        groups = {"group_id": 1000 + 7 * row} if contract.groups is Groups.NEW else {}
         for k in range(2):
-            result[2 * row + k] = carried | {"row_id": 2 * row + k, "tokens": ((row * 7 + k * 3) % 5 + 1) ** 2}
+            result[2 * row + k] = carried | {"row_id": 2 * row + k, "tokens": ((row * 7 + k * 3) % 5 + 1) ** 2} | groups
     return result
+
+
+def of_groups(table: Table, values: Table, names: Sequence[str]) -> Table:
+    """Add columns that ``values`` has for each group; where it has several rows of one, all have the same."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in values.values():
+        own = {name: line[name] for name in names if name not in IDENTITY}
+        assert found.setdefault(line["group_id"], own) == own, "rows of a group differ"
+    return {row: line | found[line["group_id"]] for row, line in table.items()}
 
 
 def joined(tables: list[Table]) -> Table:
@@ -154,8 +165,21 @@ class Cluster:
     def all_have_come(self, node: Node) -> bool:
         return self.come.get(node.name, set()) == set(self.plan.placement[node.role])
 
-    def pull(self, edge: Edge, guide: Edge, worker: str) -> Table:
+    def pull_groups(self, edge: Edge, guide: Edge, rows: set[int], have: Sequence[Table]) -> Table:
+        """Each group of the rows once: from what the worker has, or from a source."""
+        guiding = [self.published[guide.name, source] for source in guide.sources]
+        groups = {line["group_id"] for part in guiding for row, line in part.items() if row in rows}
+        found: dict[int, tuple[int, dict[str, Any]]] = {}
+        for table in [*have, *(self.published[edge.name, source] for source in edge.sources)]:
+            for row, line in table.items():
+                found.setdefault(line["group_id"], (row, {name: line[name] for name in edge.schema.names}))
+        assert groups <= set(found), "a group is nowhere"
+        return {row: line for group, (row, line) in found.items() if group in groups}
+
+    def pull(self, edge: Edge, guide: Edge, worker: str, have: Sequence[Table] = ()) -> Table:
         owner = owners(guide, [self.published[guide.name, source] for source in guide.sources])
+        if edge.by_group:
+            return self.pull_groups(edge, guide, {row for row, who in owner.items() if who in (None, worker)}, have)
         rows = {row: source for source in edge.sources for row in self.published[edge.name, source]}
         parts = [self.published[edge.name, source] for source in edge.sources]
         assert sum(map(len, parts)) == len(rows) or all(len(part) == len(rows) for part in parts), "whole replicas"
@@ -251,15 +275,19 @@ class Worker:
         self.tables[name] = table
 
     def joined(self, inputs: Sequence[Input]) -> Table:
-        return joined(
+        table = joined(
             [
                 {
                     r: {column: values[column] for column in item.columns}
                     for r, values in self.tables[item.table].items()
                 }
                 for item in inputs
+                if not item.by_group
             ]
         )
+        for item in inputs:
+            table = of_groups(table, self.tables[item.table], item.columns) if item.by_group else table
+        return table
 
     def follow(self, link: object) -> None:
         cluster, worker = self.cluster, self.chain.worker
@@ -281,10 +309,10 @@ class Worker:
                 assert worker in edge.sources
                 assert (edge.name, worker) not in cluster.published
                 cluster.published[edge.name, worker] = self.tables[edge.source]
-            case Recv(edge, guide):
+            case Recv(edge, guide, have):
                 assert worker in edge.targets
                 assert guide.target == edge.target
-                self.add(edge.name, cluster.pull(edge, guide, worker))
+                self.add(edge.name, cluster.pull(edge, guide, worker, [self.tables[name] for name in have]))
             case Save(node, table, index, count):
                 parts = cluster.kept.setdefault(table, {})
                 assert index not in parts, "two workers write the same part"

@@ -18,18 +18,16 @@ from hypothesis import strategies as st
 from siirl_dask import collectives
 from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.accelerator import VisibleDevices, names_on_host, visible_devices
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.devices import (
-    VisibleDevices,
     assign,
     exchange,
     find_devices,
-    npu_ids,
     read_visible,
-    visible_devices,
 )
 from siirl_dask.worker.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
@@ -165,9 +163,9 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
 
 
 def test_npus_are_named_by_host_and_index():
-    assert npu_ids("host", 2, None) == npu_ids("host", 2, "") == ("host/npu0", "host/npu1")
-    assert npu_ids("host", 2, "5, 4") == ("host/npu5", "host/npu4")
-    assert npu_ids("host", 2, "0-1") == ("host/npu0", "host/npu1")
+    assert names_on_host(NPU, "host", 2, None) == names_on_host(NPU, "host", 2, "") == ("host/npu0", "host/npu1")
+    assert names_on_host(NPU, "host", 2, "5, 4") == ("host/npu5", "host/npu4")
+    assert names_on_host(NPU, "host", 2, "0-1") == ("host/npu0", "host/npu1")
 
 
 def on(kind, *cards):

@@ -15,9 +15,10 @@ import torch
 
 from siirl_dask.config import ProfileConfig, ProfileLevel
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices.profiler import make_profiler
 from siirl_dask.planner import Iteration, Node, Phase
 from siirl_dask.planner.contract import columns
-from siirl_dask.worker.profiling import Profiling, make_profiler
+from siirl_dask.worker.profiling import Profiling
 
 
 @columns(writes={"reward": pa.float32()})

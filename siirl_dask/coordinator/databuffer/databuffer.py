@@ -6,13 +6,14 @@ A row's way from the worker that made it to the worker that needs it:
 |---|---|---|
 | publish | the source stores its table under an immutable key; nothing is sent | ``published``, shared rows: ``lend`` |
 | gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
-| assign | it computes, as every target does, which rows are its own and who has them | ``layout.assignment`` |
+| assign | it computes, as every target does, which rows are its own and who has them | ``shares``, ``layout`` |
 | lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
 | early | rows that a source has finished while it makes others may have come before that | ``early`` |
 | relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
 | lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
 | read | rows that a source of its host shares stay where they are | ``borrow`` |
+| by group | blobs come once for each group of its rows, if they are not here already | ``group_pull`` |
 | ack | it tells sources that the rows have arrived, and they free them | ``acks`` |
 
 Requests between workers go through ``transport``. All of them but the ack are reads, which can be repeated.
@@ -21,27 +22,29 @@ Requests between workers go through ``transport``. All of them but the ack are r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
+from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.early import Early
 from siirl_dask.coordinator.databuffer.expected import ExpectedKeys
+from siirl_dask.coordinator.databuffer.group_pull import pull_groups
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published, spill
 from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.databuffer.serve import RowServer
+from siirl_dask.coordinator.databuffer.shares import Shares
 from siirl_dask.coordinator.databuffer.slots import Slots
 from siirl_dask.coordinator.databuffer.traffic import Traffic
-from siirl_dask.coordinator.layout.assignment import EdgeStatistics, PullShare, pull_share, row_statistics
-from siirl_dask.coordinator.layout.routes import count_near, count_takers, near_sources
+from siirl_dask.coordinator.layout.assignment import row_statistics
+from siirl_dask.coordinator.layout.routes import count_near, count_takers
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -53,7 +56,7 @@ from siirl_dask.coordinator.transport.messages import (
     unpack_ints,
 )
 from siirl_dask.coordinator.transport.window import Window
-from siirl_dask.errors import Aborted, PeerError, SilentPeer
+from siirl_dask.errors import Aborted, DataError, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
 
 _AHEAD = 16  # iterations that peers may be ahead, where nobody knows better
@@ -92,12 +95,12 @@ class Databuffer:
         self._worker = worker
         self._expected = ExpectedKeys(run, edges, window or Window(_AHEAD))
         self._limits = limits or Limits()
-        self._quadratic_from = quadratic_from
         self._slots = Slots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._way = way
         self._hosts = hosts or {}
         self._copy_threads = CopyThreads()
+        self._shares = Shares(worker, self._statistics_tree, self._copy_threads, quadratic_from, self._hosts)
         traffic = Traffic(worker, self._hosts)
         memory, message = self._limits.memory // 8, self._limits.early_message
         given = (worker, self._hosts, transport, traffic, self._copy_threads)
@@ -129,11 +132,12 @@ class Databuffer:
 
     async def publish(self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
+        table = one_of_each_group(table) if edge.by_group else table
         statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
         published = Published(statistics, moving, table.num_rows * count_takers(self._worker, edge, self._hosts))
         key = self.key(edge, iteration, part)
-        await self._offer(key, published, shared=self._shares(edge))
+        await self._offer(key, published, shared=self._is_shared(edge))
         await self._early.published(edge, key, published)
 
     def leaves_early(self, edge: Edge) -> bool:
@@ -177,24 +181,31 @@ class Databuffer:
         iteration: Iteration,
         part: int | None = None,
         on_owned: Callable[[], object] = lambda: None,
+        have: Sequence[pa.Table] = (),
     ) -> pa.Table:
         """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
 
+        By group these are a row of each group that it has rows of; what is in the tables ``have`` is taken from there.
         ``on_owned`` is called when all sources have made their rows, and these are known, before they are fetched.
-        PeerError when a source cannot give them, Aborted when the run is stopped.
+        PeerError when a source cannot give them, DataError when a group is at no source, Aborted when the run is
+        stopped.
         """
+        key, guide_key = self.key(edge, iteration, part), self.key(guide, iteration, part)
         try:
-            share, row_lengths = await self._assign_share(edge, guide, iteration, part)
+            if edge.by_group and edge.rows is not Rows.REPLICATED:
+                groups, row_lengths = await self._shares.groups(edge, key, guide, guide_key)
+                on_owned()
+                return await pull_groups(self._puller, edge, key, groups, row_lengths, have)
+            share, row_lengths = await self._shares.rows(edge, key, guide, guide_key)
             on_owned()
-            key = self.key(edge, iteration, part)
             origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
             async with self._early.arrived(key) as early:
                 table = await self._puller.pull(edge, origins, share.identity, early=early)
             if part is not None:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
-        except PeerError as error:
-            kind = SilentPeer if isinstance(error, SilentPeer) else PeerError
+        except (PeerError, DataError) as error:
+            kind = next(kind for kind in (SilentPeer, PeerError, DataError) if isinstance(error, kind))
             raise kind(f"{iteration}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
@@ -252,7 +263,7 @@ class Databuffer:
         self._puller.acks.close()
         self._copy_threads.close()
 
-    def _shares(self, edge: Edge) -> bool:
+    def _is_shared(self, edge: Edge) -> bool:
         """Tell whether one copy in shared memory replaces several: where peers on this host get the same rows."""
         several = edge.rows is Rows.REPLICATED and count_near(self._worker, edge, self._hosts) > 1
         return several and self._way is not TransportMode.dask
@@ -264,23 +275,6 @@ class Databuffer:
             return GatheredStatistics(published.statistics)
         source, max_bytes = edge.sources.index(self._worker), self._limits.inline_lengths // len(edge.sources)
         return GatheredStatistics(published.statistics, {source: published.row_lengths(source, max_bytes)})
-
-    async def _assign_share(
-        self, edge: Edge, guide: Edge, iteration: Iteration, part: int | None
-    ) -> tuple[PullShare, Mapping[int, RowLengths]]:
-        """Return which rows of the edge are this worker's, and the row lengths that came with the statistics."""
-        guiding = await self._statistics_tree.gather(guide, self.key(guide, iteration, part))
-        same = edge.name == guide.name
-        moving = guiding if same else await self._statistics_tree.gather(edge, self.key(edge, iteration, part))
-
-        def assign() -> PullShare:
-            guide_rows = EdgeStatistics.from_rows(guiding.statistics)
-            replicas = len(edge.sources) > 1 and bool(self._hosts)
-            near = near_sources(self._worker, edge, self._hosts) if replicas else None
-            edge_rows = guide_rows if same and near is None else EdgeStatistics.from_rows(moving.statistics, near)
-            return pull_share(edge, self._worker, guide, guide_rows, edge_rows, self._quadratic_from, self._hosts)
-
-        return await self._copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths
 
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""

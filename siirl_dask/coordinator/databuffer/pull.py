@@ -94,7 +94,7 @@ class Puller:
         """
         if not identity.num_rows:
             return edge.schema.empty_table()
-        if (own := await self._own_table(origins)) is not None:
+        if (own := await self._own_table(origins, ack=ack)) is not None:
             return own
         read = [(origin, await self._shared_tables.read(edge, origin)) for origin in origins]
         shared = [rows for _, rows in read if rows is not None]
@@ -109,7 +109,8 @@ class Puller:
                 self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
             buffer.discard()
             raise
-        await self._ack(origins, fetched if ack else ())
+        if ack:
+            await self._ack(origins, fetched)
         for rows in shared:
             if rows.source != self._worker:
                 self.traffic.add_shared(rows.source, rows.nbytes)
@@ -120,7 +121,15 @@ class Puller:
             error.__traceback__ = None  # its frames refer to the memory
             raise PeerError(f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}") from error
 
-    async def _own_table(self, origins: Sequence[Origin]) -> pa.Table | None:
+    async def ack(self, key: TransitionKey, rows: Mapping[str, int]) -> None:
+        """Let sources count so many rows as taken."""
+        for source, count in rows.items():
+            if source == self._worker:
+                (await self._own(key)).ack(count)
+            else:
+                self.acks.add(source, key, count)
+
+    async def _own_table(self, origins: Sequence[Origin], *, ack: bool) -> pa.Table | None:
         """Return the table that this worker published itself when it is all of the rows: nothing is copied."""
         if [origin.worker for origin in origins] != [self._worker]:
             return None
@@ -130,7 +139,8 @@ class Puller:
         if not everything or published.table is None:
             return None
         table = published.table
-        published.ack(len(positions))
+        if ack:
+            published.ack(len(positions))
         return table
 
     async def _source_rows(self, edge: Edge, origin: Origin) -> SourceRows:

@@ -172,6 +172,16 @@ class PullShare:
     identity: pa.Table
     """The columns that the statistics tell of the rows, in their order; these need not travel again."""
 
+    @staticmethod
+    def of(rows: EdgeStatistics, index: Ints) -> PullShare:
+        """Return the share that has the rows at ``index``, ascending, of the edge whose statistics are ``rows``."""
+        sources = rows.sources[index]
+        destinations = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
+        positions = {source: rows.positions[index[places]] for source, places in destinations.items()}
+        row_ids = rows.row_ids[index]
+        identity = pa.table({ROW_ID: row_ids, GROUP_ID: rows.groups[index], TOKENS: rows.tokens[index]})
+        return PullShare(row_ids, positions, destinations, identity)
+
 
 def pull_share(
     edge: Edge,
@@ -199,8 +209,4 @@ def pull_share(
             f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of {edge.source!r} "
             f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
         )
-    sources = edge_rows.sources[index]
-    destinations = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
-    positions = {source: edge_rows.positions[index[rows]] for source, rows in destinations.items()}
-    identity = pa.table({ROW_ID: row_ids, GROUP_ID: edge_rows.groups[index], TOKENS: edge_rows.tokens[index]})
-    return PullShare(row_ids, positions, destinations, identity)
+    return PullShare.of(edge_rows, index)

@@ -39,11 +39,11 @@ def routes_to(worker: str, edge: Edge, hosts: Hosts) -> HostRoutes:
 
 
 def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
-    """Return how many workers take each row from a source: one where it has one owner; of replicated rows every target
-    on the source's host, and one on each other host.
+    """Return how many workers ack each row of a source: one where it has one owner; by group every target, itself or
+    another for it; of replicated rows every target on the source's host, and one on each other host.
     """
     if edge.rows is not Rows.REPLICATED:
-        return 1
+        return len(edge.targets) if edge.by_group else 1
     here = host_of(source, hosts)
     return sum(len(targets) if host == here else 1 for host, targets in by_host(edge.targets, hosts).items())
 

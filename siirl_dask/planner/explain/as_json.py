@@ -13,7 +13,7 @@ from siirl_dask.schema import IDENTITY
 
 def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
     """Return a plan as dicts, lists, texts and numbers. ``dag_from_spec`` reads the entry ``dag``."""
-    moving = {(edge.source, edge.target): edge for edge in plan.edges}
+    moving = {edge.ends: edge for edge in plan.edges}
     return {
         "prompts": sizes.prompts,
         "workers": list(plan.chains),
@@ -21,13 +21,13 @@ def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
         "dag": dag_to_spec(plan.dag),
         "contracts": {
             name: {
-                "reads": list(stage.node.contract.taken(stage.available)),
+                "reads": list(stage.reads),
                 "writes": {field.name: str(field.type) for field in stage.node.contract.writes},
             }
             for name, stage in plan.stages.items()
         },
         "chains": _chains(plan.chains),
-        "edges": [_edge(plan, *ends, moving.get(ends), size) for ends, size in estimate(plan, sizes).items()],
+        "edges": [_edge(plan, ends, moving.get(ends), size) for ends, size in estimate(plan, sizes).items()],
     }
 
 
@@ -62,7 +62,8 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
     return ()  # a drop: every table goes right after its last use
 
 
-def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> dict[str, Any]:
+def _edge(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> dict[str, Any]:
+    source, target = ends[:2]
     stage, moves = plan.stages[target], edge is not None and edge.moves
     local = [name for name, supplier in stage.sources.items() if supplier == source]
     columns = edge.schema.names if edge is not None and edge.moves else local
@@ -72,6 +73,7 @@ def _edge(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimat
         "moves": moves,
         "rows_policy": str(edge.rows if edge else stage.node.rows),
         "by_minibatch": edge is not None and edge.by_minibatch,
+        "by_group": edge is not None and edge.by_group,
         "guide": edge.guide if edge else None,
         "columns": [name for name in columns if name not in IDENTITY],
         "rows": size.rows,

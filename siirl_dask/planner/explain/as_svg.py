@@ -62,9 +62,9 @@ class _Label:
 
 
 def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
-    estimates, moving = estimate(plan, sizes), {(e.source, e.target): e for e in plan.edges if e.moves}
+    estimates, moving = estimate(plan, sizes), {e.ends: e for e in plan.edges if e.moves}
     layout = lay_out(list(plan.stages), estimates)
-    labels = {ends: _label(plan, *ends, moving.get(ends), size) for ends, size in estimates.items()}
+    labels = {ends: _label(plan, ends, moving.get(ends), size) for ends, size in estimates.items()}
     legend = _legend(plan)
     width = max(
         _MARGIN * 2 + max(map(_wide, layout.layers)), max((label.width for label in labels.values()), default=0) + 48
@@ -129,13 +129,15 @@ def _colour(plan: Plan, role: str) -> str:
     return _COLOURS[[role.name for role in plan.dag.roles].index(role) % len(_COLOURS)]
 
 
-def _label(plan: Plan, source: str, target: str, edge: Edge | None, size: Estimate) -> _Label:
+def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> _Label:
+    source, target = ends[:2]
     suppliers = plan.stages[target].sources
     names = edge.schema.names if edge else [name for name, supplier in suppliers.items() if supplier == source]
     columns = ", ".join(name + "?" * (name in size.unknown) for name in names if name not in IDENTITY) or "row ids only"
     if edge is None:
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
-    rows = "? rows" if size.rows is None else f"{size.rows} rows"
+    what = "groups" if edge.by_group else "rows"
+    rows = f"? {what}" if size.rows is None else f"{size.rows} {what}"
     policy = f"{edge.rows}{' by minibatch' if edge.by_minibatch else ''}"
     policy += " in parts" if plan.streams.get(source) == target else ""
     amount = "? bytes" if size.bytes is None else f"at most {readable_bytes(size.bytes)}"
@@ -196,8 +198,7 @@ _SWEEPS = 8
 class Bend:
     """Point at which an edge passes a layer."""
 
-    source: str
-    target: str
+    ends: tuple[str, ...]
     layer: int
 
 
@@ -211,23 +212,24 @@ class Layout:
 
     layers: tuple[tuple[Place, ...], ...]
     """Places of each layer, from left to right."""
-    paths: Mapping[tuple[str, str], tuple[Place, ...]]
+    paths: Mapping[tuple[str, ...], tuple[Place, ...]]
     """Places of each edge, from its source to its target, one in each layer."""
 
 
-def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, str]]) -> Layout:
-    """Lay out ``nodes``, which come parents first."""
+def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> Layout:
+    """Lay out ``nodes``, which come parents first. An edge begins with its source and target."""
     edges = list(edges)
     depth = dict.fromkeys(nodes, 0)
     for node in nodes:
-        depth[node] = max((depth[source] + 1 for source, target in edges if target == node), default=0)
+        depth[node] = max((depth[ends[0]] + 1 for ends in edges if ends[1] == node), default=0)
     layers: list[list[Place]] = [[] for _ in range(max(depth.values()) + 1)]
     for node in nodes:
         layers[depth[node]].append(node)
-    paths: dict[tuple[str, str], tuple[Place, ...]] = {}
-    for source, target in edges:
-        bends = [Bend(source, target, layer) for layer in range(depth[source] + 1, depth[target])]
-        paths[source, target] = (source, *bends, target)
+    paths: dict[tuple[str, ...], tuple[Place, ...]] = {}
+    for ends in edges:
+        source, target = ends[:2]
+        bends = [Bend(ends, layer) for layer in range(depth[source] + 1, depth[target])]
+        paths[ends] = (source, *bends, target)
         for bend in bends:
             layers[bend.layer].append(bend)
     _untangle(layers, paths.values())

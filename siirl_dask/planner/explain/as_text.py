@@ -43,7 +43,7 @@ def _nodes(stages: Iterable[Stage]) -> str:
     rows = []
     for stage in stages:
         node, contract = stage.node, stage.node.contract
-        reads = contract.taken(stage.available)
+        reads = stage.reads
         columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
         saved = f", saved as {node.save_as!r}" if node.save_as else ", stored as a stage" if node.stage else ""
         rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + saved))
@@ -104,12 +104,14 @@ def _chain(chain: Chain) -> str:
     return " > ".join(steps) or "nothing"
 
 
-def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, str], Estimate]) -> str:
-    edges = {(edge.source, edge.target): edge for edge in plan.edges}
+def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, ...], Estimate]) -> str:
+    edges = {edge.ends: edge for edge in plan.edges}
     rows = []
-    for (source, target), size in estimates.items():
-        stage, edge = plan.stages[target], edges.get((source, target))
+    for ends, size in estimates.items():
+        source, target = ends[:2]
+        stage, edge = plan.stages[target], edges.get(ends)
         policy = f"{edge.rows if edge else stage.node.rows}{' by minibatch' if edge and edge.by_minibatch else ''}"
+        policy = "by group" if edge and edge.by_group else policy
         policy += " in parts" if plan.streams.get(source) == target else ""
         if edge is not None and edge.moves:
             where = _ends(edge, plan, workers)
@@ -133,7 +135,7 @@ def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
     return f"{len(edge.sources)} of {source} -> {len(edge.targets)} of {target}"
 
 
-def _total(estimates: Mapping[tuple[str, str], Estimate]) -> str:
+def _total(estimates: Mapping[tuple[str, ...], Estimate]) -> str:
     sizes = list(estimates.values())
     text = f"Between workers: at most {readable_bytes(sum(size.bytes or 0 for size in sizes))} a step"
     if any(size.unknown or size.bytes is None for size in sizes):

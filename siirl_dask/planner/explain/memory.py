@@ -8,13 +8,14 @@ A node's own temporary memory is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Restore, Run, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Column, Stage
 from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
 from siirl_dask.planner.weight_streams import handle_tensors
+from siirl_dask.schema import is_blob
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
@@ -104,7 +105,9 @@ class _Weighing:
             self._weigh(stage, into[name], before, shares[name])
         for edge in plan.edges:
             waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows are not yet pulled
-            sent = self._bytes(shares[edge.source], edge.schema.names, plan.stages[edge.source].produced)
+            share = shares[edge.source]
+            share = self._one_a_group(share) if edge.by_group else share
+            sent = self._bytes(share, edge.schema.names, plan.stages[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
     def streamed(self, link: Stream, worker: str) -> int:
@@ -133,15 +136,23 @@ class _Weighing:
         if not stage.node.after:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
         for edge in edges:
-            self.received[edge.name] = self._bytes(before, edge.schema.names, stage.available)
+            share = self._one_a_group(before) if edge.by_group else before
+            self.received[edge.name] = self._bytes(share, edge.schema.names, stage.available)
+        names = {column: None for column in names if not _is_sliced(stage, column)}
         columns = {column: stage.produced.get(column) or stage.available[column] for column in names}
         self.made[name] = self._bytes(after, names, columns)
-        self.outputs[name] = self._bytes(after, stage.outputs, stage.produced)
+        shared = stage.shared_blobs
+        self.outputs[name] = self._bytes(after, [n for n in stage.outputs if n not in shared], stage.produced)
+        self.outputs[name] += self._bytes(self._one_a_group(after), shared, stage.produced)
         self.unknown[name] = tuple(column for column in names if self._unbounded(after, columns[column]))
+
+    def _one_a_group(self, share: _Share) -> _Share:
+        """Return the share with one row of each group: there are no more groups than prompts."""
+        return share if share.rows is None else replace(share, rows=min(share.rows, self._sizes.prompts))
 
     def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
         rows, workers = self._rows[stage.rows], len(self._plan.placement[stage.node.role])
-        guide = next((edge for edge in edges if edge.source == edge.guide), None)
+        guide = next((edge for edge in edges if edge.source == edge.guide and not edge.by_group), None)
         if stage.node.after and (guide is None or not guide.moves):
             return shares[guide.source if guide else stage.node.after[0]]
         if rows is None:
@@ -193,3 +204,12 @@ class _Weighing:
         if share.made_by in self._sizes.totals:
             return column.writer != share.made_by
         return self._column(share, column) is None
+
+
+def _is_sliced(stage: Stage, name: str) -> bool:
+    """Tell whether a column of a node's table has slices of another one, which counts: blobs that rows share."""
+    column = stage.available.get(name)
+    if column is None or name in stage.node.contract.writes.names:
+        return False
+    makes_samples = stage.node.contract.groups is not None and column.of_groups and is_blob(column.type)
+    return name in stage.by_group or makes_samples

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
-from siirl_dask.planner.chain import Plan
+from siirl_dask.planner.chain import Edge, Plan
 from siirl_dask.planner.column_flow import DATA
 from siirl_dask.planner.contract import option_at
 from siirl_dask.planner.node import Node, Rows
@@ -41,19 +42,25 @@ class Estimate:
     unknown: tuple[str, ...] = ()
 
 
-def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
-    """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by (source, target).
+def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, ...], Estimate]:
+    """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by its ends (``Edge.ends``).
 
-    Bytes are those of values and offsets, 0 where rows stay in place.
+    Bytes are those of values and offsets, 0 where rows stay in place. By group a row is one of a group.
     """
     rows = rows_made(plan, sizes)
-    moving = {(edge.source, edge.target): edge for edge in plan.edges if edge.moves}
-    estimates: dict[tuple[str, str], Estimate] = {}
+    moving = {edge.ends: edge for edge in plan.edges if edge.moves}
+    estimates: dict[tuple[str, ...], Estimate] = {}
     for target, stage in plan.stages.items():
         for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
-            edge = moving.get((source, target))
+            edge, of_groups = moving.get((source, target)), moving.get((source, target, "by group"))
+            if of_groups is not None:
+                types = {field.name: field.type for field in of_groups.schema}
+                groups = groups_of(plan, sizes, of_groups, rows)
+                copies = most_takers(of_groups, groups, rows[stage.rows])
+                estimates[of_groups.ends] = _rows_of_widths(plan, sizes, types, groups, copies)
             if edge is None:
-                estimates[source, target] = Estimate(rows[stage.rows], 0)
+                if of_groups is None or source in stage.node.after:
+                    estimates[source, target] = Estimate(rows[stage.rows], 0)
                 continue
             copies = len(edge.targets) if edge.rows is Rows.REPLICATED else 1
             types = {field.name: field.type for field in edge.schema}
@@ -64,6 +71,21 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], Estimate]:
             else:
                 estimates[source, target] = _rows_of_widths(plan, sizes, types, rows[stage.rows], copies)
     return estimates
+
+
+def groups_of(plan: Plan, sizes: Sizes, edge: Edge, rows: Mapping[str, int | None]) -> int | None:
+    """Return the most groups that an edge by group moves; ``rows`` are those of ``rows_made``."""
+    made = rows[plan.stages[edge.source].rows_out]
+    return None if made is None else min(made, sizes.prompts)
+
+
+def most_takers(edge: Edge, groups: int | None, rows: int | None) -> int:
+    """Return how many targets take a group at most: no more than it has rows, of the ``rows`` at the target."""
+    if edge.rows is Rows.GROUPED:
+        return 1
+    if edge.rows is Rows.REPLICATED or not groups or rows is None:
+        return len(edge.targets)
+    return min(len(edge.targets), -(-rows // groups))
 
 
 def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], rows: int | None, copies: int) -> Estimate:
@@ -110,12 +132,12 @@ def times_of(node: Node) -> int | None:
     expand = node.contract.expand
     if expand is None:
         return 1
-    times = option_at(node.fn, expand)
-    return times if isinstance(times, int) else None
+    times = [option_at(node.fn, path) for path in ([expand] if isinstance(expand, str) else expand)]
+    return prod(times) if all(isinstance(factor, int) for factor in times) else None
 
 
 _OFFSET = 8  # bytes per row that Arrow spends on where a list or string ends
-_FINISH_REASONS = len("length")
+_FINISH_REASONS = len("environment")
 _PER_RESPONSE_TOKEN = (
     RESPONSE_IDS,
     RESPONSE_MASK,
