@@ -26,6 +26,13 @@ _SIZES = {  # the key of config.json for each field of Architecture that is a si
     "intermediate": "intermediate_size",
     "vocabulary": "vocab_size",
 }
+_TOWER_SIZES = {  # the same in the vision_config of a model that sees images
+    "layers": "depth",
+    "hidden": "hidden_size",
+    "heads": "num_heads",
+    "kv_heads": "num_heads",
+    "intermediate": "intermediate_size",
+}
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _QWEN3_HEAD = 128  # its width of a head where the config does not say; others divide the hidden width by the heads
 
@@ -63,6 +70,23 @@ class Architecture:
         return self.kv_heads * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Sizes of the part of a model that sees images."""
+
+    layers: Architecture
+    """Sizes of its layers, which have no vocabulary."""
+    patches: int
+    """Patches of an image that are one token of the decoder."""
+
+
+def read_tower(path: str) -> Tower | None:
+    """Read the tower of the model in a folder, on any fsspec URL; None for a model of text, without a ``config.json``,
+    and for a tower of another kind than the Qwen-VL models'. ConfigError if the file is damaged.
+    """
+    return None if (config := read_config(path)) is None else understood(path, config, _tower)
+
+
 def read_architecture(path: str) -> Architecture | None:
     """Read the architecture of the model in a folder, on any fsspec URL.
 
@@ -75,7 +99,7 @@ def read_architecture(path: str) -> Architecture | None:
 def shapes_by_config(path: str) -> Shapes:
     """Return name and shape of each parameter of the model that a folder's ``config.json`` describes, tied ones once.
 
-    Empty without that file, and for what is no causal model that transformers knows. ConfigError if it is damaged.
+    Empty without that file, and for what is no generating model that transformers knows. ConfigError if it is damaged.
     """
     return {} if (config := read_config(path)) is None else understood(path, config, _shapes) or {}
 
@@ -123,6 +147,20 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
     return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed)
+
+
+def _tower(config: Mapping[str, Any]) -> Tower | None:
+    vision = config.get("vision_config")
+    if isinstance(vision, Mapping) and vision.get("embed_dim"):  # Qwen2-VL: hidden_size is the width of its output
+        width = _size(vision, "embed_dim")
+        vision = {**vision, "hidden_size": width, "intermediate_size": width * _size(vision, "mlp_ratio")}
+    if not isinstance(vision, Mapping) or not all(map(vision.get, (*_TOWER_SIZES.values(), "spatial_merge_size"))):
+        return None
+    sizes = {field: _size(vision, key) for field, key in _TOWER_SIZES.items()}
+    layers = Architecture(
+        **sizes, head_dim=sizes["hidden"] // sizes["heads"], vocabulary=0, tied=False, normed_heads=False
+    )
+    return Tower(layers, _size(vision, "spatial_merge_size") ** 2)
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
@@ -187,13 +225,16 @@ def _by_transformers(config: Mapping[str, Any]) -> Shapes:
     import torch
 
     hide()
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
+
+    from siirl_dask.models.loading import class_of_config
 
     if config.get("model_type") not in CONFIG_MAPPING:
         return {}
     whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    if type(whole) not in AutoModelForCausalLM._model_mapping:
+    kind = class_of_config(whole)
+    if type(whole) not in kind._model_mapping:
         return {}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(whole)
+        model = kind.from_config(whole)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

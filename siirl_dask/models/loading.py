@@ -5,23 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from siirl_dask.errors import ConfigError
 
 
-def load_pretrained(kind: Any, path: str, dtype: torch.dtype, subject: str) -> PreTrainedModel:
+def model_class(path: str, subject: str) -> Any:
+    """Return the class of transformers that loads the generating model in ``path``, as ``class_of_config`` says.
+
+    ConfigError, beginning with ``subject``, when its config cannot be read.
+    """
+    with refused_by_name(path, subject):
+        return class_of_config(AutoConfig.from_pretrained(path, local_files_only=True))
+
+
+def sees_images(path: str, subject: str) -> bool:
+    """Return whether the model in ``path`` is an image-text model. ConfigError as of ``model_class``."""
+    return model_class(path, subject) is AutoModelForImageTextToText
+
+
+def class_of_config(config: PretrainedConfig) -> Any:
+    """Return AutoModelForImageTextToText for a model that has no other class, AutoModelForCausalLM for any other."""
+    text, images = cast(Any, AutoModelForCausalLM), cast(Any, AutoModelForImageTextToText)
+    return images if type(config) in images._model_mapping and type(config) not in text._model_mapping else text
+
+
+def load_pretrained(
+    kind: Any, path: str, dtype: torch.dtype, subject: str, *, unused: tuple[str, ...] = ()
+) -> PreTrainedModel:
     """Load the model in ``path`` with ``kind``, a class of transformers such as AutoModelForCausalLM.
 
-    ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights.
+    ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights,
+    but for those whose names begin with one of ``unused``.
     """
     with refused_by_name(path, subject):
         model, info = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
     return model  # type: ignore[no-any-return]
 

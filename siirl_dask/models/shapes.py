@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -26,6 +26,7 @@ _LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _STREAMS = 8  # headers read at once
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as Qwen, Mixtral and DeepSeek name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Widths:
     """Width of each layer's MLP."""
     vocabulary: int | None
     """Tokens of the vocabulary."""
+    experts: int | None = None
+    """Experts of each layer of a mixture."""
 
 
 def count_parameters(path: str) -> ModelSize | None:
@@ -113,4 +116,6 @@ def read_widths(path: str) -> Widths | None:
 def _widths(config: Mapping[str, Any]) -> Widths:
     text = config.get("text_config", config)
     found = text if all(map(text.get, _WIDTHS)) else completed(config) or config
-    return Widths(*(value if isinstance(value := found.get(name), int) else None for name in _WIDTHS))
+    experts = next((text[name] for name in _EXPERTS if isinstance(text.get(name), int)), None)
+    widths = (value if isinstance(value := found.get(name), int) else None for name in _WIDTHS)
+    return replace(Widths(*widths), experts=experts)

@@ -8,15 +8,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.experts import joined
 
 
 def open_weights(path: str) -> dict[str, Any]:
     """Return the open file of each weight by its name; ``file.get_tensor(name)`` reads it. Empty without files.
 
-    ConfigError for unreadable files.
+    The experts' tensors of a mixture are joined, as its parameters are. ConfigError for unreadable files.
     """
     try:
         opened: list[Any] = [safe_open(file, framework="pt") for file in sorted(Path(path).glob("*.safetensors"))]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.path={path!r}: its weights cannot be read: {error}") from error
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # the file is no mapping
+    return joined({name: file for file in opened for name in file.keys()})  # noqa: SIM118  # the file is no mapping

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from siirl_dask.config import Engine, LoraConfig, ModelConfig, RolloutConfig
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from siirl_dask.config import Engine, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.images import load_processor
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.models.shapes import read_widths
@@ -21,6 +25,9 @@ from siirl_dask.rollout.engine import (
     WeightStream,
 )
 from siirl_dask.rollout.preflight import check_engine, choose_engine, engine_groups
+
+if TYPE_CHECKING:
+    from siirl_dask.rollout.shared_engine import AdaptableEngine
 
 __all__ = [
     "FinishReason",
@@ -40,16 +47,46 @@ __all__ = [
 
 @builds(preflight=check_engine, groups=engine_groups)
 def build_engine(
-    device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig | None = None
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    lora: LoraConfig | None = None,
+    images: ImagesConfig | None = None,
+    agent: str = "",
+    base: Sequence[str] = (),
 ) -> RolloutEngine:
     """Build the engine that the configuration names, or this rank of it, on this device. ``lora`` describes the
-    adapters that it will get in place of weights, if it will.
+    adapters that it will get in place of weights, if it will; ``images`` those of prompts, if ``images.column`` is set.
+    ``base`` names agents with adapters over one base, for which this worker builds one engine; ``agent`` is this
+    role's.
 
-    ConfigError when ``model.path`` is missing or cannot be loaded.
+    ConfigError when ``model.path`` is missing or cannot be loaded, or sees no images where there are some.
     """
+    if not base:
+        return _build(device, rank, model, rollout, lora, images)
+    from siirl_dask.rollout.shared_engine import AgentEngine, SharedEngine
+
+    def make() -> SharedEngine:
+        return SharedEngine(_build(device, rank, model, rollout, lora, images, base))
+
+    return AgentEngine(device.shared(("engine", *base), make), agent)
+
+
+def _build(
+    device: Device,
+    rank: Rank,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    lora: LoraConfig | None,
+    images: ImagesConfig | None,
+    agents: Sequence[str] = (),
+) -> AdaptableEngine:
     hide()
     model = local_model(model, device)
     _check_stop_tokens(model, rollout)
+    processor = load_processor(model.path, images)
     if choose_engine(rollout.engine) is Engine.vllm:
         try:
             from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
@@ -58,7 +95,7 @@ def build_engine(
                 f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
                 "as docs/engines.md says, or take rollout.engine=transformers"
             ) from error
-        return VllmEngine(model, rollout, device, rank, lora)
+        return VllmEngine(model, rollout, device, rank, lora, processor, agents)
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "
@@ -67,7 +104,13 @@ def build_engine(
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
     with device.stage("the loading of weights"):
-        return TransformersEngine(model, device=device.torch_name, max_rows=rollout.max_rows, progress=device.progress)
+        return TransformersEngine(
+            model,
+            device=device.torch_name,
+            max_rows=rollout.max_rows,
+            progress=device.progress,
+            processor=processor,
+        )
 
 
 def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:

@@ -12,12 +12,13 @@ MOST = _RANKS[-1]
 def takes_layers(dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig | None, *, on_cpu: bool) -> bool:
     """Return whether vLLM has layers for the adapters.
 
-    Its layers copy an adapter for each token on a CPU, and on an accelerator their kernels know no float32. There the
-    weights are merged, unless ``rollout.vllm.engine_kwargs.enable_lora`` says otherwise.
+    Its layers copy an adapter for each token on a CPU, and on an accelerator their kernels know no float32; a visual
+    tower has none. There the weights are merged, unless ``rollout.vllm.engine_kwargs.enable_lora`` says otherwise.
     """
     if lora is None or not lora.rank:
         return False
-    able = not on_cpu and dtype is Dtype.bfloat16 and lora.rank <= MOST
+    in_tower = any(target.split(".")[0] == "visual" for target in lora.targets)
+    able = not on_cpu and dtype is Dtype.bfloat16 and lora.rank <= MOST and not in_tower
     return bool(rollout.vllm.engine_kwargs.get("enable_lora", able))
 
 

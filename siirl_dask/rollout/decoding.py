@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
+
+from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 
 logger = logging.getLogger("siirl_dask.rollout")
 DECODING = "siirl_decoding"
@@ -157,25 +160,40 @@ def padded(prompts: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Te
 class Decoder:
     """Some rows under way through a model with ``cached_attention``."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        pad_token: int,
+        images: Sequence[PromptImages | None] = (),
+    ) -> None:
+        """``images`` are those of each prompt; none at all for a model or a batch without."""
         tokens, mask = padded(prompts, pad_token)
         self._model, self._tokens = model, tokens.to(model.device)
         self._cache = KeyValueCache(mask.sum(dim=1).to(model.device), tokens.shape[1])
+        self._images = images if any(images) else ()
+        self._shifts = torch.tensor([shown.shift if shown else 0 for shown in self._images], device=model.device)
 
     def logits(self) -> Tensor:
         """Compute the logits of each row's next token. [B, V] float32, for the caller to write to."""
         count = self._tokens.shape[1]
-        output = self._model(
-            input_ids=self._tokens,
-            position_ids=self._cache.positions(count),
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=1,
-            decoding=self._cache,
-        )
+        positions = self._cache.positions(count)
+        if self._images and not self._cache.columns:
+            given = inputs_with_images(self._model, self._tokens, positions, self._images)
+            decoder, head = cast(Any, self._model).get_decoder(), cast(Any, self._model).get_output_embeddings()
+            output = decoder(**given, attention_mask=None, use_cache=False, decoding=self._cache)
+            logits: Tensor = head(output.last_hidden_state[:, -1])
+        else:
+            logits = self._model(
+                input_ids=self._tokens,
+                position_ids=positions + self._shifts[:, None] if self._images else positions,
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=1,
+                decoding=self._cache,
+            ).logits[:, -1]
         self._cache.advance(count)
-        logits: Tensor = output.logits[:, -1].to(torch.float32)
-        return logits
+        return logits.to(torch.float32)
 
     def append(self, tokens: Tensor) -> None:
         """Add a token to each row. [B]."""
@@ -186,6 +204,8 @@ class Decoder:
         index = torch.as_tensor(rows, device=self._tokens.device)
         self._cache.select(index)
         self._tokens = self._tokens[index]
+        if self._images:
+            self._shifts = self._shifts[index]
 
 
 @torch.inference_mode()
@@ -196,14 +216,18 @@ def decode(
     ends: frozenset[int],
     pad_token: int,
     choose: Choose,
+    images: Sequence[PromptImages | None] = (),
 ) -> tuple[Tensor, Tensor]:
     """Sample until each row has an end token or as many tokens as its limit, at least one.
 
+    ``images`` are those of each prompt, if any has some; rows with the same ids and images have the same object.
+
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
     """
-    places: dict[tuple[int, ...], int] = {}
-    of_prompt = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-    decoder = Decoder(model, [*places], pad_token)
+    shown = images or [None] * len(prompts)
+    places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
+    of_prompt = [places.setdefault((tuple(prompt), of), len(places)) for prompt, of in zip(prompts, shown, strict=True)]
+    decoder = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
     logits = decoder.logits()
     if len(places) < len(prompts):
         decoder.select(of_prompt)
@@ -240,8 +264,8 @@ def use_decoding(model: PreTrainedModel) -> bool:
         return False
     rows = [[token % config.vocab_size for token in row] for row in ([1, 2, 3], [3, 4, 5, 4])]
     plain = [model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float() for row in rows]
-    before, expected = model.config._attn_implementation, torch.stack(plain, dim=1)
-    model.set_attn_implementation(DECODING)
+    before, expected = attention_of_text(model, None), torch.stack(plain, dim=1)
+    model.set_attn_implementation(attention_of_text(model, DECODING))
     try:
         decoder = Decoder(model, [row[:-1] for row in rows], pad_token=0)
         first = decoder.logits()
@@ -255,6 +279,18 @@ def use_decoding(model: PreTrainedModel) -> bool:
     logger.info("%s generates with transformers' generate, which takes longer: %s", type(model).__name__, reason)
     model.set_attn_implementation(before)
     return False
+
+
+def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
+    """Return what gives a model's decoder an attention, and leaves that of a tower as it is; None: the one it has."""
+    config = model.config
+    text = config.get_text_config()
+    if text is config:
+        return attention or config._attn_implementation
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    return {
+        name: attention if attention and part is text else part._attn_implementation for name, part in parts.items()
+    }
 
 
 def _rounding(logits: Tensor, dtype: torch.dtype) -> float:

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from siirl_dask.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from siirl_dask.images import Image
+    from siirl_dask.images.processor import ImageProcessor
+
+I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
 CPU_CACHE = "1GiB"
 """Default size of the KV cache on a CPU: left to itself, vLLM takes 92 % of the memory."""
@@ -23,6 +29,12 @@ class FinishReason(StrEnum):
     """It sampled an end token."""
     LENGTH = "length"
     """It has as many tokens as it may have."""
+    TURNS = "turns"
+    """The episode has as many turns as it may have. No engine gives this."""
+    ENVIRONMENT = "environment"
+    """The environment ended the episode. No engine gives this."""
+    FAILED = "failed"
+    """A call of the environment gave no answer. No engine gives this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +69,30 @@ class Generation:
 
 
 class Tokenizer(Protocol):
-    """The two verbs that the data plane needs of a tokenizer."""
+    """The verbs that the data plane needs of a tokenizer."""
 
-    def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a string as it is, or of chat messages through the model's chat template."""
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the token ids of a string as it is, or of chat messages through the model's chat template.
+
+        ``tools`` are JSON schemas of what the model may call, for the template.
+        """
+        ...
+
+    def after_turn(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
+    ) -> list[int]:
+        """Return the ids that ``new`` messages add to a chat, up to where the assistant answers them.
+
+        ``before`` is how the chat began; its latest turn was sampled, and ended with the id ``last``.
+        """
+        ...
+
+    def check_turns(self) -> None:
+        """Raise ConfigError for a chat template with which ``after_turn`` cannot work."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
@@ -79,6 +111,12 @@ class GenerationRequest:
     begun: int = 0
     """Tokens at the end of ``prompt`` that already belong to the response; it continues as if it was never interrupted.
     """
+    images: tuple[Image, ...] = ()
+    """Images that ``prompt`` shows: for each, in order, it has as many placeholders as the image has tokens."""
+    image_starts: tuple[int, ...] | None = None
+    """Place in ``prompt`` of each image's first token, where images may also be among the begun tokens. None: all are
+    before those, in the order of the placeholders.
+    """
 
 
 class RequestQueue(Protocol):
@@ -96,21 +134,22 @@ class RequestQueue(Protocol):
         ...
 
 
-class LocalQueue(Generic[R]):
-    """A RequestQueue of one worker, from which no peer takes requests. ``R`` is the type of the results."""
+class LocalQueue(Generic[I, R]):
+    """A queue of one worker, from which no peer takes items: a RequestQueue where these are requests.
+
+    ``R`` is the type of the results.
+    """
 
     taken_over = 0
-    """Requests that came from peers."""
+    """Items that came from peers."""
 
-    def __init__(
-        self, requests: Sequence[GenerationRequest], on_result: Callable[[int, R], None] | None = None
-    ) -> None:
-        """``on_result`` is called with the number and the result of each request, as soon as it is there."""
-        self._waiting = deque(enumerate(requests))
+    def __init__(self, items: Sequence[I], on_result: Callable[[int, R], None] | None = None) -> None:
+        """``on_result`` is called with the number and the result of each item, as soon as it is there."""
+        self._waiting = deque(enumerate(items))
         self._on_result = on_result
         self._results: dict[int, R] = {}
 
-    def next(self, limit: int, *, wait: bool) -> list[tuple[int, GenerationRequest]]:
+    def next(self, limit: int, *, wait: bool) -> list[tuple[int, I]]:
         return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
 
     def complete(self, ticket: int, result: R) -> None:
@@ -119,7 +158,7 @@ class LocalQueue(Generic[R]):
             self._on_result(ticket, result)
 
     def results(self) -> list[R]:
-        """Return the results in the order of the requests."""
+        """Return the results in the order of the items."""
         return [self._results[number] for number in range(len(self._results))]
 
 
@@ -137,10 +176,22 @@ class WeightStream:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. A sample depends on its prompt, its seed and the weights, never on the rows beside it."""
+    """Generates responses. A sample depends on its prompt and what that shows, its seed and the weights, never on the
+    rows beside it.
+    """
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def processor(self) -> ImageProcessor | None:
+        """Processor of the images that prompts show; None for an engine that takes texts alone."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of a prompt and its response together; None where the model does not say."""
+        ...
 
     @property
     def version(self) -> int:
@@ -148,7 +199,9 @@ class RolloutEngine(Protocol):
         ...
 
     def serve(self, queue: RequestQueue) -> None:
-        """Generate until the queue is empty. ValueError for a prompt without tokens."""
+        """Generate until the queue is empty. ValueError for a prompt without tokens; DataError for one that does not
+        show its images.
+        """
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -194,11 +247,20 @@ def serve_all(
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
     check_prompts(prompts)
-    queue = LocalQueue[Generation](
+    queue = LocalQueue[GenerationRequest, Generation](
         [GenerationRequest(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
     )
     engine.serve(queue)
     return queue.results()
+
+
+def check_no_images(requests: Iterable[GenerationRequest]) -> None:
+    """Raise ConfigError for a request with images, of an engine that was built without them."""
+    if shown := next((request.images for request in requests if request.images), None):
+        raise ConfigError(
+            f"a prompt shows {len(shown)} images, and the engine was built without: set images.column, and give "
+            "build_engine images: ${images}"
+        )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,7 @@ from siirl_dask.config import (
     Config,
     Dtype,
     Engine,
+    ImagesConfig,
     LoraConfig,
     ModelConfig,
     RolloutConfig,
@@ -20,8 +21,10 @@ from siirl_dask.config import (
     VllmConfig,
     parse_bytes,
 )
+from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError, PlanError
-from siirl_dask.models.architecture import read_architecture
+from siirl_dask.images.families import FAMILIES, family_of
+from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
@@ -50,13 +53,16 @@ def choose_engine(engine: Engine) -> Engine:
 
 
 def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check a role of ``build_engine`` before anything starts, and return its memory.
+    """Check a role of ``build_engine`` before anything starts, and return its memory. Of agents over one base the first
+    one's role counts the engine.
 
     PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError when it does not divide the
-    model, if that is on this machine, and for options of vLLM where ``auto`` takes transformers.
+    model, if that is on this machine, for a model that does not see the images that there are, and for options of vLLM
+    where ``auto`` takes transformers.
     """
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
+    _check_images(options.get("images"), config.images, model.path)
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)
@@ -73,7 +79,16 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         lora = options.get("lora")
         device = _on_device(parameters, model, rollout, workers, config, uses_vllm, lora)
     notes = _notes(rollout.tensor_parallel_size, workers)
-    return RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
+    cost = RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
+    agent, base = options.get("agent", ""), tuple(options.get("base", ()))
+    if not base:
+        return cost
+    check_adapters(agent, base, options.get("lora"))
+    cost = replace(cost, together=f"the engine of {base[0]!r} with adapters of {', '.join(base)}")
+    if agent == base[0] or parameters is None:
+        return cost
+    own = (f"its engine is that of agent {base[0]!r}, which is there once",)
+    return replace(cost, memory=0, device=Footprint(), notes=own)
 
 
 def _on_device(
@@ -139,6 +154,21 @@ def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> No
     temperature = validation.temperature if validation.temperature is not None else float(validation.n > 1)
     way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
     check_vllm_sampling(mode, way, "validation")
+
+
+def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> None:
+    """Raise ConfigError for a model that sees no images where its prompts have some, and for one that could see those
+    of the run and is given none; a model that is elsewhere passes.
+    """
+    if (found := read_config(path)) is None:
+        return
+    if own is not None and own.used:
+        family_of(found, path)
+    elif own is None and images.used and found.get("model_type") in FAMILIES:
+        raise ConfigError(
+            f"{images.source}: build_engine with model.path={path!r} is given no images, and would take "
+            "their places in prompts for text; give it images: ${images}, or for texts alone images: {column: null}"
+        )
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import refused_by_name
+from siirl_dask.rollout.chat_turns import ChatTurns
 
 _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
@@ -21,6 +22,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self._tokenizer = tokenizer
         self._path = path
+        self._turns: ChatTurns | None = None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -31,6 +33,12 @@ class HuggingFaceTokenizer:
     def pad_token_id(self) -> int | None:
         """The tokenizer's padding token."""
         return self._tokenizer.pad_token_id  # type: ignore[no-any-return]
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """The tokenizer's rules for finding tool calls and thoughts in what the model writes; most have none."""
+        template: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
+        return template
 
     @property
     def identity(self) -> str | None:
@@ -46,16 +54,36 @@ class HuggingFaceTokenizer:
         text = json.dumps([rules, template, special], sort_keys=True, default=str)
         return sha256(text.encode()).hexdigest()
 
-    def encode(self, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a string, or of chat messages up to where the assistant answers.
 
-        ConfigError for messages where the model has no chat template.
+        ``tools`` are JSON schemas for the chat template. ConfigError for messages where the model has no template.
         """
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        return self._encode_chats([prompt])[0]
+        return self._encode_chats([prompt], tools)[0]
 
-    def lengths(self, prompts: Sequence[str | Sequence[dict[str, Any]]]) -> list[int]:
+    def after_turn(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        last: int,
+    ) -> list[int]:
+        """Return the ids that new messages add to a conversation whose latest turn was sampled: see ``chat_turns.py``.
+
+        ConfigError for a chat template that cannot be continued.
+        """
+        self.check_turns()
+        assert self._turns is not None
+        return self._turns.after_turn(before, new, tools, last)
+
+    def check_turns(self) -> None:
+        """Raise ConfigError for a chat template whose conversations cannot be continued token by token."""
+        if self._turns is None:
+            self._turns = ChatTurns(self._tokenizer, self._path)
+
+    def lengths(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[int]:
         """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time. ConfigError alike."""
         if not prompts:
             return []
@@ -64,14 +92,17 @@ class HuggingFaceTokenizer:
             return [len(ids) for ids in self._encode_chats(prompts)]
         return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def _encode_chats(self, chats: Sequence[Any]) -> list[list[int]]:
+    def _encode_chats(self, chats: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a list of messages; "
                 "expected a chat model, or prompts that are strings"
             )
         messages = [[dict(message) for message in chat] for chat in chats]
-        encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        given: list[Any] | None = [*map(dict, tools)] or None
+        encoded: Any = self._tokenizer.apply_chat_template(
+            messages, tools=given, add_generation_prompt=True, return_dict=False
+        )
         return [list(ids) for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:

@@ -1,4 +1,6 @@
-"""Generates with ``transformers``: no extra install, any causal model, any device that torch knows."""
+"""Generates with ``transformers``: no extra install, any causal model, any device that torch knows; images for models
+that see them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
-from siirl_dask.errors import RunError
-from siirl_dask.models.loading import load_pretrained, refused_by_name
-from siirl_dask.rollout.base_weights import BaseWeights
+from siirl_dask.devices import accelerator
+from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.images.processor import ImageProcessor
+from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
+from siirl_dask.rollout.base_weights import Adapters, BaseWeights
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -25,9 +29,11 @@ from siirl_dask.rollout.engine import (
     RequestQueue,
     Sampling,
     Tokenizer,
+    check_no_images,
     check_prompts,
     serve_all,
 )
+from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.plain_generate import generate
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
@@ -35,7 +41,7 @@ from siirl_dask.rollout.weight_loading import WeightLoader
 
 
 class TransformersEngine(HoldsNoGroups):
-    """A RolloutEngine over a causal model of transformers, in batches of at most ``max_rows`` rows."""
+    """A RolloutEngine over a causal or image-text model of transformers, in batches of at most ``max_rows`` rows."""
 
     def __init__(
         self,
@@ -44,18 +50,30 @@ class TransformersEngine(HoldsNoGroups):
         device: str = "cpu",
         max_rows: int = 256,
         progress: Callable[[], None] = lambda: None,
+        processor: ImageProcessor | None = None,
     ) -> None:
-        """``progress`` is called for each token, and each weight that is loaded."""
+        """``progress`` is called for each token, and each weight that is loaded. Without a
+        ``processor`` requests with images are refused.
+        """
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
         self._parameters = WeightLoader(self._model)
         self._base = BaseWeights(model.path, self._parameters)
+        self.fit_adapters = self._base.fit
         self._device = device
         self._max_rows, self._progress = max_rows, progress
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self._decodes = use_decoding(self._model)
+        if processor is not None and not self._decodes:
+            raise ConfigError(
+                f"model.path={model.path!r}: a {type(self._model).__name__} generates with transformers' own loop "
+                "alone, which is not given images here; take rollout.engine=vllm, or another model"
+            )
+        self.processor = processor
+        self._reader = None if processor is None else PromptImageReader(self._model, processor)
+        self.context_length: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -64,8 +82,17 @@ class TransformersEngine(HoldsNoGroups):
 
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty, one batch after the other."""
+        try:
+            self._serve(queue)
+        finally:
+            if self._reader is not None:
+                self._reader.forget()
+
+    def _serve(self, queue: RequestQueue) -> None:
         while batch := queue.next(self._max_rows, wait=True):
             check_prompts([request.prompt for _, request in batch])
+            if self._reader is None:
+                check_no_images([request for _, request in batch])
             groups: dict[Sampling, list[tuple[Any, GenerationRequest]]] = {}
             for ticket, request in batch:
                 groups.setdefault(_unlimited(request), []).append((ticket, request))
@@ -86,16 +113,19 @@ class TransformersEngine(HoldsNoGroups):
 
     def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
         """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
-        self.load_weights(self._base.merged(tensors, scaling, version), version)
+        self.use_adapters(self.fit_adapters(tensors, scaling, version))
+
+    def use_adapters(self, given: Adapters, agent: str = "") -> None:
+        """Generate from now on with ``given``: whose they are does not matter."""
+        self.load_weights(self._base.merged(given), given.version)
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.free_cache(self._model.device.type)
 
     def close(self) -> None:
         """Free the weights; the engine cannot be used any more."""
-        del self._model
+        del self._model, self._reader
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that one of them allows."""
@@ -111,8 +141,9 @@ class TransformersEngine(HoldsNoGroups):
             self._progress()
             return draw(logits, seeds[rows], begun[rows] + np.uint64(at))
 
-        sample = decode if self._decodes else generate
-        tokens, logprobs = sample(self._model, prompts, limits, ends, self._pad_token, choose)
+        given = self._model, prompts, limits, ends, self._pad_token, choose
+        shown = () if self._reader is None else self._reader.read(requests)
+        tokens, logprobs = decode(*given, shown) if self._decodes else generate(*given)
         return [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
 
     def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
@@ -133,7 +164,7 @@ def _unlimited(request: GenerationRequest) -> Sampling:
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
     """Load model and tokenizer. ConfigError names ``model.path`` when they cannot be loaded."""
     key = f"model.path={model.path!r}"
-    network = load_pretrained(AutoModelForCausalLM, model.path, getattr(torch, model.dtype), key)
+    network = load_pretrained(model_class(model.path, key), model.path, getattr(torch, model.dtype), key)
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from siirl_dask.errors import PeerError
+from siirl_dask.models.loading import class_of_config
+from siirl_dask.models.weight_names import renaming
 from siirl_dask.rollout.engine import WeightStream
 
 
@@ -16,6 +18,7 @@ class WeightLoader:
     """Names and shapes of a model's parameters. Tied parameters go by the first of their names."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._renamed = renaming(model)
         first: dict[int, str] = {}
         self._names: dict[str, str] = {}
         self._shapes: dict[str, list[int]] = {}
@@ -27,16 +30,17 @@ class WeightLoader:
     def of_folder(cls, path: str) -> WeightLoader:
         """Read them from the model's config: no weights are read, no memory is used."""
         with torch.device("meta"):
-            return cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True)))
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            return cls(class_of_config(config).from_config(config))
 
     @property
     def shapes(self) -> Mapping[str, list[int]]:
         """Shapes of all parameters, by the first of their names."""
         return self._shapes
 
-    def knows(self, name: str) -> bool:
-        """Return whether the model has a parameter of this name."""
-        return name in self._names
+    def in_files(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the name in a folder's files of each parameter that is there, by the parameter's first name."""
+        return {self._names[own]: name for name, own in self._renamed(names).items() if own in self._names}
 
     def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over all weights, each under its first name.

@@ -229,7 +229,7 @@ class EngineTests(WeightStreamTests):
     def test_requests_with_different_parameters_do_not_affect_each_other(self, engine: RolloutEngine) -> None:
         samplings = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
         requests = [GenerationRequest(prompt, 3, own) for prompt, own in zip(_prompts(6), samplings, strict=True)]
-        queue = LocalQueue[Generation](requests)
+        queue = LocalQueue[GenerationRequest, Generation](requests)
         engine.serve(queue)
         for request, sample in zip(requests, queue.results(), strict=True):
             (alone,) = engine.generate([request.prompt], [request.seed], request.sampling)
@@ -246,7 +246,7 @@ class EngineTests(WeightStreamTests):
             if start.finish_reason is FinishReason.LENGTH
         ]
         assert rest
-        queue = LocalQueue[Generation](rest)
+        queue = LocalQueue[GenerationRequest, Generation](rest)
         engine.serve(queue)
         for request, sample in zip(rest, queue.results(), strict=True):
             wanted = expected[request.seed]

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from siirl_dask.collectives import LOOPBACK, listen_at
 from siirl_dask.context import Device, DeviceKind, Rank
-from siirl_dask.worker.devices import visible_devices
+from siirl_dask.devices.accelerator import bind, visible_devices
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 from siirl_dask.worker.process_groups import backend_of
 
@@ -53,8 +53,7 @@ def _run_rank(rank: int, size: int, payload: bytes, folder: str, kind: DeviceKin
     listen_at(LOOPBACK)
     torch.set_num_threads(1)
     devices = devices_of(size, kind)
-    if kind is not DeviceKind.CPU:
-        torch.get_device_module(str(kind)).set_device(devices[f"w{rank}"].index)
+    bind(kind, devices[f"w{rank}"].index)
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]  # no stubs
     backend = backend_of(devices.values()) if size > 1 else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)

@@ -11,6 +11,7 @@ pytest collects the inherited tests; ``folder`` is a tiny random model in float3
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import LossInputs, TokenLoss, policy_gradient, ppo_clip, sequence_mean_token_sum
+from siirl_dask.algorithms import (
+    LossInputs,
+    TokenLoss,
+    policy_gradient,
+    ppo_clip,
+    sequence_mean_token_mean,
+    sequence_mean_token_sum,
+)
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import DeviceKind, Rank
 from siirl_dask.errors import TrainingError
@@ -41,7 +49,7 @@ from siirl_dask.testing.rows import (
     save_state,
     signs,
 )
-from siirl_dask.training import NonFinite, PackedRows, TrainBatch, Trainer
+from siirl_dask.training import EpisodeSpans, NonFinite, PackedRows, TrainBatch, Trainer
 from siirl_dask.training.parallel.dtensor import full_tensor
 
 _TEMPERATURE = 0.7
@@ -55,7 +63,7 @@ class TrainerTests:
     device is the current one.
     """
 
-    families: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
+    families: tuple[Family, ...] = ("qwen3", "qwen2", "llama", "qwen3_moe")
     """Model families whose scores must equal those of a plain forward pass."""
 
     @classmethod
@@ -187,6 +195,17 @@ class TrainerTests:
         metrics = trainer.update([batch], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_sum)
         rows_with_tokens = sum(response > 0 for _, response in LENGTHS)
         assert metrics["loss"] == pytest.approx(batch.old_logprobs.sum().item() / rows_with_tokens, rel=1e-5)
+
+    @pytest.mark.parametrize("budget", [20, 100_000])
+    def test_an_episode_of_several_rows_counts_as_one(self, folder: Path, budget: int) -> None:
+        trainer = self.build(folder, max_tokens_per_micro_batch=budget)
+        batch = _batch(trainer, random_rows(LENGTHS))  # the first three rows are one episode, with 7 tokens elsewhere
+        spans = EpisodeSpans(torch.tensor([0, 4, 17, 0, 0, 0, 0]), torch.tensor([21, 21, 21, 1, 0, 11, 6]))
+        metrics = trainer.update(
+            [replace(batch, episodes=spans)], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_mean
+        )
+        lengths = spans.lengths.repeat_interleave(torch.tensor([response for _, response in LENGTHS]))
+        assert metrics["loss"] == pytest.approx(float((batch.old_logprobs / (4 * lengths)).sum()), rel=1e-5)
 
     def test_the_learning_rate_rises_during_warmup(self, folder: Path) -> None:
         trainer = self.build(folder, lr=1e-3, warmup_steps=4)

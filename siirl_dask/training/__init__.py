@@ -1,10 +1,14 @@
-"""Policies, references, critics and reward models. Each ``build_...`` function is a role's ``build``."""
+"""Policies, references, critics, reward models and encoders of texts. Each ``build_...`` function is a role's
+``build``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Backend, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Backend, ImagesConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
@@ -19,10 +23,14 @@ from siirl_dask.training.preflight import (
 from siirl_dask.training.trainer import (
     Batch,
     Critic,
+    EpisodeSpans,
     NonFinite,
+    ObservedImage,
     OnNonFinite,
     PackedRows,
     RewardModel,
+    RowImages,
+    TextEncoder,
     TokenScores,
     TrainBatch,
     Trainer,
@@ -30,20 +38,26 @@ from siirl_dask.training.trainer import (
 )
 
 if TYPE_CHECKING:
+    from siirl_dask.training.megatron.replica import Built
     from siirl_dask.training.parallel.backend import ModelBackend
 
 __all__ = [
     "Batch",
     "Critic",
+    "EpisodeSpans",
     "NonFinite",
+    "ObservedImage",
     "OnNonFinite",
     "PackedRows",
     "RewardModel",
+    "RowImages",
+    "TextEncoder",
     "TokenScores",
     "TrainBatch",
     "Trainer",
     "ValueBatch",
     "build_critic",
+    "build_encoder",
     "build_reference",
     "build_reward_model",
     "build_trainer",
@@ -56,26 +70,71 @@ __all__ = [
 
 @builds(preflight=check_trainer, groups=trainer_groups)
 def build_trainer(
-    device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    images: ImagesConfig | None = None,
+    agent: str = "",
+    base: Sequence[str] = (),
 ) -> Trainer:
     """Build a policy that learns, one of ``rank.size`` that learn together. ConfigError if ``model.path`` is unusable.
 
-    Log-probs are taken at the rollout's temperature, so they describe the distribution that was sampled.
+    Log-probs are taken at the rollout's temperature, so they describe the distribution that was sampled. The policy
+    sees images where ``images`` has a column of them. ``base`` names agents whose adapters lie over one base, which
+    this worker holds once for all their roles; ``agent`` is this one's.
     """
-    backend = _backend(device, rank, model, trainer)
+    if trainer.backend == Backend.megatron:
+        built = _megatron(device, rank, model, trainer)
+        from siirl_dask.training.megatron.roles import MegatronPolicy
+
+        with device.stage("the loading of weights"):
+            return MegatronPolicy(built, temperature=rollout.temperature, waiting=device.waiting)
+    backend = _backend(device, rank, model, trainer, images)
+    from siirl_dask.training.model.network import PolicyNetwork
+    from siirl_dask.training.model.shared_base import AgentNetwork
     from siirl_dask.training.policy import Policy  # imports transformers
 
+    def make() -> PolicyNetwork:
+        network = partial(PolicyNetwork, temperature=rollout.temperature, trainer=trainer, agents=base)
+        return backend.network(network).requires_grad_(False)
+
     with device.stage("the loading of weights"):
-        park = _parks(trainer, device)
-        return Policy(backend, model, trainer, rank, temperature=rollout.temperature, park=park, waiting=device.waiting)
+        own = (
+            AgentNetwork(device.shared(("policy", *base), make), agent, rollout.temperature, trainer) if base else None
+        )
+        return Policy(
+            backend,
+            model,
+            trainer,
+            rank,
+            temperature=rollout.temperature,
+            park=_parks(trainer, device),
+            waiting=device.waiting,
+            network=own,
+        )
 
 
 @builds(preflight=check_reference, groups=trainer_groups)
 def build_reference(
-    device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, rollout: RolloutConfig
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    images: ImagesConfig | None = None,
 ) -> Trainer:
     """Build the policy as it was at the start. A reference scores and never learns: no gradients, no optimizer."""
-    backend = _backend(device, rank, model, trainer)
+    if trainer.backend == Backend.megatron:
+        built = _megatron(device, rank, model, trainer)
+        from siirl_dask.training.megatron.roles import MegatronReference
+
+        with device.stage("the loading of weights"):
+            return MegatronReference(built, temperature=rollout.temperature)
+    backend = _backend(device, rank, model, trainer, images)
     from siirl_dask.training.policy import Reference
 
     with device.stage("the loading of weights"):
@@ -83,9 +142,17 @@ def build_reference(
 
 
 @builds(preflight=check_critic, groups=trainer_groups)
-def build_critic(device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig) -> Critic:
+def build_critic(
+    device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None = None
+) -> Critic:
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
-    backend = _backend(device, rank, model, trainer)
+    if trainer.backend == Backend.megatron:
+        built = _megatron(device, rank, model, trainer)
+        from siirl_dask.training.megatron.roles import MegatronCritic
+
+        with device.stage("the loading of weights"):
+            return MegatronCritic(built, waiting=device.waiting)
+    backend = _backend(device, rank, model, trainer, images)
     from siirl_dask.training.critic import ValueCritic
 
     with device.stage("the loading of weights"):
@@ -97,16 +164,29 @@ def _parks(trainer: TrainerConfig, device: Device) -> bool:
     return trainer.park and device.kind is not DeviceKind.CPU
 
 
-def _backend(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> ModelBackend:
+def _megatron(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Built:
     hide()
+    from siirl_dask.training.megatron.core import load
+
+    load()
+    from siirl_dask.training.megatron.replica import Built
+
     model = local_model(model, device)
+    return Built(model, trainer, device=device.torch_name, rank=rank, progress=device.progress)
+
+
+def _backend(
+    device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None
+) -> ModelBackend:
+    hide()
+    model, name, progress = local_model(model, device), device.torch_name, device.progress
     if trainer.backend == Backend.fsdp:
         from siirl_dask.training.parallel.fsdp import FsdpBackend
 
-        return FsdpBackend(model, trainer, device=device.torch_name, rank=rank, progress=device.progress)
+        return FsdpBackend(model, trainer, device=name, rank=rank, images=images, progress=progress)
     from siirl_dask.training.parallel.backend import ReplicatedBackend
 
-    return ReplicatedBackend(model, trainer, device=device.torch_name, progress=device.progress)
+    return ReplicatedBackend(model, trainer, device=name, images=images, progress=progress)
 
 
 @builds(preflight=check_reward_model)
@@ -123,3 +203,17 @@ def build_reward_model(
     model = local_model(model, device)
     with device.stage("the loading of weights"):
         return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)
+
+
+@builds(preflight=check_reward_model)
+def build_encoder(device: Device, rank: Rank, *, model: ModelConfig, max_tokens: int = 512) -> TextEncoder:
+    """Build the model in ``model.path`` that encodes texts, of which it reads the first ``max_tokens`` tokens.
+
+    It brings its own tokenizer and has nothing to do with the policy's model. ConfigError if the folder is unusable.
+    """
+    hide()
+    from siirl_dask.training.encoder import TorchTextEncoder
+
+    model = local_model(model, device)
+    with device.stage("the loading of weights"):
+        return TorchTextEncoder(model, device=device.torch_name, max_tokens=max_tokens, progress=device.progress)

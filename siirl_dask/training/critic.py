@@ -13,7 +13,7 @@ from torch import Tensor
 from siirl_dask.algorithms import Aggregation, TokenLoss, ValueInputs, ValueLossFn, token_mean
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
-from siirl_dask.training.learner import Learner, select_tokens
+from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.network import ValueNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
@@ -37,18 +37,21 @@ class ValueCritic(HoldsNoGroups):
         other ranks.
         """
         self._backend = backend
-        self._network = backend.network(partial(ValueNetwork, adapters=trainer))
+        self._network = backend.network(partial(ValueNetwork, trainer=trainer))
         if park:
             make_parkable(self._network.parameters())
-        parameters = self._network.trainable()
-        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
+        parameters, rates = self._network.trainable(), self._network.rates()
+        self._learner = Learner(
+            parameters, trainer, rank, rates=rates, shard_ranks=backend.shard_ranks, waiting=waiting
+        )
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     @torch.no_grad()
     def values(self, rows: PackedRows) -> Tensor:
         """Predict the return before each response token. [K] float32."""
         self._memory.score()
-        values = torch.cat([self._network(part) for part in self._backend.micro_batches(rows)]).cpu()
+        parts = self._backend.micro_batches(rows, self._network.inputs)
+        values = torch.cat([self._network(part) for part in parts]).cpu()
         self._network.reshard()
         return values
 
@@ -61,7 +64,7 @@ class ValueCritic(HoldsNoGroups):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate, on_nonfinite)
+        metrics = self._learner.update(batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 
@@ -113,13 +116,17 @@ class ValueCritic(HoldsNoGroups):
         return {name: parameter.detach() for name, parameter in self._network.trainable().items()}
 
     def _losses(self, loss_fn: ValueLossFn, batch: ValueBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(batch.rows):
+        for part in self._backend.micro_batches(batch.rows, self._network.inputs):
             values = self._network(part)
             selection = select_tokens(batch, part, values.device)
-            inputs = ValueInputs(
-                values=selection.from_micro_batch(values),
-                old_values=selection.from_batch(batch.old_values),
-                returns=selection.from_batch(batch.returns),
-                offsets=selection.offsets,
-            )
-            yield selection.attach(loss_fn(inputs), values), selection.offsets
+            yield selection.attach(loss_fn(value_inputs(batch, selection, values)), values), selection.offsets
+
+
+def value_inputs(batch: ValueBatch, selection: TokenSelection, values: Tensor) -> ValueInputs:
+    """Return what a loss function gets of a micro-batch's selected tokens. ``values`` [K] are the critic's."""
+    return ValueInputs(
+        values=selection.from_micro_batch(values),
+        old_values=selection.from_batch(batch.old_values),
+        returns=selection.from_batch(batch.returns),
+        offsets=selection.offsets,
+    )

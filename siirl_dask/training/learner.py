@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite, sqrt
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.algorithms import Aggregation, TokenLoss, Totals
+from siirl_dask.algorithms import Aggregation, TokenLoss, Totals, segment_weights
 from siirl_dask.collectives import all_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
@@ -67,6 +68,51 @@ _MAX_SKIPPED = 10  # steps in a row that may be left out, unless max_skipped_ste
 B = TypeVar("B", bound=Batch)
 Losses = Callable[[B], Iterator[tuple[TokenLoss, Tensor]]]
 """Function of a batch that yields, per micro-batch, the losses [S] and row offsets [R + 1] of its selected tokens."""
+See = Callable[[TokenLoss, Tensor], None]
+"""Called with the losses and row offsets of each micro-batch after its backward pass."""
+
+
+class Weighing:
+    """Weighs the losses of a mini-batch's micro-batches, one after the other, and adds up what is reported of them."""
+
+    def __init__(self, batch: Batch, totals: Totals, aggregate: Aggregation) -> None:
+        self.sums: dict[str, Tensor] = {}
+        """Sums of the loss function's metrics over tokens, and of the weighted loss; [] float64 each."""
+        self._batch, self._totals, self._aggregate = batch, totals, aggregate
+        self._row = 0
+
+    def __call__(self, result: TokenLoss, offsets: Tensor) -> Tensor:
+        """Return the weighted loss of the next micro-batch, with its graph. Its tokens' losses are [S], offsets
+        [R + 1]. ValueError for another shape.
+        """
+        if result.loss.shape != (int(offsets[-1]),):
+            raise ValueError(
+                f"the loss has shape {list(result.loss.shape)}, expected [{int(offsets[-1])}]: a token each"
+            )
+        weights = _weights(self._batch, self._row, offsets, self._totals, self._aggregate)
+        weighted = (result.loss * weights).sum()
+        self._row += len(offsets) - 1
+        for name, value in {**result.metrics, _LOSS: weighted}.items():
+            self.sums[name] = value.detach().double().sum() + self.sums.get(name, 0.0)
+        return weighted
+
+
+Passes = Callable[[B, Weighing, See | None], None]
+"""Does the forward and backward passes of a batch: weighs the losses of each micro-batch, and sees them."""
+
+
+def in_turn(losses: Losses[B]) -> Passes[B]:
+    """Do the backward pass of each micro-batch right after its forward pass."""
+
+    def passes(batch: B, weigh: Weighing, see: See | None) -> None:
+        for result, offsets in losses(batch):
+            weighted = weigh(result, offsets)
+            if weighted.requires_grad:
+                weighted.backward()
+            if see is not None:
+                see(result, offsets)
+
+    return passes
 
 
 class Learner:
@@ -78,10 +124,12 @@ class Learner:
         config: TrainerConfig,
         rank: Rank,
         *,
+        rates: Mapping[str, float] = MappingProxyType({}),
         shard_ranks: Sequence[int] | None = None,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
+        """``rates`` are learning rates, in units of the configured one, of parameters that have another.
+        ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model. ``waiting()`` is entered for what
         waits for other ranks.
         """
@@ -91,14 +139,14 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(parameters, config)
+        self._optimizer = Optimizer(parameters, config, rates)
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 
     def update(
         self,
         batches: Sequence[B],
-        losses: Losses[B],
+        passes: Passes[B],
         aggregate: Aggregation,
         on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
@@ -118,11 +166,11 @@ class Learner:
         for at, (batch, total) in enumerate(zip(batches, totals, strict=True)):
             if total.tokens:
                 learned += 1
-                step_sums, loss = self._backward(batch, total, losses, aggregate)
+                step_sums, loss = self._backward(batch, total, passes, aggregate)
                 norm = self._norm()
                 if not (isfinite(norm) and isfinite(loss)):
                     self._skipped += 1
-                    found = self._examine(batch, total, losses, aggregate, (at, len(batches), loss, norm))
+                    found = self._examine(batch, total, passes, aggregate, (at, len(batches), loss, norm))
                     if on_nonfinite is None:
                         raise TrainingError(str(found))
                     on_nonfinite(found)
@@ -180,34 +228,24 @@ class Learner:
         self,
         batch: B,
         totals: Totals,
-        losses: Losses[B],
+        passes: Passes[B],
         aggregate: Aggregation,
-        see: Callable[[TokenLoss, Tensor], None] | None = None,
+        see: See | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks.
-
-        ``see`` is called with the losses and row offsets of each micro-batch after its backward pass.
-        """
+        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks."""
         self._gradients.zero()
-        sums: dict[str, Tensor] = {}
-        for result, offsets in losses(batch):
-            if result.loss.shape != (int(offsets[-1]),):
-                raise ValueError(
-                    f"the loss has shape {list(result.loss.shape)}, expected [{int(offsets[-1])}]: a token each"
-                )
-            weighted = (result.loss * aggregate(offsets, totals)).sum()
-            if weighted.requires_grad:
-                weighted.backward()
-            if see is not None:
-                see(result, offsets)
-            for name, value in {**result.metrics, _LOSS: weighted}.items():
-                sums[name] = value.detach().double().sum() + sums.get(name, 0.0)
+        weigh = Weighing(batch, totals, aggregate)
+        passes(batch, weigh, see)
+        values = self._total(weigh.sums)
+        loss = values.pop(_LOSS)
+        return values, loss
+
+    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Sum each of ``sums`` over all ranks."""
         own = torch.stack(list(sums.values())).tolist()
         with self._waiting():
             reduced = all_sum(self._cpu_group, own)
-        values = dict(zip(sums, reduced, strict=True))
-        loss = values.pop(_LOSS)
-        return values, loss
+        return dict(zip(sums, reduced, strict=True))
 
     def _norm(self) -> float:
         """Sum the gradients over all ranks, if the model has not, and return their norm."""
@@ -223,7 +261,7 @@ class Learner:
         self,
         batch: B,
         totals: Totals,
-        losses: Losses[B],
+        passes: Passes[B],
         aggregate: Aggregation,
         seen: tuple[int, int, float, float],
     ) -> NonFinite:
@@ -232,7 +270,7 @@ class Learner:
         ``seen`` are its index, the number of mini-batches, its loss and the norm of its gradient.
         """
         examination = Examination(batch, self._gradients, sharded=self._shard_ranks is not None)
-        self._backward(batch, totals, losses, aggregate, examination.see)
+        self._backward(batch, totals, passes, aggregate, examination.see)
         limit = self._config.max_skipped_steps
         at, count, loss, norm = seen
         return NonFinite(
@@ -247,12 +285,21 @@ class Learner:
         )
 
 
+def _weights(batch: Batch, first: int, offsets: Tensor, totals: Totals, aggregate: Aggregation) -> Tensor:
+    """Return the weight of each selected token of the rows from row ``first`` on. [R + 1] -> [S]."""
+    if batch.episodes is None:
+        return aggregate(offsets, totals)
+    rows = batch.episodes.select(slice(first, first + len(offsets) - 1))
+    return segment_weights(aggregate, offsets, totals, rows.starts.to(offsets.device), rows.lengths.to(offsets.device))
+
+
 def _count(batch: Batch) -> tuple[int, int]:
-    """Count the tokens to learn from, and the rows that have any."""
+    """Count the tokens to learn from, and the rows or the episodes that have any."""
     offsets = response_offsets(batch.rows)
     if batch.mask is not None:
         if batch.mask.shape != (tokens := int(offsets[-1]),):
             raise ValueError(f"the mask has shape {list(batch.mask.shape)}, expected [{tokens}]: a token each")
         offsets = _count_before(batch.mask)[offsets]
     lengths = offsets.diff()
-    return int(lengths.sum()), int((lengths > 0).sum())
+    counted = lengths > 0 if batch.episodes is None else (lengths > 0) & (batch.episodes.starts == 0)
+    return int(lengths.sum()), int(counted.sum())

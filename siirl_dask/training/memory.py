@@ -4,24 +4,27 @@ held        weights, gradients and AdamW's two moments in float32, 16 bytes a pa
             adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
 parked      what is held, with trainer.park: in the host's memory but for the gradients, and on the device in its turn
 gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
-activations what autograd keeps for each token of a micro-batch, and a layer's temporary values
+activations what autograd keeps for each token of a micro-batch, and a layer's temporary values; the same for each patch
+            of its images
 log-probs   three blocks of logits, the sum of the hidden states' gradient, and the head's gradient
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from siirl_dask.config import Backend, Dtype, TrainerConfig, parse_bytes
-from siirl_dask.models.architecture import Architecture
+from siirl_dask.config import Backend, Dtype, MegatronConfig, TrainerConfig, parse_bytes
+from siirl_dask.models.architecture import Architecture, Tower
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
 
 FLOAT32, BFLOAT16 = 4, 2
 GRADIENTS = "gradients"
 _WEIGHTS = " in float32"  # how parts end that weights are made of
+FROZEN = f"frozen weights{_WEIGHTS}"
 _LOGITS = {True: 64 * 2**20, False: 256 * 2**20}  # bytes of a block of float32 logits, on a CPU and elsewhere
 _LEAST_ROWS = 1024  # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
+_PIXELS = 3 * 2 * 16 * 16  # numbers of a patch: three colours, two frames
 _BLOCKS = 2  # log-probs, which their gradient replaces, and its factor
 
 
@@ -38,7 +41,13 @@ class ModelOnWorkers:
     tokens: int
     """Tokens of the largest micro-batch."""
     adapters: int = 0
-    """Parameters of adapters; 0: all weights learn, or none."""
+    """Parameters of adapters; 0: all weights learn but the frozen ones, or none."""
+    frozen: int = 0
+    """Parameters of the parts that do not learn (``trainer.freeze``)."""
+    tower: Tower | None = None
+    """The part that sees images; None where there are none."""
+    image_share: float = 0.0
+    """Largest share of a micro-batch's tokens that images have: that of the prompts."""
     learns: bool = True
     scores: bool = True
     """Whether it scores tokens through the vocabulary, as a critic does not."""
@@ -46,7 +55,12 @@ class ModelOnWorkers:
     @property
     def shards(self) -> int:
         """Workers that share a replica's parameters."""
-        return 1 if self.trainer.backend is Backend.torch else self.trainer.fsdp.shard_size or self.ranks
+        return ranks_of_replica(self.trainer, self.ranks)
+
+    @property
+    def image_tokens(self) -> int:
+        """Most tokens of images in a micro-batch."""
+        return int(self.tokens * self.image_share) if self.tower is not None else 0
 
     @property
     def narrow(self) -> int:
@@ -55,8 +69,8 @@ class ModelOnWorkers:
 
     @property
     def stream(self) -> int:
-        """Bytes of a number of the hidden states between layers: autocast leaves them in float32, fsdp does not."""
-        return self.narrow if self.trainer.backend is Backend.fsdp else FLOAT32
+        """Bytes of a number of the hidden states between layers: autocast of the backend torch leaves them float32."""
+        return FLOAT32 if self.trainer.backend is Backend.torch else self.narrow
 
     @property
     def root(self) -> int:
@@ -69,6 +83,25 @@ class ModelOnWorkers:
     def head_learns(self) -> bool:
         """Whether the head has a gradient."""
         return self.learns and self.scores and not self.adapters
+
+
+def ranks_of_replica(trainer: TrainerConfig, workers: int) -> int:
+    """Return how many of a role's workers share the parameters of a replica."""
+    match trainer.backend:
+        case Backend.torch:
+            return 1
+        case Backend.fsdp:
+            return trainer.fsdp.shard_size or workers
+        case Backend.megatron:
+            return trainer.megatron.ranks
+
+
+def on_one_rank(size: ModelSize, megatron: MegatronConfig) -> int:
+    """Count the parameters of the rank that has most: of the layers of a stage, and of the embeddings at one end."""
+    stage = (
+        size.total if megatron.pipeline_parallel == 1 else -(-size.total // megatron.pipeline_parallel) + size.largest
+    )
+    return -(-stage // megatron.tensor_parallel)
 
 
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
@@ -88,12 +121,16 @@ def footprint(model: ModelOnWorkers) -> Footprint:
         return Footprint(working=working, host=held)
     weights = tuple(part for part in held if part.endswith(_WEIGHTS))
     parks = {part: 0 if part == GRADIENTS else size for part, size in held.items()}
+    if model.trainer.backend is Backend.megatron:
+        return Footprint(held=held, working=working, moves=weights, loading=loading)
     one = Footprint(held=held, working=working, moves=weights, parks=parks, loading=loading)
     return one.parked() if model.trainer.park else one
 
 
 def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
     """Return the bytes that a worker holds of the model, by part: the sum over the shards is the whole, rounded up."""
+    if model.trainer.backend is Backend.megatron:
+        return _held_with_megatron(model)
     tensor = model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
     whole = model.size.total + 2 * (tensor - 1) * model.size.largest  # each has embeddings and head in full
 
@@ -102,10 +139,9 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
 
     if not model.learns:
         return {f"weights{_WEIGHTS}": share(whole, FLOAT32)}
-    learned, parts = whole, dict[str, int]()
-    if model.adapters:
-        parts[f"frozen weights{_WEIGHTS}"] = share(whole, FLOAT32)
-        learned = model.adapters
+    learned, parts = model.adapters or whole - model.frozen, dict[str, int]()
+    if frozen := whole if model.adapters else model.frozen:
+        parts[FROZEN] = share(frozen, FLOAT32)
     named = "adapters" if model.adapters else "weights"
     parts |= {
         f"{named}{_WEIGHTS}": share(learned, FLOAT32),
@@ -114,6 +150,18 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
     }
     if model.trainer.ema_decay:
         parts["moving average"] = share(learned, FLOAT32)
+    return parts
+
+
+def _held_with_megatron(model: ModelOnWorkers) -> dict[str, int]:
+    """In bfloat16 the stage computes with copies of the weights that learn; what only scores has no others."""
+    own, narrow = on_one_rank(model.size, model.trainer.megatron), model.narrow < FLOAT32
+    parts = {"weights in bfloat16": model.narrow * own} if narrow else {}
+    if model.learns or not narrow:
+        parts[f"weights{_WEIGHTS}"] = FLOAT32 * own
+    if model.learns:
+        parts |= {GRADIENTS: FLOAT32 * own, "optimizer state": 2 * FLOAT32 * own}
+        parts |= {"moving average": FLOAT32 * own} if model.trainer.ema_decay else {}
     return parts
 
 
@@ -131,7 +179,11 @@ def passing_bytes(model: ModelOnWorkers) -> int:
 
 def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     """Return the bytes of the moments that may be the peak: at the head, at the last layer, after the first one."""
+    if model.trainer.backend is Backend.megatron:
+        return _moments_with_megatron(model)
     activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
+    if model.tower is not None and model.image_tokens:
+        activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(model, model.tower)
     gathered = _gathered(model)
     unit, root, narrow = _unit(model), model.root, model.narrow
     at_head = {**gathered, **activations, **head_bytes(model)}
@@ -143,6 +195,15 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     pending = {"head's gradient": narrow * model.architecture.vocabulary * model.architecture.hidden * model.scores}
     at_end = {**gathered, "gradients of embeddings and head": (narrow + FLOAT32) * root}
     return [at_head, {**gathered, **activations, **pending, **last_layer}, at_end]
+
+
+def _moments_with_megatron(model: ModelOnWorkers) -> list[dict[str, int]]:
+    """The first of p stages keeps the activations of p micro-batches; the last one those of one, and has the head."""
+    stages, one = model.trainer.megatron.pipeline_parallel, model.architecture
+    stage = replace(model, architecture=replace(one, layers=-(-one.layers // stages)))
+    each, label = activation_bytes(stage) * model.tokens, f"activations of {model.tokens:,} tokens"
+    last = {label: each, **head_bytes(model)}
+    return [last] if stages == 1 else [last, {f"{label}, {stages} times": each * (stages if model.learns else 1)}]
 
 
 def _gathered(model: ModelOnWorkers) -> dict[str, int]:
@@ -184,6 +245,13 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     return layer * one.layers + temporary + last
 
 
+def tower_bytes(model: ModelOnWorkers, tower: Tower) -> int:
+    """Return the bytes of the tower's activations, with the pixels of each patch. A frozen one keeps none."""
+    patches = model.image_tokens * tower.patches
+    inside = replace(model, architecture=tower.layers, learns=model.learns and not model.frozen)
+    return patches * (activation_bytes(inside) + FLOAT32 * _PIXELS)
+
+
 def layer_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes that autograd keeps of one layer for each token, by a Llama-like decoder's operations.
 
@@ -199,7 +267,13 @@ def layer_bytes(model: ModelOnWorkers) -> int:
 
 
 def _split(model: ModelOnWorkers) -> int:
-    return model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
+    match model.trainer.backend:
+        case Backend.torch:
+            return 1
+        case Backend.fsdp:
+            return model.trainer.fsdp.tensor_parallel
+        case Backend.megatron:
+            return model.trainer.megatron.tensor_parallel
 
 
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
@@ -209,6 +283,14 @@ def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     if not model.scores:
         return {}
     one, narrow, tokens = model.architecture, model.narrow % FLOAT32, model.tokens
+    if model.trainer.backend is Backend.megatron and (split := _split(model)) > 1:
+        # logits, log-probs, their exponentials and gradient, of this rank's part of the vocabulary at once
+        numbers = tokens * one.vocabulary // split
+        return {
+            "log-probs of a part of the vocabulary": (4 * FLOAT32 + narrow) * numbers
+            if model.learns
+            else 3 * FLOAT32 * numbers
+        }
     rows = logits_rows(tokens, one.hidden, one.vocabulary, on_cpu=False)
     replica = model.trainer.backend is Backend.torch
     block = (_BLOCKS * FLOAT32 + 2 * narrow) * rows * tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import cos, pi
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from siirl_dask.config import Schedule, TrainerConfig
+from siirl_dask.devices import fused
+from siirl_dask.devices.operators import PLUGIN, choose_operators
 from siirl_dask.errors import ConfigError
 from siirl_dask.training.parallel.dtensor import like_dtensor, local, shard_count
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_RATE = "rate"  # of a group of parameters, in units of the learning rate
 
 
 class Optimizer:
@@ -23,7 +27,13 @@ class Optimizer:
     loads one sets ``steps``.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainerConfig,
+        rates: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """``rates`` are learning rates, in units of the configured one, of parameters that have another."""
         self.gradients = FlatGradients(parameters.values())
         self.steps = 0
         self._parameters = dict(parameters)
@@ -31,8 +41,11 @@ class Optimizer:
         self._parts = {name: local(parameter) for name, parameter in parameters.items()}
         for part, gradient in zip(self._parts.values(), self.gradients.parts, strict=True):
             part.grad = gradient
+        groups: dict[float, list[Tensor]] = {}
+        for name, part in self._parts.items():
+            groups.setdefault(rates.get(name, 1.0), []).append(part)
         self._adam = torch.optim.AdamW(
-            self._parts.values(),
+            [{"params": parts, _RATE: rate} for rate, parts in groups.items()],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -42,22 +55,44 @@ class Optimizer:
         for part in self._parts.values():
             moments = {name: torch.zeros_like(part) for name in _MOMENTS}
             self._adam.state[part] = {"step": torch.zeros((), device=part.device), **moments}
+        device = next(iter(self._parts.values())).device
+        self._by_torch = choose_operators(config.operators, device.type, liger=config.liger)["adamw"] != PLUGIN
         self._ema = {name: part.clone() for name, part in self._parts.items()} if config.ema_decay else {}
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step; before the first, the configured one."""
+        """Learning rate of the last step, but for parameters with their own; before the first, the configured one."""
         return learning_rate(self._config, max(1, self.steps)) if self.steps else self._config.lr
 
     def step(self) -> None:
         """Update parameters and moving averages from ``gradients``."""
         self.steps += 1
         for group in self._adam.param_groups:
-            group["lr"] = self.lr
-        self._adam.step()
+            group["lr"] = self.lr * group[_RATE]
+        if self._by_torch:
+            self._adam.step()
+        else:
+            self._step_fused()
         if self._ema:
             average = get_ema_multi_avg_fn(self._config.ema_decay)
             average(list(self._ema.values()), list(self._parts.values()), self.steps)
+
+    def _step_fused(self) -> None:
+        """Step as torch's AdamW does, with the same state, each parameter by torch_npu's operator."""
+        config = self._config
+        for group in self._adam.param_groups:
+            for part, state in ((part, self._adam.state[part]) for part in group["params"]):
+                state["step"] += 1
+                fused.adamw(
+                    part.detach(),
+                    part.grad,
+                    (state["exp_avg"], state["exp_avg_sq"]),
+                    self.steps,
+                    lr=group["lr"],
+                    betas=config.betas,
+                    eps=config.eps,
+                    weight_decay=config.weight_decay,
+                )
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the moments and moving averages, which are kept from step to step."""

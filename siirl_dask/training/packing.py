@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from siirl_dask.context import Rank
+from siirl_dask.devices.operators import AUTO
+from siirl_dask.training.batch_images import BatchImages, ImageInputs
 from siirl_dask.training.parallel.own_rows import TensorParallelRows
 from siirl_dask.training.parallel.ulysses import Route
-from siirl_dask.training.shared_prompts import SharedPrompts, find_shared
+from siirl_dask.training.shared_prompts import SharedPrompts, find_shared, same_prompts
 from siirl_dask.training.trainer import PackedRows
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Packing:
     CPU, where attention needs none."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """FlexAttention's masks by window, which the first layer makes for all."""
+    library: str = AUTO
+    """Library of the attention kernel: see ``devices/operators.py``."""
     shared: SharedPrompts | None = None
     """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no row shares any."""
 
@@ -62,7 +66,7 @@ class MicroBatch:
     input_ids: Tensor
     """[1, T] int64, in packed order; where prompts are shared, all of these first."""
     position_ids: Tensor
-    """[1, T] int64, from 0 in each row."""
+    """[1, T] int64, from 0 in each row; where rows show images [4, 1, T], with those in time, height and width."""
     runs: Runs
     predicting: Tensor
     """[C] int64. Index in T of the token that predicts each response token; in the batch's row order, not packed."""
@@ -78,6 +82,8 @@ class MicroBatch:
     """Selection of this rank's rows from scores that the whole group computes; None without tensor parallelism."""
     shared: SharedPrompts | None = None
     """Prompts that rows share, each of which is computed once; None where all tokens are of one row."""
+    images: BatchImages | None = None
+    """Images that the rows show, each once; None without any."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:
@@ -90,14 +96,22 @@ def response_offsets(rows: PackedRows) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), (lengths - rows.prompt_lengths).cumsum(0)])
 
 
-def micro_batches(rows: PackedRows, budget: int, *, share: bool = True) -> list[MicroBatch]:
+def micro_batches(
+    rows: PackedRows, budget: int, *, share: bool = True, inputs: ImageInputs | None = None
+) -> list[MicroBatch]:
     """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even as possible.
 
     A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch. With ``share`` a prompt
-    that neighbouring rows of a micro-batch have in common is computed once, where that saves enough.
+    that neighbouring rows of a micro-batch have in common is computed once, where that saves enough. ``inputs`` lays
+    out images; ValueError without it for rows that show any, and with it for prompts with places for images that were
+    not given.
     """
     response = response_offsets(rows)
-    return [_pack(rows, response, start, stop, share) for start, stop in _cut(rows.offsets.numpy(), budget)]
+    if inputs is None and rows.images is not None and rows.images.shows_any():
+        raise ValueError("the rows show images: expected a model that was built with the config's images")
+    if inputs is not None:
+        inputs.check_given(rows)
+    return [_pack(rows, response, start, stop, share, inputs) for start, stop in _cut(rows.offsets.numpy(), budget)]
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:
@@ -138,9 +152,11 @@ def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     return cuts or [(0, 0)]
 
 
-def _pack(rows: PackedRows, response: Tensor, start: int, stop: int, share: bool) -> MicroBatch:
+def _pack(
+    rows: PackedRows, response: Tensor, start: int, stop: int, share: bool, inputs: ImageInputs | None
+) -> MicroBatch:
     """Pack rows ``start`` to ``stop``. Vectorized: thousands of short rows must not cost a loop."""
-    begins, lengths = rows.offsets[start:stop], rows.offsets[start : stop + 1].diff()
+    begins, lengths, prompts = rows.offsets[start:stop], rows.offsets[start : stop + 1].diff(), rows.prompt_lengths
     order = lengths.argsort(stable=True)
     packed_lengths = lengths[order]
     packed_begins = packed_lengths.cumsum(0) - packed_lengths
@@ -150,21 +166,27 @@ def _pack(rows: PackedRows, response: Tensor, start: int, stop: int, share: bool
     offsets = response[start : stop + 1] - response[start]
     counts = offsets.diff()
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
-    in_row = rows.prompt_lengths[start:stop].repeat_interleave(counts) + within  # [K], position of the token in its row
+    in_row = prompts[start:stop].repeat_interleave(counts) + within  # [K], position of the token in its row
     place = torch.empty_like(begins).scatter_(0, order, packed_begins)  # [R], where each row begins in the pack
     predicting = place.repeat_interleave(counts) + in_row - 1
-    shared = None
-    if share and stop - start > 1:
-        shared = find_shared(rows.tokens, begins, rows.prompt_lengths[start:stop], lengths, place)
+    shown = None if rows.images is None else rows.images.of_row[start:stop]
+    group = same_prompts(rows.tokens, begins, prompts[start:stop], shown)
+    shared = find_shared(group, prompts[start:stop], lengths, place) if share and stop - start > 1 else None
     if shared is not None:
         source, positions, predicting = source[shared.first], positions[shared.first], shared.whole[predicting]
+    position_ids, images = positions[None], None
+    if inputs is not None and (layout := inputs.layout(rows, start, stop, group)) is not None:
+        in_images, images = layout.select(source - int(rows.offsets[start]))
+        if inputs.has_positions:
+            position_ids = torch.cat([position_ids, in_images])[:, None]
     return MicroBatch(
         input_ids=rows.tokens[source][None],
-        position_ids=positions[None],
+        position_ids=position_ids,
         runs=tuple((len(list(same)), length) for length, same in groupby(packed_lengths.tolist())),
         predicting=predicting,
         targets=rows.tokens[begins.repeat_interleave(counts) + in_row],
         offsets=offsets,
         tokens=slice(int(response[start]), int(response[stop])),
         shared=shared,
+        images=images,
     )

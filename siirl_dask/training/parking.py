@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
+from siirl_dask.devices import accelerator
 from siirl_dask.training.learner import Learner
 from siirl_dask.training.parallel.dtensor import like_dtensor, local
 
@@ -36,7 +37,7 @@ class Parked:
         if self._waiting:
             return
         if self._stale:
-            pinned = any(storage.device.type != "cpu" for storage in self._storages.values())
+            pinned = any(accelerator.pins_host_memory(storage.device) for storage in self._storages.values())
             self._copies = self._copies or _host_memory(self._sizes, pinned=pinned)
             for key, storage in self._storages.items():
                 self._copies[key].copy_(_bytes(storage), non_blocking=pinned)
@@ -191,5 +192,4 @@ def share_pieces(sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], 
 def _synchronize(storages: Iterable[UntypedStorage]) -> None:
     """Wait until copies from accelerators have arrived."""
     for device in {storage.device for storage in storages}:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        accelerator.synchronize(device)

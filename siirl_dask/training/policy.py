@@ -14,8 +14,9 @@ from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, to
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.models.adapters import is_adapter
-from siirl_dask.training.learner import Learner, TokenSelection, select_tokens
+from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.parking import ModelMemory, make_parkable
@@ -31,14 +32,17 @@ class Reference(HoldsNoGroups):
         model: ModelConfig,
         *,
         temperature: float,
-        adapters: TrainerConfig | None = None,
+        trainer: TrainerConfig | None = None,
         park: bool = False,
+        network: AgentNetwork | None = None,
     ) -> None:
-        """With ``park`` the model is in the host's memory while it sleeps."""
+        """With ``park`` the model is in the host's memory while it sleeps. ``trainer`` is that of one that learns.
+        ``network`` is there already, and is not the trainer's alone.
+        """
         self._backend = backend
         self._dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
-        make = partial(PolicyNetwork, temperature=temperature, adapters=adapters)
-        self._network = backend.network(make).requires_grad_(False)
+        make = partial(PolicyNetwork, temperature=temperature, trainer=trainer)
+        self._network = network or backend.network(make).requires_grad_(False)
         if park:
             make_parkable(self._network.parameters())
         self._memory = ModelMemory(self._network.parameters(), None, park=park)
@@ -47,7 +51,7 @@ class Reference(HoldsNoGroups):
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
         self._memory.score()
-        parts = [self._network(part) for part in self._backend.micro_batches(rows)]
+        parts = [self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)]
         self._network.reshard()
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy)
@@ -122,15 +126,18 @@ class Policy(Reference):
         temperature: float,
         park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        network: AgentNetwork | None = None,
     ) -> None:
         """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
-        other ranks.
+        other ranks. ``network`` has the adapters that learn, over a base that others hold as well.
         """
-        super().__init__(backend, model, temperature=temperature, adapters=trainer, park=park)
+        super().__init__(backend, model, temperature=temperature, trainer=trainer, park=park, network=network)
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self._learner = Learner(parameters, trainer, rank, shard_ranks=backend.shard_ranks, waiting=waiting)
+        self._learner = Learner(
+            parameters, trainer, rank, rates=self._network.rates(), shard_ranks=backend.shard_ranks, waiting=waiting
+        )
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
@@ -147,7 +154,7 @@ class Policy(Reference):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, partial(self._losses, loss_fn), aggregate, on_nonfinite)
+        metrics = self._learner.update(batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite)
         self._memory.end_update()
         return metrics
 
@@ -180,16 +187,17 @@ class Policy(Reference):
         del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(batch.rows):
+        for part in self._backend.micro_batches(batch.rows, self._network.inputs):
             logprobs, entropy = self._network(part)
             selection = select_tokens(batch, part, logprobs.device)
             yield (
-                selection.attach(loss_fn(_loss_inputs(batch, selection, logprobs, entropy)), logprobs),
+                selection.attach(loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs),
                 selection.offsets,
             )
 
 
-def _loss_inputs(batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+def loss_inputs(batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+    """Return what a loss sees of the selected tokens of a micro-batch, whose scores are [K] each."""
     reference = batch.reference_logprobs
     return LossInputs(
         logprobs=selection.from_micro_batch(logprobs),

@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
-from siirl_dask.config import Backend, Config, DevicePreference, Dtype, ModelConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import (
+    Backend,
+    Config,
+    Dtype,
+    ImagesConfig,
+    ModelConfig,
+    TrainerConfig,
+    parse_bytes,
+)
+from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_architecture
-from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes, read_widths
+from siirl_dask.images.families import FAMILIES
+from siirl_dask.models.architecture import read_architecture, read_config, read_tower
+from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.memory import ModelOnWorkers, passing_bytes
+from siirl_dask.training.layouts import check_layout, check_libraries, check_liger
+from siirl_dask.training.memory import FROZEN, ModelOnWorkers, on_one_rank, passing_bytes, ranks_of_replica
+from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
@@ -28,8 +42,27 @@ _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
 def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or impossible adapters."""
-    return _check_learner(options, workers, config, options.get("trainer", config.trainer), "trainer")
+    """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or impossible adapters.
+
+    Of agents over one base the first one's role counts it.
+    """
+    trainer: TrainerConfig = options.get("trainer", config.trainer)
+    cost = _check_learner(options, workers, config, trainer, "trainer")
+    agent, base = options.get("agent", ""), tuple(options.get("base", ()))
+    if not base:
+        return cost
+    check_adapters(agent, base, trainer.lora)
+    together = f"the weights of {base[0]!r} under adapters of {', '.join(base)}"
+    cost = replace(cost, together=together, device=cost.device and cost.device.staying())
+    if agent == base[0] or cost.memory is None:
+        return cost
+    model: ModelConfig = options.get("model", config.model)
+    size = count_parameters(model.path)
+    assert size is not None
+    frozen = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
+    notes = (f"its frozen weights are those of agent {base[0]!r}, which are held once",)
+    memory = cost.memory - frozen - _gathered(size, trainer, learns=True)
+    return replace(cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes)
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
@@ -40,13 +73,17 @@ def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Con
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
     """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
-    _check_layout(trainer, model, len(workers))
-    _check_liger(trainer, config)
+    images: ImagesConfig | None = options.get("images")
+    check_layout(trainer, model, len(workers))
+    check_liger(trainer, config)
+    check_libraries(trainer, config)
+    check_no_split_images(trainer, images)
+    family_seen(model.path, images)
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(reads=(model.path,))
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
-    computing, device = _passes(size, model, trainer, len(workers), config, "trainer", learns=False)
+    computing, device = _passes(size, model, trainer, len(workers), config, "trainer", images, learns=False)
     memory = held + _gathered(size, trainer, learns=False)
     return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,))
 
@@ -54,6 +91,11 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
     """Return the sizes of the groups in which the ranks of a trained model speak with each other, by config key."""
     trainer: TrainerConfig = options["trainer"]
+    if trainer.backend is Backend.megatron:
+        return {
+            "trainer.megatron.tensor_parallel": trainer.megatron.tensor_parallel,
+            "trainer.megatron.tensor_parallel x pipeline_parallel": trainer.megatron.ranks,
+        }
     if trainer.backend is not Backend.fsdp:
         return {}
     fsdp = trainer.fsdp
@@ -65,7 +107,7 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 
 
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Size a role of ``build_reward_model``."""
+    """Size a role of ``build_reward_model`` or ``build_encoder``."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
     if size is None:
@@ -78,10 +120,15 @@ def _check_learner(
     options: Mapping[str, Any], workers: Sequence[str], config: Config, trainer: TrainerConfig, key: str
 ) -> RoleCost:
     model: ModelConfig = options.get("model", config.model)
-    _check_layout(trainer, model, len(workers))
+    images: ImagesConfig | None = options.get("images")
+    check_layout(trainer, model, len(workers))
+    check_no_split_images(trainer, images)
+    family, sees = family_seen(model.path, images)
+    check_parts(trainer, family, model.path, sees_images=sees)
     if trainer.lora.rank and find_spec("peft") is None:
         raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
-    _check_liger(trainer, config)
+    check_liger(trainer, config)
+    check_libraries(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
     size = count_parameters(model.path)
@@ -89,13 +136,13 @@ def _check_learner(
         return RoleCost(provides=provides, reads=(model.path,))
     each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
     whole = _parameters(size, trainer)
-    held = each * whole if adapters is None else _SCORES * whole + each * adapters.total
+    learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
+    held = each * learned + _SCORES * (whole - learned if adapters is None else whole)
     copied = 0
     if config.checkpoint.every and config.checkpoint.asynchronous:
-        learned = whole if adapters is None else adapters.total
         copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
     memory = _share(held, trainer, len(workers)) + _gathered(size, trainer, learns=True)
-    computing, device = _passes(size, model, trainer, len(workers), config, key)
+    computing, device = _passes(size, model, trainer, len(workers), config, key, images)
     return RoleCost(
         memory=memory,
         computing=computing,
@@ -113,6 +160,7 @@ def _passes(
     workers: int,
     config: Config,
     key: str,
+    images: ImagesConfig | None,
     *,
     learns: bool = True,
 ) -> tuple[int, Footprint | None]:
@@ -131,7 +179,7 @@ def _passes(
 
     def tokens(trainer: TrainerConfig) -> int:
         row = -(-longest // trainer.fsdp.sequence_parallel)  # whose ranks share the tokens of a row
-        rows = max(most * trainer.fsdp.tensor_parallel, row)  # whose ranks all compute the rows of each
+        rows = max(most * trainer.fsdp.tensor_parallel * trainer.megatron.ranks, row)  # all compute the rows of each
         return min(max(trainer.max_tokens_per_micro_batch, row), rows)
 
     def adapters(trainer: TrainerConfig) -> int:
@@ -146,6 +194,9 @@ def _passes(
         ranks=workers,
         tokens=tokens(trainer),
         adapters=adapters(trainer) if learns and trainer.lora.rank else 0,
+        frozen=count_frozen(model.path, trainer, images) if learns else 0,
+        tower=read_tower(model.path),
+        image_share=config.data.max_prompt_length / longest if family_seen(model.path, images)[1] else 0.0,
         learns=learns,
         scores=key != "critic",
     )
@@ -159,87 +210,45 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
     from siirl_dask.training.model.lora import chosen_targets  # imports torch, which only adapters need here
 
     shapes = parameter_shapes(path)
-    linear: dict[str, list[tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 2 and (layer := _IN_A_LAYER.fullmatch(name)):
-            linear.setdefault(layer[1], []).append(shape)
     if not shapes:
         return None
-    chosen = [shape for target in chosen_targets(trainer, set(linear)) for shape in linear[target]]
+    family = FAMILIES.get((read_config(path) or {}).get("model_type", ""))
+    decoder, tower = dict[str, list[tuple[int, ...]]](), dict[str, list[tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        if len(shape) != 2:
+            continue
+        if (inside := in_tower(name, family)) is not None:
+            tower.setdefault(inside, []).append(shape)
+        elif layer := _IN_A_LAYER.fullmatch(name):
+            decoder.setdefault(layer[1], []).append(shape)
+    of_decoder, of_tower = chosen_targets(trainer, set(decoder), set(tower))
+    chosen = [shape for target in of_decoder for shape in decoder[target]]
+    chosen += [shape for target in of_tower for shape in tower[target]]
     sizes = [trainer.lora.rank * side for shape in chosen for side in shape]
     return ModelSize(sum(sizes), len(sizes), max(sizes, default=0))
 
 
-def _check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
-    """Check that shards, sequence and tensor parallelism fit the role's workers and the model's heads.
-
-    ConfigError if they do not. A model that is not on this machine is checked by the workers when they build the role.
-    """
-    if trainer.backend is not Backend.torch:
-        check_workers(trainer, workers)
-        check_heads(trainer, model.path)
-
-
-def _check_liger(trainer: TrainerConfig, config: Config) -> None:
-    """Check that workers can run Liger's kernels, as far as that is known here. ConfigError if they cannot.
-
-    Devices of other machines, and those that ``cluster.device_memory`` speaks of, are checked by the workers.
-    """
-    if not trainer.liger:
-        return
-    if find_spec("liger_kernel") is None:
-        raise ConfigError("trainer.liger=true needs liger-kernel: pip install 'siirl_dask[liger]'")
-    cluster = config.cluster
-    if cluster.device is DevicePreference.cpu:
-        raise ConfigError(
-            f"trainer.liger=true: Liger's kernels need a GPU, and cluster.device={cluster.device}: leave one out"
-        )
-    if not (cluster.exists or cluster.spec or cluster.device_memory):
-        import torch  # seconds, for which nobody else waits
-
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "trainer.liger=true: Liger's kernels need a GPU, and torch sees none on this machine: leave it out "
-                "(to plan for GPUs, say cluster.device_memory=80GB)"
-            )
-
-
-def check_workers(trainer: TrainerConfig, workers: int) -> None:
-    """Check that the sizes of FSDP, sequence and tensor parallelism divide a role's workers. ConfigError if not."""
-    check_divides("trainer.fsdp.shard_size", trainer.fsdp.shard_size or workers, workers)
-    check_divides("trainer.fsdp.sequence_parallel", trainer.fsdp.sequence_parallel, workers)
-    check_divides("trainer.fsdp.tensor_parallel", trainer.fsdp.tensor_parallel, workers)
-
-
-def check_divides(option: str, size: int, workers: int) -> None:
-    """Check that ``size``, the value of ``option``, divides a role's ``workers``. ConfigError if not."""
-    if workers % size:
-        raise ConfigError(f"{option}={size}: expected a divisor of the role's {workers} workers")
-
-
-def check_heads(trainer: TrainerConfig, path: str) -> None:
-    """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
-    sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
-    if sequence == tensor == 1 or (widths := read_widths(path)) is None:
-        return
-    if sequence > 1 and (widths.heads is None or widths.heads % sequence):
-        raise ConfigError(
-            f"trainer.fsdp.sequence_parallel={sequence}: expected a divisor of the {widths.heads} heads of {path!r}"
-        )
-    divided = {"num_key_value_heads": widths.kv_heads, "intermediate_size": widths.intermediate}
-    for key, width in divided.items() if tensor > 1 else ():
-        if width is None or width % tensor:
-            raise ConfigError(f"trainer.fsdp.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}")
+def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
+    """Count the parameters of the model in ``path`` that do not learn although there are no adapters."""
+    family, sees = family_seen(path, images)
+    parts = frozen_parts(trainer, family, sees_images=sees)
+    if trainer.lora.rank or not parts:
+        return 0
+    return sum(prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family))
 
 
 def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Count the parameters of one replica: each tensor-parallel rank has the embeddings of both ends in full."""
+    """Count the parameters of one replica: each tensor-parallel rank has the embeddings of both ends in full. With
+    megatron as if each rank had as many as the one with most.
+    """
+    if trainer.backend is Backend.megatron:
+        return trainer.megatron.ranks * on_one_rank(size, trainer.megatron)
     return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
-    """Return one worker's part of ``total`` bytes: all of them, or with fsdp its shard."""
-    return total if trainer.backend is Backend.torch else -(-total // (trainer.fsdp.shard_size or workers))
+    """Return one worker's part of ``total`` bytes: all of them, or its shard."""
+    return -(-total // ranks_of_replica(trainer, workers))
 
 
 def _gathered(size: ModelSize, trainer: TrainerConfig, *, learns: bool) -> int:

@@ -42,9 +42,10 @@ def _changes(
     def changed(**fields: object) -> ModelOnWorkers:
         trainer = replace(model.trainer, **fields)  # type: ignore[arg-type]  # each is a field's value
         learned = adapters(trainer) if trainer.lora.rank else 0
-        return replace(model, trainer=trainer, tokens=tokens(trainer), adapters=learned)
+        frozen = 0 if learned else model.frozen
+        return replace(model, trainer=trainer, tokens=tokens(trainer), adapters=learned, frozen=frozen)
 
-    split = model.trainer.fsdp.tensor_parallel > 1
+    split = model.trainer.fsdp.tensor_parallel > 1 or model.trainer.backend is Backend.megatron
     if model.learns and not model.trainer.gradient_checkpointing:
         model = changed(gradient_checkpointing=True)
         yield f"{key}.gradient_checkpointing=true", model
@@ -63,5 +64,6 @@ def _changes(
         model = changed(backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True))
         yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
     if model.learns and not model.adapters and not split:
-        model = changed(lora=replace(model.trainer.lora, rank=_RANK))
-        yield f"{key}.lora.rank={_RANK}", model
+        whole = f"{key}.freeze=[] " if model.trainer.freeze else ""
+        model = changed(lora=replace(model.trainer.lora, rank=_RANK), freeze=[])
+        yield f"{whole}{key}.lora.rank={_RANK}", model

@@ -50,15 +50,12 @@ class SharedPrompts:
         return gathered
 
 
-def find_shared(
-    tokens: Tensor, begins: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: Tensor
-) -> SharedPrompts | None:
+def find_shared(group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: Tensor) -> SharedPrompts | None:
     """Return which prompts neighbouring rows share; None where little would be saved.
 
-    Row r of R has the tokens from ``begins[r]`` on of ``tokens``, ``lengths[r]`` of them, and its prompt's come first.
+    Row r of R has ``lengths[r]`` tokens, of which its prompt's come first, and ``group[r]`` as ``same_prompts`` says.
     In the pack of whole rows it begins at ``places[r]``. [R] each.
     """
-    group = _groups(tokens, begins, prompt_lengths)
     leaders = torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)  # [G], first row of each group
     prompts, responses = prompt_lengths[leaders], lengths - prompt_lengths
     total, computed = int(lengths.sum()), int(prompts.sum() + responses.sum())
@@ -78,9 +75,15 @@ def find_shared(
     return SharedPrompts(whole, first, copies, counted)
 
 
-def _groups(tokens: Tensor, begins: Tensor, lengths: Tensor) -> Tensor:
-    """Number the runs of neighbouring rows that have the same prompt, [R]."""
+def same_prompts(tokens: Tensor, begins: Tensor, lengths: Tensor, shown: Tensor | None) -> Tensor:
+    """Number the runs of neighbouring rows that have the same prompt, [R].
+
+    Row r's prompt has ``lengths[r]`` of the ``tokens``, from ``begins[r]`` on, and shows the images ``shown[r]``: two
+    questions in the same words may be about two pictures. None: no row shows any.
+    """
     same = lengths[1:] == lengths[:-1]
+    if shown is not None:
+        same &= shown[1:] == shown[:-1]
     own = lengths[1:] * same
     within = _within(own)
     differ = tokens[begins[1:].repeat_interleave(own) + within] != tokens[begins[:-1].repeat_interleave(own) + within]

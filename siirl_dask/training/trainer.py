@@ -9,6 +9,34 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, LossFn, ValueLossFn, token_mean
+from siirl_dask.images import Image
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedImage:
+    """An image that an environment has shown in a row."""
+
+    start: int
+    """Place of its first token in the row, prompt and response."""
+    image: Image
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """Images of R rows. The rows of a group show the same ones, so they are here once."""
+
+    groups: Sequence[tuple[Image, ...]]
+    """Images in the order of their placeholders; none for text alone."""
+    of_row: Tensor
+    """[R] int64. Row r shows ``groups[of_row[r]]``. Rows with the same number have equal images in equal prompts, also
+    of those that were observed there."""
+    observed: Sequence[Sequence[ObservedImage]] = ()
+    """Images that each row shows besides, R sequences; none at all where no environment shows any. A row in whose
+    prompt they have all placeholders shows no others there."""
+
+    def shows_any(self) -> bool:
+        """Return whether any row shows an image."""
+        return any(self.groups) or any(self.observed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +49,8 @@ class PackedRows:
     """[R + 1] int64. Row r is ``tokens[offsets[r]:offsets[r + 1]]`` (the cu_seqlens of variable-length attention)."""
     prompt_lengths: Tensor
     """[R] int64, each at least 1."""
+    images: RowImages | None = None
+    """Images of the prompts, which have a placeholder for each token of an image. None: no row shows any."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -36,6 +66,20 @@ class TokenScores:
     """[K] float32, entropy in nats of the same distribution."""
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeSpans:
+    """Where rows lie in their episodes, whose other rows may be on other workers. Tokens are those to learn from."""
+
+    starts: Tensor
+    """[R] int64, tokens of the row's episode that come before the row's own."""
+    lengths: Tensor
+    """[R] int64, tokens of the row's episode, in all of its rows in the mini-batch."""
+
+    def select(self, rows: slice | Tensor) -> EpisodeSpans:
+        """Return the spans of some of the rows."""
+        return EpisodeSpans(self.starts[rows], self.lengths[rows])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One worker's rows of a mini-batch."""
@@ -43,6 +87,8 @@ class Batch:
     rows: PackedRows
     mask: Tensor | None = None
     """[K] bool, True on response tokens to learn from. None: all of them."""
+    episodes: EpisodeSpans | None = None
+    """Spans of the rows in their episodes, which an aggregation counts. None: each row is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +253,16 @@ class RewardModel(Protocol):
 
     def scores(self, rows: PackedRows) -> Tensor:
         """Score each row, independent of the rows beside it. [R] float32 on the CPU."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TextEncoder(Protocol):
+    """A model that encodes texts and never learns."""
+
+    def embeddings(self, texts: Sequence[str]) -> Tensor:
+        """Encode each text, independent of the texts beside it. [N, D] float32 on the CPU."""
         ...
 
     def close(self) -> None: ...

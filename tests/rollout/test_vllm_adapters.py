@@ -19,7 +19,8 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import Adapter
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.transformers_engine import TransformersEngine
-from siirl_dask.rollout.vllm_engine.engine import VllmEngine, put_adapters
+from siirl_dask.rollout.vllm_engine.adapter_layers import put_adapters
+from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
 from siirl_dask.tasks.tiny_model import tiny_model

@@ -70,8 +70,12 @@ class Recorder:
 
     def __init__(self):
         core = SimpleNamespace(shutdown=lambda: None)
-        self.llm_engine = SimpleNamespace(engine_core=core, model_config=SimpleNamespace(max_model_len=64))
         self.calls = []
+        self.llm_engine = SimpleNamespace(
+            engine_core=core,
+            model_config=SimpleNamespace(max_model_len=64),
+            reset_encoder_cache=lambda: self.calls.append("forget images"),
+        )
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
@@ -107,7 +111,7 @@ def folder(tmp_path_factory):
 def recorded(folder, kind=DeviceKind.CUDA, **rollout):
     engine = Recorded(ModelConfig(path=str(folder)), rollout_config(engine=Engine.vllm, **rollout), Device("w", kind))
     weights = load_file(folder / "model.safetensors")
-    reload = [f"reload_weights of {len(weights)}", "forget prefixes"]
+    reload = [f"reload_weights of {len(weights)}", "forget prefixes", "forget images"]
     return engine, weights, reload
 
 
@@ -173,7 +177,8 @@ def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_requ
     model, put = ModelConfig(path=str(folder), dtype=Dtype.bfloat16), []
     rollout = rollout_config(engine=Engine.vllm)
     engine = Recorded(model, rollout, Device("w", DeviceKind.CUDA), lora=LoraConfig(rank=2, alpha=4))
-    monkeypatch.setattr("siirl_dask.rollout.vllm_engine.engine.put_adapters", lambda model, **given: put.append(given))
+    where = "siirl_dask.rollout.vllm_engine.adapter_layers.put_adapters"
+    monkeypatch.setattr(where, lambda model, **given: put.append(given))
     engine._llm.llm_engine.add_request = lambda *args, lora_request: put.append(lora_request)
     name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj" in name)
     layer = name.removesuffix(".weight")
@@ -183,7 +188,7 @@ def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_requ
     engine.sleep(weights_follow=True)
     engine.load_adapters(adapters.items(), 2.0, 1)
     engine._admit(queue, {})
-    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes"]
+    assert engine.calls() == ["sleep 1", "wake weights", "forget prefixes", "forget images"]
     before, (given), *after = put
     assert before is None
     assert (list(given["adapters"]), given["scaling"]) == ([name], 2.0)

@@ -32,9 +32,9 @@ def rollout_of(**settings):
 
 
 @contextmanager
-def running(folder, dtype=Dtype.float32, **settings):
+def running(folder, dtype=Dtype.float32, device=DEVICE, **settings):
     engine = build_engine(
-        DEVICE, Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout_of(**settings)
+        device, Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout_of(**settings)
     )
     assert isinstance(engine, VllmEngine)
     try:
@@ -86,6 +86,7 @@ def folder(tmp_path_factory):
     [
         ("qwen3", False),
         ("qwen2", True),
+        ("qwen3_moe", True),
         pytest.param("llama", True, marks=SWEEP),
         pytest.param("llama", False, marks=SWEEP),
     ],
@@ -96,14 +97,20 @@ def test_logprobs_equal_the_trainers_for_each_family(tmp_path, family, tied):
         assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
 
 
-def test_preempted_rows_get_the_same_tokens(folder):
+def test_preempted_rows_get_the_same_tokens_and_a_full_cache_is_told(folder):
     """16 rows begin in a cache of 16 blocks of 128 tokens, and then need two blocks each."""
+    told = []
+    device = replace(DEVICE, engine_cache=lambda used, waiting: told.append((used, waiting)))
     prompts = [[(row + 3 * place) % 256 for place in range(120)] for row in range(20)]
     sampling = Sampling(max_tokens=16, temperature=0.3)  # the ninth is the first of a second block
-    with running(folder, kv_cache_memory="1MiB", enable_prefix_caching=False, max_num_seqs=20) as engine:
+    settings = {"kv_cache_memory": "1MiB", "enable_prefix_caching": False, "max_num_seqs": 20}
+    with running(folder, device=device, **settings) as engine:
         crowded = engine.generate(prompts, range(20), sampling)
         alone = [engine.generate([prompts[row]], [row], sampling)[0] for row in range(20)]
     assert [sample.token_ids for sample in crowded] == [sample.token_ids for sample in alone]
+    assert max(used for used, _ in told) > 0.9
+    assert max(waiting for _, waiting in told) >= 4
+    assert told[-1] == (0, 0), "nothing is under way at the end"
 
 
 def test_vllms_own_sampler_reports_the_log_probs_that_are_trained(folder):

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
 
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.ranks import run_ranks
 
 MODELS = {
@@ -34,6 +35,7 @@ def run_suite(rank, folder):
 def test_an_engine_of_two_ranks_is_an_engine(tmp_path):
     for name, settings in MODELS.items():  # here: with a process group transformers writes them on one rank only
         tiny_model(tmp_path / name, **settings)
+    tiny_vlm(tmp_path / "vlm", seed=1, family="qwen3_vl")
     for said in run_ranks(2, partial(run_suite, folder=tmp_path), tmp_path):
         assert " passed" in said
         print(said)

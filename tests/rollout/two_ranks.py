@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from siirl_dask.config import Engine, ModelConfig
+from siirl_dask.config import Engine, ImagesConfig, ModelConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.testing.engines import EngineTests
+from siirl_dask.testing.image_engines import image_requests, serve
 from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer, load_model
 from tests.settings import rollout_config
 
@@ -21,11 +23,15 @@ def place():
     return Rank(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.group.WORLD)
 
 
-def engine_of(folder, size=2, **settings):
+def engine_of(folder, size=2, processor=None, **settings):
     rollout = {"engine": Engine.vllm, "max_rows": 25, "kv_cache_memory": "64MiB", "tensor_parallel_size": size}
     rank = place()
     return VllmEngine(
-        ModelConfig(path=str(folder)), rollout_config(**{**rollout, **settings}), Device(f"w{rank.rank}"), rank
+        ModelConfig(path=str(folder)),
+        rollout_config(**{**rollout, **settings}),
+        Device(f"w{rank.rank}"),
+        rank,
+        processor=processor,
     )
 
 
@@ -68,6 +74,20 @@ class TestTwoRanks(EngineTests):
 
     def test_logprobs_equal_the_trainers_before_and_after_updates(self, engine, folder):
         assert_agrees_with_trainer(engine, folder, after=(0, 1))
+
+
+def test_two_ranks_sample_from_images_as_one_rank_does(models):
+    """The pictures of both ranks' rows travel to both; of one rank's prompts some show none."""
+    folder, mine = models / "vlm", place().rank
+    processor = ImageProcessor.load(str(folder), ImagesConfig(column="images"))
+    requests = image_requests(folder, processor, 12, Sampling(max_tokens=8))[mine::2]
+    given = []
+    for size in (2, 1):
+        with running(folder, size, processor=processor) as engine:
+            given.append(serve(engine, requests))
+    assert [sample.token_ids for sample in given[0]] == [sample.token_ids for sample in given[1]]
+    for one, other in zip(*given, strict=True):
+        assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
 
 
 def test_each_rank_keeps_its_own_rows_as_one_rank_samples_them(models):

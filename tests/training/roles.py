@@ -5,10 +5,11 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.training import build_critic, build_trainer
 
 
-def policy(folder, config, *, temperature=1.0, rank=None, dtype=Dtype.float32):
+def policy(folder, config, *, temperature=1.0, rank=None, dtype=Dtype.float32, images=None):
     model, rollout = ModelConfig(path=str(folder), dtype=dtype), RolloutConfig(temperature=temperature)
-    return build_trainer(Device("w0"), rank or Rank(), model=model, trainer=config, rollout=rollout)
+    return build_trainer(Device("w0"), rank or Rank(), model=model, trainer=config, rollout=rollout, images=images)
 
 
-def critic(folder, config, rank=None):
-    return build_critic(Device("w0"), rank or Rank(), model=ModelConfig(path=str(folder)), trainer=config)
+def critic(folder, config, rank=None, images=None):
+    model = ModelConfig(path=str(folder))
+    return build_critic(Device("w0"), rank or Rank(), model=model, trainer=config, images=images)

@@ -20,13 +20,14 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
+from siirl_dask.devices.accelerator import arithmetic_dtype
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows
 from siirl_dask.training.model import attention, attention_kernels, flex, network
-from siirl_dask.training.model.attention import attend_varlen, compute_dtype, packed_attention, row_ends
+from siirl_dask.training.model.attention import attend_varlen, packed_attention, row_ends
 from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, kernel_of, takes_varlen
 from siirl_dask.training.model.flex import FlexKernel, attend_flex, row_mask, why_not
-from siirl_dask.training.model.network import rounding
+from siirl_dask.training.model.trial import rounding
 from siirl_dask.training.packing import Packing
 from tests.settings import trainer_config
 from tests.training.roles import policy
@@ -303,7 +304,7 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
 def test_the_compute_dtype_is_that_of_scaled_dot_product_attention(autocast):
     rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert compute_dtype(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+        assert arithmetic_dtype(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
 
 
 @pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])

@@ -50,7 +50,7 @@ def test_a_write_that_ends_after_its_run_was_aborted_prints_nothing(tmp_path, mo
 def test_a_save_writes_in_a_thread_with_the_device_of_the_one_that_saves(tmp_path, monkeypatch):
     """DCP asks for a stream there: a thread's device is the first one unless it is told, and a context takes memory."""
     current, used = threading.local(), []
-    monkeypatch.setattr(checkpoint, "_binding", partial(bound_like, current, checkpoint._binding, monkeypatch))
+    monkeypatch.setattr(checkpoint, "binding", partial(bound_like, current, checkpoint.binding, monkeypatch))
     write = checkpoint.FsspecWriter.write_data
     noted = lambda self, *args: used.append(getattr(current, "index", 0)) or write(self, *args)  # noqa: E731
     monkeypatch.setattr(checkpoint.FsspecWriter, "write_data", noted)
@@ -77,7 +77,7 @@ def test_the_group_that_one_device_gets_for_fsdp_takes_asynchronous_saves(tmp_pa
     monkeypatch.setitem(BACKENDS, "cuda", name)
     if dist.is_initialized():
         dist.destroy_process_group()
-    group = mesh._group_of_one("cuda")
+    group = mesh.group_of_one("cuda")
     assert torch.device("cuda") in group._device_types
     DistributedCheckpoint().save(str(tmp_path / "policy"), state(3.0), None).result()
     back = state(0.0)

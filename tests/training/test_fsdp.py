@@ -35,6 +35,7 @@ CASES = {
     "offloaded": (2, "untied", {"offload": True}),
     "gathered as one": (2, "untied", {"gather_size": "64MiB"}),
     "both layers together": (4, "tied", {"gather_size": "64KiB", "gradient_checkpointing": True}),
+    "experts": (2, "experts", {}),
     "bfloat16": (2, "tied", {"dtype": Dtype.bfloat16}),
 }
 EXACT = [name for name in CASES if name != "bfloat16"]
@@ -46,8 +47,16 @@ SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        name: tiny_model(root / name, seed=1, hidden=36, heads=3, head_dim=12, tied=name == "tied")
-        for name in ("tied", "untied")
+        name: tiny_model(
+            root / name,
+            seed=1,
+            hidden=36,
+            heads=3,
+            head_dim=12,
+            tied=name == "tied",
+            family="qwen3_moe" if name == "experts" else "qwen3",
+        )
+        for name in ("tied", "untied", "experts")
     }
 
 

@@ -14,7 +14,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import tiny_model
-from siirl_dask.training import preflight
+from siirl_dask.training import layouts
 from siirl_dask.training.model.liger import use_liger
 from tests.settings import digits_overrides, trainer_config
 from tests.training.roles import critic, policy
@@ -70,13 +70,13 @@ def test_a_kernel_that_computes_something_else_is_refused(tmp_path, calls, monke
     from siirl_dask.training.model import network
 
     functions = sys.modules["liger_kernel.transformers.functional"]
-    monkeypatch.setattr(network, "use_liger", lambda modules, device: use_liger(modules, GPU))
+    monkeypatch.setattr(network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators))
     folder = tiny_model(tmp_path / "model")
     policy(folder, trainer_config(liger=True))
     critic(folder, trainer_config(liger=True))
     assert {"norm", "swiglu"} <= {*calls}
     monkeypatch.setattr(functions, "liger_swiglu", lambda gate, up: gate * up)
-    with pytest.raises(ConfigError, match=r"Liger's kernels \(trainer.liger\) are off by"):
+    with pytest.raises(ConfigError, match=r"rms_norm by liger, swiglu by liger .* are off by"):
         policy(folder, trainer_config(liger=True))
 
 
@@ -107,7 +107,7 @@ def test_a_package_that_cannot_be_imported_is_refused_with_the_cure(monkeypatch)
 def test_what_cannot_work_is_refused_before_anything_starts(
     monkeypatch, digits_task, tmp_path, installed, overrides, said
 ):
-    monkeypatch.setattr(preflight, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(layouts, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def plan():

@@ -54,6 +54,15 @@ def test_an_impossible_layout_is_refused_by_plan_and_run(overrides, tmp_path, st
     assert not (tmp_path / "run").exists()
 
 
+def test_experts_are_not_split_by_tensor_parallelism(overrides, tmp_path):
+    """Gradients came out wrong by a tenth when transformers' plan split them."""
+    mixture = tiny_model(tmp_path / "mixture", heads=4, kv_heads=2, family="qwen3_moe")
+    options = [f"model.path={mixture}", "trainer.fsdp.tensor_parallel=2"]
+    file = load_config_file(shipped("quickstart.yaml"), [*overrides, *options])
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: .* is a mixture of 4 experts"):
+        describe_run(file.config, *dags(file))
+
+
 def test_a_possible_layout_is_planned_even_without_the_model(overrides, tmp_path):
     for options in (
         ["trainer.fsdp.shard_size=3"],

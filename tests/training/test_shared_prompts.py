@@ -13,9 +13,10 @@ from siirl_dask.testing.reference_model import load_model, plain_scores
 from siirl_dask.testing.rows import grouped_rows, random_rows
 from siirl_dask.training import PackedRows
 from siirl_dask.training.model.attention import packed_attention
-from siirl_dask.training.model.network import PolicyNetwork, use_packed_attention
+from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.trial import use_packed_attention
 from siirl_dask.training.packing import Packing, micro_batches
-from siirl_dask.training.shared_prompts import find_shared
+from siirl_dask.training.shared_prompts import find_shared, same_prompts
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=5)), min_size=1, max_size=5
@@ -118,5 +119,5 @@ def test_rows_of_different_prompts_are_packed_as_ever():
 def test_a_prompt_that_is_short_beside_its_responses_is_left_in_each_row():
     """Handing prompts out and adding up their gradients takes time in each layer."""
     rows = grouped_rows([(1, [40, 40])])
-    lengths = rows.offsets.diff()
-    assert find_shared(rows.tokens, rows.offsets[:-1], rows.prompt_lengths, lengths, rows.offsets[:-1]) is None
+    group = same_prompts(rows.tokens, rows.offsets[:-1], rows.prompt_lengths, None)
+    assert find_shared(group, rows.prompt_lengths, rows.offsets.diff(), rows.offsets[:-1]) is None

@@ -7,21 +7,19 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import count
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
 
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
-from siirl_dask.models.adapters import pair
-from siirl_dask.rollout.base_weights import BaseWeights
+from siirl_dask.images.processor import ImageProcessor
+from siirl_dask.models.experts import each_expert
+from siirl_dask.rollout.base_weights import Adapters, BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -32,21 +30,20 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
-from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.vllm_engine import process as vllm_process
+from siirl_dask.rollout.vllm_engine.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
-from siirl_dask.rollout.weight_loading import WeightLoader
 
 vllm_process.prepare()
 
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from siirl_dask.rollout.vllm_engine.adapter_layers import POLICY, put_adapters  # noqa: E402
+from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
+from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
@@ -68,23 +65,29 @@ class VllmEngine(HoldsNoGroups):
         device: Device,
         rank: Rank = Rank(),  # noqa: B008  # frozen
         lora: LoraConfig | None = None,
+        processor: ImageProcessor | None = None,
+        agents: Sequence[str] = (),
     ) -> None:
-        """``lora`` describes the adapters that ``load_adapters`` will get; None: none."""
-        if not Path(model.path).is_dir():
-            raise ConfigError(f"model.path={model.path!r}: no such folder; expected one that transformers loads")
+        """``lora`` describes the adapters that ``load_adapters`` will get, or each of ``agents``; None: none. Without a
+        ``processor`` requests with images are refused.
+        """
+        folder = read_model_folder(model.path)
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
-        settings = llm_arguments(model, rollout, device, self._ranks, lora)
-        self._parameters, tokenizer, self._end_tokens = _describe(model)
+        self.processor = processor
+        of_images = image_arguments(processor) if folder.sees_images else None
+        settings = llm_arguments(model, rollout, device, self._ranks, lora, of_images, len(agents) or 1)
+        self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)
-        self.tokenizer: Tokenizer = tokenizer
+        self.fit_adapters = self._base.fit
+        self.tokenizer: Tokenizer = folder.tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
-        self._progress = device.progress
+        self._progress, self._note_cache = device.progress, device.engine_cache
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device))
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
-        self._longest: int = self._llm.llm_engine.model_config.max_model_len
+        self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
         self._has_layers = bool(settings.get("enable_lora"))
@@ -93,7 +96,7 @@ class VllmEngine(HoldsNoGroups):
             logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
         self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind)
-        self._adapters: LoRARequest | None = None
+        self._slots = Slots(agents)
         self._broken = False
         self.version = 0
 
@@ -109,14 +112,17 @@ class VllmEngine(HoldsNoGroups):
         self._sleep.end()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
-        engine, running = self._llm.llm_engine, dict[str, Any]()
+        engine, running = self._llm.llm_engine, dict[str, tuple[Any, GenerationRequest]]()
         try:
             with self._eager():
                 while self._admit(queue, running):
                     self._progress()
                     for output in engine.step():
                         if output.finished:
-                            queue.complete(running.pop(output.request_id), self._generation(output))
+                            ticket, request = running.pop(output.request_id)
+                            check_read(output, request.prompt)
+                            queue.complete(ticket, self._generation(output))
+                    self._tell_cache()
         finally:
             if running:
                 engine.abort_request(list(running))
@@ -133,16 +139,16 @@ class VllmEngine(HoldsNoGroups):
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": each_expert(weights)})
                 if self._on_cpu:
-                    self._llm.apply_model(_pack_tied_head)
+                    self._llm.apply_model(_pack)
             except SiirlError:
                 raise  # the sender of the weights failed, not vLLM
             except Exception as error:
                 raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
-        self._llm.reset_prefix_cache()
+        self._forget_prompts()
         self._sleep.loaded()
-        self._broken, self._adapters = False, None
+        self._broken, self._slots.chosen = False, None
         self.version = version
 
     def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
@@ -150,14 +156,24 @@ class VllmEngine(HoldsNoGroups):
 
         ValueError, before anything changes, for adapters that do not fit; other errors as ``load_weights``.
         """
+        self.use_adapters(self.fit_adapters(tensors, scaling, version))
+
+    def use_adapters(self, given: Adapters, agent: str = "") -> None:
+        """Compute with ``given``, those of ``agent``, from now on; errors as ``load_weights``."""
         if not self._has_layers:
-            self.load_weights(self._base.merged(tensors, scaling, version), version)
+            self.load_weights(self._base.merged(given), given.version)
             return
-        adapters = pair(tensors, self._parameters.shapes, version)
-        self._sleep.wake_weights()
-        self._llm.apply_model(partial(put_adapters, adapters=adapters, scaling=scaling))
+        if not self._slots.has(agent, given):
+            self._sleep.wake_weights()
+            self._slots.put(self._llm, agent, given)
+            self._forget_prompts()
+        self._slots.choose(agent, given)
+        self.version = given.version
+
+    def _forget_prompts(self) -> None:
+        """Forget keys and values of prompts, and features of images, which other weights have made."""
         self._llm.reset_prefix_cache()
-        self._adapters, self.version = POLICY, version
+        self._llm.llm_engine.reset_encoder_cache()
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free the KV cache, and move the weights to the host, or free them if others follow: as
@@ -200,7 +216,7 @@ class VllmEngine(HoldsNoGroups):
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
-    def _admit(self, queue: RequestQueue, running: dict[str, Any]) -> bool:
+    def _admit(self, queue: RequestQueue, running: dict[str, tuple[Any, GenerationRequest]]) -> bool:
         """Pass vLLM as many requests as there is room for. Return whether any are under way."""
         room = self._max_rows - len(running)
         for ticket, request in queue.next(room, wait=not running) if room else ():
@@ -209,19 +225,24 @@ class VllmEngine(HoldsNoGroups):
             params = request_params(
                 request.seed, request.sampling, self._end_tokens, request.begun, self._logprobs_mode
             )
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
-            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapters)
-            running[name] = ticket
+            prompt = prompt_of(request, self.processor, self._llm.llm_engine)
+            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._slots.chosen)
+            running[name] = ticket, request
         return bool(running)
+
+    def _tell_cache(self) -> None:
+        """Say how full the KV cache is, and how many requests wait for room in it."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self._note_cache(scheduler.get_kv_cache_usage(), scheduler.get_request_counts()[1])
 
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the KV cache."""
         check_prompts([request.prompt])
         length, max_tokens = len(request.prompt), request.sampling.max_tokens
-        if length + max_tokens > self._longest:
+        if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
                 f"rollout.max_response_length={max_tokens}: with a prompt of {length} tokens more than the "
-                f"{self._longest} that vLLM has room for; lower it or data.max_prompt_length, or give more "
+                f"{self.context_length} that vLLM has room for; lower it or data.max_prompt_length, or give more "
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
@@ -260,26 +281,18 @@ def _shut_down(llm: LLM, world: EngineWorld) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _describe(model: ModelConfig) -> tuple[WeightLoader, HuggingFaceTokenizer, list[int]]:
-    """Read names and shapes of the parameters, tokenizer and end tokens. ConfigError for a folder that has none."""
-    try:
-        parameters = WeightLoader.of_folder(model.path)
-        tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(model.path, local_files_only=True), model.path)
-    except Exception as error:  # transformers raises anything from OSError to KeyError for a folder it cannot load
-        raise ConfigError(f"model.path={model.path!r}: transformers cannot load it: {error}") from error
-    config = (
-        GenerationConfig.from_pretrained(model.path) if Path(model.path, "generation_config.json").is_file() else None
-    )
-    return parameters, tokenizer, sorted(end_tokens(config, tokenizer))
-
-
-def _pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied head again: on a CPU it is a packed copy of the embedding, which a reload leaves as it was."""
+def _pack(model: torch.nn.Module) -> None:
+    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a packed copy of the
+    embedding, and the experts of a mixture.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        elif isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _innermost(error: BaseException) -> str:

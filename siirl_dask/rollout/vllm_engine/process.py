@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from siirl_dask.collectives import LOOPBACK, listening_at
-from siirl_dask.models.broken_imports import OPTIONAL
+from siirl_dask.models.broken_imports import any_changed
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a Dask worker is a daemon, which may have no processes of its own
@@ -39,9 +38,11 @@ def prepare() -> None:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # which vLLM calls over gloo and torch has renamed
         warnings.filterwarnings("ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
-    if any(sys.modules.get(name, sys) is None for name in OPTIONAL):
+    if any_changed():
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-        if hasattr(registry, "_run_in_subprocess"):  # the child process would import packages that are hidden here
+        if hasattr(
+            registry, "_run_in_subprocess"
+        ):  # the child process would import packages that are hidden or mended here
             registry._run_in_subprocess = lambda function: function()
 
 

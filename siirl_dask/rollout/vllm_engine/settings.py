@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from math import floor
 from typing import Any
@@ -24,11 +25,18 @@ _SHARED = ("max_rows", "tensor_parallel_size")  # options of every engine that d
 
 
 def llm_arguments(
-    model: ModelConfig, rollout: RolloutConfig, device: Device, ranks: EngineRanks, lora: LoraConfig | None = None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    device: Device,
+    ranks: EngineRanks,
+    lora: LoraConfig | None = None,
+    images: Mapping[str, Any] | None = None,
+    agents: int = 1,
 ) -> dict[str, Any]:
     """Return all arguments but the model. ConfigError for ``engine_kwargs`` that are unknown or set here.
 
-    ``lora`` describes the adapters that the engine will get; None: none.
+    ``lora`` describes the adapters that the engine will get for each of its ``agents``; None: none. ``images`` are the
+    arguments for the images of a model that sees some.
     """
     on_cpu = device.kind is DeviceKind.CPU
     cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
@@ -53,6 +61,7 @@ def llm_arguments(
     if ranks.size > 1:
         seconds = int(ranks.timeout.total_seconds())
         ours |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
+    ours |= images or {}
     valid = {field.name for field in fields(EngineArgs)}
     for name in rollout.vllm.engine_kwargs:
         if name in ours or name == "model":
@@ -61,10 +70,12 @@ def llm_arguments(
             raise ConfigError(
                 f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"
             )
-    layers = (
-        layer_arguments(lora) if lora is not None and takes_layers(model.dtype, rollout, lora, on_cpu=on_cpu) else {}
-    )
-    return {"max_model_len": _LONGEST_THAT_FITS, **layers, **ours, **rollout.vllm.engine_kwargs}
+    layers: dict[str, Any] = {}
+    if lora is not None and takes_layers(model.dtype, rollout, lora, on_cpu=on_cpu):
+        layers = layer_arguments(lora, agents)
+    # A picture of the largest size goes through the tower for it, and on a CPU no memory is measured.
+    defaults = {"max_model_len": _LONGEST_THAT_FITS, "skip_mm_profiling": on_cpu}
+    return {**defaults, **layers, **ours, **rollout.vllm.engine_kwargs}
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from siirl_dask.context import DeviceKind
+from siirl_dask.devices import accelerator
 from siirl_dask.errors import RunError
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
@@ -75,12 +76,12 @@ class Sleep:
 
     def _make_room(self) -> None:
         """Free what torch's allocator keeps for later of what trainers in this process had: vLLM cannot take it."""
-        torch.get_device_module(self._kind).empty_cache()
+        accelerator.free_cache(self._kind)
 
     def _give_back_copy(self) -> None:
         """Free the host's memory that a copy of the weights had when the engine was built: torch would keep it."""
-        if self._copied and self._kind is DeviceKind.CUDA and torch.accelerator.is_available():
-            torch.accelerator.empty_host_cache()
+        if self._copied:
+            accelerator.free_host_cache(self._kind)
         self._copied = False
 
 

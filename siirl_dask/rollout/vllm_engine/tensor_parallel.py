@@ -15,7 +15,7 @@ import msgpack
 
 from siirl_dask.errors import PeerError
 from siirl_dask.rollout.engine import Generation, GenerationRequest, RequestQueue
-from siirl_dask.rollout.requests import pack_request, read_request
+from siirl_dask.rollout.requests import RequestMessage
 
 _ALL = 2**31
 Gather = Callable[[bytes], Sequence[bytes]]
@@ -57,7 +57,7 @@ def _everything(queue: RequestQueue) -> Iterator[tuple[Any, GenerationRequest]]:
 
 
 def _packed(requests: Sequence[GenerationRequest], version: int) -> bytes:
-    packed: bytes = msgpack.packb([pack_request(request, version) for request in requests])
+    packed: bytes = msgpack.packb([*map(RequestMessage(version).pack, requests)])
     return packed
 
 
@@ -68,4 +68,4 @@ def _read(message: bytes, version: int) -> list[GenerationRequest]:
         raise PeerError(f"received {message[:40]!r}, which are no generation requests: {error}") from error
     if not isinstance(requests, list):
         raise PeerError(f"received {str(requests)[:80]!r}: expected a list of generation requests")
-    return [read_request(request, version) for request in requests]
+    return [*map(RequestMessage(version).read, requests)]

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from siirl_dask.devices.accelerator import binding
 from siirl_dask.errors import CheckpointError
 
 _MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
@@ -151,7 +152,7 @@ class _Writer(FsspecWriter):
 
     def __init__(self, url: str, progress: Progress, **options: Any) -> None:
         super().__init__(url, **options)
-        self._bind = _binding()
+        self._bind = binding()
         self._digesting = _DigestingFileSystem(progress)
         self._digesting.fs, _ = open_fs(url)
         self.fs = self._digesting  # type: ignore[assignment]  # as the base class does, which is not typed
@@ -167,16 +168,6 @@ class _Writer(FsspecWriter):
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         retry(super().finish, *args, **kwargs)
-
-
-def _binding() -> Callable[[], None]:
-    """Return what makes this thread's accelerator the current one of another thread.
-
-    DCP writes in a thread of its own, and asks there for a stream: on the first device, unless another is current.
-    """
-    if not torch.accelerator.is_available():
-        return lambda: None
-    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 class _TellingStream(DigestingStream):

@@ -1,8 +1,8 @@
-"""Reads a folder's ``*.safetensors``: this rank's shards into a network, or all weights."""
+"""Reads a folder's ``*.safetensors`` into a network: each rank its own shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,18 @@ from siirl_dask.training.model.network import Network
 from siirl_dask.training.parallel.dtensor import local
 
 
-def load_safetensors(network: Network, path: str, progress: Callable[[], None] = lambda: None) -> None:
+def load_safetensors(
+    network: Network, path: str, renamed: Mapping[str, str], progress: Callable[[], None] = lambda: None
+) -> None:
     """Load the folder's weights into the network's parameters, each rank its own shards; ``progress`` is called for
-    each parameter.
+    each parameter. ``renamed`` are the parameters' names by those in the files.
 
     Adapters get their initial values and zero-initialised parameters 0. ConfigError, by name, for a parameter that the
     files lack or have in another shape.
     """
     subject = f"model.path={path!r}"
-    files, names = open_weights(path), _names(network)
+    files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
+    names = _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
     if missing := sorted(name for name in missing if name not in network.zero_initialised and not is_adapter(name)):
         raise ConfigError(
@@ -35,22 +38,11 @@ def load_safetensors(network: Network, path: str, progress: Callable[[], None] =
     for name, parameter in network.by_name().items():
         if name in network.zero_initialised:
             local(parameter).zero_()
-        elif is_adapter(name):
-            _copy(parameter, first_values(name, parameter.shape))
-        else:
-            stored = next(other for other in (name, *names[name]) if other in files)
-            _copy(parameter, _checked(parameter, files[stored].get_slice(stored), f"{subject}: {stored}"))
+        elif not is_adapter(name):
+            stored, file = next(files[other] for other in (name, *names[name]) if other in files)
+            _copy(parameter, _checked(parameter, file.get_slice(stored), f"{subject}: {stored}"))
         progress()
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Return all weights of the folder by their names in the files, in stored dtypes; memory-mapped, so read on use.
-
-    ConfigError when there are none.
-    """
-    if weights := {name: file.get_tensor(name) for name, file in open_weights(path).items()}:
-        return weights
-    raise ConfigError(f"model.path={path!r}: it holds no *.safetensors")
+    network.each_adapter(lambda name, parameter: _copy(parameter, first_values(name, parameter.shape)))
 
 
 def _names(network: Network) -> dict[str, list[str]]:

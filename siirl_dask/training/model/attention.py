@@ -7,12 +7,15 @@ FlexAttention: see ``attention_kernels``.
 
 from __future__ import annotations
 
+from itertools import accumulate, chain, repeat
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from siirl_dask.training.model.attention_kernels import FlashKernel, Kernel, kernel_of
+from siirl_dask.devices import accelerator, fused
+from siirl_dask.training.model.attention_kernels import FlashKernel, Kernel, PluginKernel, kernel_of
 from siirl_dask.training.model.flex import FlexKernel, attend_flex
 from siirl_dask.training.packing import Packing, Runs
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
@@ -47,8 +50,8 @@ def packed_attention(
         query, key, value = to_heads(query, key, value, ranks)
     if packing.shared is not None:
         query, key, value = packing.shared.spread([query, key, value])
-    dtype, widths = compute_dtype(query), (query.shape[-1], value.shape[-1])
-    kernel = kernel_of(query.device, dtype, *widths)
+    dtype, widths = accelerator.arithmetic_dtype(query), (query.shape[-1], value.shape[-1])
+    kernel = kernel_of(query.device, dtype, *widths, packing.library)
     if kernel is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
     match kernel:
@@ -56,6 +59,8 @@ def packed_attention(
             output = attend_varlen(attend, query, key, value, packing, scaling, sliding_window)
         case FlexKernel():
             output = attend_flex(kernel, query, key, value, _ends(packing, query), packing, scaling, sliding_window)
+        case PluginKernel():
+            output = _attend_rows(query, key, value, packing, scaling, sliding_window)
         case None:
             output = _attend_runs(query, key, value, runs, scaling, sliding_window)
     if packing.shared is not None:
@@ -84,6 +89,16 @@ def attend_varlen(
     return output
 
 
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend within all rows by torch_npu. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
+    q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    ends = accumulate(chain.from_iterable(repeat(length, count) for count, length in packing.runs))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return fused.attend_rows(q, k, v, [*ends], scale, window)
+
+
 def _ends(packing: Packing, query: Tensor) -> Tensor:
     return row_ends(packing.runs, query.device) if packing.ends is None else packing.ends
 
@@ -98,12 +113,6 @@ def row_ends(runs: Runs, device: torch.device) -> Tensor:
     counts, lengths = torch.tensor(runs).unbind(1)
     ends = lengths.repeat_interleave(counts).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that scaled_dot_product_attention would use: rotated queries are float32 also under autocast."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def _attend_runs(

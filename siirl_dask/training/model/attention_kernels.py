@@ -21,11 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siirl_dask.devices import accelerator, fused
+from siirl_dask.devices.operators import AUTO, FLASH, FLEX, PLUGIN, TORCH
+from siirl_dask.errors import ConfigError
 from siirl_dask.training.model.flex import NARROWEST, WIDEST, FlexKernel, compiled_flex, why_not
 
 logger = logging.getLogger("siirl_dask.training")
 Kernel = Callable[..., Any]
 """``torch.nn.attention.varlen.varlen_attn``, or a function of its signature."""
+_SDPA = "torch's scaled_dot_product_attention, a call for each row length"
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _BLACKWELL = (10, 0)  # FlashAttention-3 is compiled for Hopper alone
 
@@ -38,27 +42,52 @@ class FlashKernel:
     attend: Kernel
 
 
+@dataclass(frozen=True, slots=True)
+class PluginKernel:
+    """torch_npu's kernel for all rows at once."""
+
+    name: str = "npu_fusion_attention (torch_npu)"
+
+
 @cache
 def kernel_of(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int
-) -> FlashKernel | FlexKernel | None:
-    """Return the kernel for heads of a type and width on a device, and say so in the log, once; None on other devices
-    than CUDA's, and where there is none.
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int, library: str = AUTO
+) -> FlashKernel | FlexKernel | PluginKernel | None:
+    """Return the kernel for heads of a type and width on a device, and say so in the log, once; None for torch's own
+    attention, and where there is no other. ConfigError where ``library`` has none and is not ``auto``.
     """
-    if device.type != "cuda":
+    heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
+    if library == TORCH:
         return None
-    properties = torch.cuda.get_device_properties(device)
+    if library == PLUGIN:
+        fits = fused.takes_attention(dtype, width, value_width)
+        name = PluginKernel().name if fits else _SDPA
+        logger.info("packed attention on %s, %s, is computed by %s", device, heads, name)
+        return PluginKernel() if fits else None
+    chosen = _on_gpu(device, dtype, width, value_width, heads, library)
+    if library in (FLASH, FLEX) and chosen is None:
+        raise ConfigError(
+            f"trainer.operators.attention={library}: it does not run on {device} for {heads}; leave it out"
+        )
+    return chosen
+
+
+def _on_gpu(
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int, heads: str, library: str
+) -> FlashKernel | FlexKernel | None:
+    capability = accelerator.compute_capability(device)
+    if capability is None:
+        return None
     chosen: FlashKernel | FlexKernel | None = None
     failure: str | None = None
-    if takes_varlen(dtype, width, value_width):
-        has_flash = torch.backends.cuda.is_flash_attention_available()
-        chosen = choose_kernel((properties.major, properties.minor), has_flash)
-    if chosen is None:
+    if library != FLEX and takes_varlen(dtype, width, value_width):
+        chosen = choose_kernel(capability, accelerator.torch_has_flash())
+    if chosen is None and library != FLASH:
         chosen, failure = _flex_for(device, dtype, width, value_width)
-    name = "torch's scaled_dot_product_attention, a call for each row length" if chosen is None else chosen.name
-    heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
+    name = _SDPA if chosen is None else chosen.name
     no_flex = "" if failure is None else f"; FlexAttention does not run: {failure}"
-    logger.info("packed attention on %s (%s), %s, is computed by %s%s", device, properties.name, heads, name, no_flex)
+    where = f"{device} ({accelerator.name_of(device.type, device.index)})"
+    logger.info("packed attention on %s, %s, is computed by %s%s", where, heads, name, no_flex)
     return chosen
 
 

@@ -7,33 +7,36 @@ roles of the process build later.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
 
 
-def use_liger(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Let Llama-like norms and feed-forward layers compute with Liger's kernels.
+def use_liger(
+    modules: Iterable[nn.Module], device: torch.device, operators: Container[str] = ("rms_norm", "swiglu")
+) -> None:
+    """Let Llama-like norms and feed-forward layers compute with Liger's kernels, those of ``operators``.
 
     ConfigError where they cannot run, and for a model that has neither. Other modules, such as Gemma's norms, stay.
     """
-    if device.type != "cuda":
+    if not traits_of(device.type).runs_triton:
         raise ConfigError(f"trainer.liger=true: Liger's kernels are Triton's and need a GPU; this worker has {device}")
     rms_norm, swiglu = _kernels()
     changed = 0
     for module in modules:
-        if _is_norm(module):
+        if "rms_norm" in operators and is_norm(module):
             module.forward = partial(_norm, module, rms_norm)
             changed += 1
-        elif _is_feed_forward(module):
+        elif "swiglu" in operators and is_feed_forward(module):
             module.forward = partial(_feed_forward, module, swiglu)
             changed += 1
     if not changed:
@@ -51,12 +54,12 @@ def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         ) from error
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Return whether it computes ``weight * x / rms(x)``; norms with another formula have no ``variance_epsilon``."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def _is_feed_forward(module: nn.Module) -> bool:
+def is_feed_forward(module: nn.Module) -> bool:
     """Return whether it computes ``down(silu(gate(x)) * up(x))``."""
     has_all = all(hasattr(module, name) for name in _PROJECTIONS)
     return has_all and type(module.act_fn).__name__ in _SILU

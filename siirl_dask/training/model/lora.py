@@ -7,25 +7,36 @@ An adapter's parameters are named beside the weight that they change: ``q_proj.w
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.config import TrainerConfig
+from siirl_dask.config import Part, TrainerConfig
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.adapters import WEIGHT, A, B, is_adapter
 from siirl_dask.training.parallel.dtensor import full_tensor, like_dtensor, local
 
 _PEFT_NAME = "default"  # peft's name for an unnamed adapter; files leave it out
+P = TypeVar("P")
+_OF_ADAPTER = re.compile(r"\.lora_[AB]\.(\w+)\.weight$")
 
 
-def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: TrainerConfig) -> None:
-    """Add adapters to the linear layers in ``layers`` that ``trainer.lora.targets`` names, and freeze the rest.
+def add_adapters(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    tower: Iterable[nn.Module],
+    trainer: TrainerConfig,
+    agents: Sequence[str] = ("",),
+) -> None:
+    """Add adapters to the linear layers that ``trainer.lora.targets`` names, in ``layers`` of the decoder and of the
+    ``tower`` that sees images, a set for each of ``agents``, and freeze the rest.
 
     ``first_values`` gives their values. ConfigError for a name that no linear layer has, and without peft.
     """
@@ -35,26 +46,47 @@ def add_adapters(model: nn.Module, layers: Iterable[nn.Module], trainer: Trainer
         raise ConfigError(
             f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'"
         ) from error
-    linear = {
-        name.rpartition(".")[2]
+    decoder, seeing = _linear(layers), _linear(tower)
+    of_decoder, of_tower = chosen_targets(trainer, set(decoder.values()), set(seeing.values()))
+    chosen = {module for module, name in decoder.items() if name in of_decoder}
+    chosen |= {module for module, name in seeing.items() if name in of_tower}
+    targets = [name for name, module in model.named_modules() if module in chosen]
+    config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws what first_values replaces
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # of the agent before
+        for agent in agents:
+            inject_adapter_in_model(config, model, _peft_name(agent))
+
+
+def _linear(layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Return the linear layers within ``layers``, each with the last part of its name."""
+    return {
+        module: name.rpartition(".")[2]
         for layer in layers
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     }
-    config = peft_config(trainer.lora.rank, trainer.lora.alpha, chosen_targets(trainer, linear))
-    with torch.random.fork_rng(devices=[]):  # peft draws numbers, which first_values replaces
-        inject_adapter_in_model(config, model, _PEFT_NAME)
 
 
-def chosen_targets(trainer: TrainerConfig, linear: set[str]) -> list[str]:
-    """Return the layers among ``linear`` that get adapters. ConfigError for a target that is none of them."""
+def chosen_targets(trainer: TrainerConfig, decoder: set[str], tower: set[str]) -> tuple[set[str], set[str]]:
+    """Return the linear layers, by the names of those in the decoder and in the tower that sees images, that get
+    adapters. ConfigError for a target that is none of them.
+    """
+    known: dict[str, tuple[set[str], set[str]]] = {name: ({name}, set()) for name in decoder}
+    if tower:
+        known |= {str(Part.visual): (set(), tower), str(Part.language_model): (decoder, set())}
+        known |= {f"{Part.visual}.{name}": (set(), {name}) for name in tower}
+    of_decoder, of_tower = set[str](), set[str]()
     for target in trainer.lora.targets:
-        if target not in linear:
+        if target not in known:
+            where = "the model" if tower else "the model's decoder"
             raise ConfigError(
-                f"trainer.lora.targets={trainer.lora.targets}: the model's decoder has no linear layer {target!r} "
-                f"(there are: {sorted(linear)}){did_you_mean(target, linear)}"
+                f"trainer.lora.targets={trainer.lora.targets}: {where} has no linear layer {target!r} "
+                f"(there are: {sorted(known)}){did_you_mean(target, known)}"
             )
-    return sorted(set(trainer.lora.targets) or linear)
+        of_decoder |= known[target][0]
+        of_tower |= known[target][1]
+    return (of_decoder, of_tower) if trainer.lora.targets else (decoder, set())
 
 
 def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> Any:
@@ -71,9 +103,29 @@ def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | Non
     )
 
 
-def file_name(name: str) -> str:
-    """Return the name in files of the parameter called ``name`` in a model with peft's layers."""
-    return name.replace(".base_layer.", ".").replace(f".{_PEFT_NAME}.", ".")
+def by_file_name(named: Iterable[tuple[str, P]], agent: str = "") -> dict[str, P]:
+    """Return the parameters of a model with peft's layers by their names in files, without adapters of other agents."""
+    own, found = _peft_name(agent), dict[str, P]()
+    for name, parameter in named:
+        adapter = _OF_ADAPTER.search(name)
+        if adapter is None:
+            found[name.replace(".base_layer.", ".")] = parameter
+        elif adapter[1] == own:
+            found[name.replace(f".{own}.", ".")] = parameter
+    return found
+
+
+def choose_adapters(model: nn.Module, agent: str) -> None:
+    """Let the model compute with the adapters of ``agent``, and let these learn: no others do then."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.set_adapter(_peft_name(agent))
+
+
+def _peft_name(agent: str) -> str:
+    return f"agent_{agent}" if agent else _PEFT_NAME
 
 
 def rank_of(name: str, tensor: Tensor) -> int:

@@ -2,62 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from siirl_dask.config import TrainerConfig
+from siirl_dask.config import Part, TrainerConfig
+from siirl_dask.devices import accelerator
+from siirl_dask.devices.operators import AUTO, LIGER, REFERENCE
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import is_adapter
-from siirl_dask.training.model.attention import PACKED, ends_for_kernels, leave_uncompiled
+from siirl_dask.training.batch_images import ImageInputs
+from siirl_dask.training.model.attention import PACKED, ends_for_kernels
 from siirl_dask.training.model.liger import use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
-from siirl_dask.training.model.lora import add_adapters, file_name, first_values, merged, without_adapters
+from siirl_dask.training.model.lora import (
+    add_adapters,
+    by_file_name,
+    choose_adapters,
+    first_values,
+    merged,
+    without_adapters,
+)
+from siirl_dask.training.model.operators import use_operators
+from siirl_dask.training.model.trial import rounding, trial_rows
+from siirl_dask.training.model.vision import (
+    below_head,
+    decoder_inputs,
+    family_of_model,
+    plain_arguments,
+    tower_layers,
+)
 from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
 from siirl_dask.training.parallel.own_rows import select_own_rows
 from siirl_dask.training.parallel.ulysses import to_owners
+from siirl_dask.training.parts import frozen_parts, is_of, stays
 from siirl_dask.training.trainer import PackedRows
 
 
 class Network(nn.Module):
-    """A causal model or its decoder. With ``autocast`` it computes in bfloat16; ``adapters`` configures LoRA, if any.
+    """A causal model or its part below the head. With ``autocast`` it computes in bfloat16; ``trainer`` says how it
+    learns, if it does.
 
-    Dropout is off, so that the policy that is trained is the one that sampled.
+    ``inputs`` lays out images for a model that sees any; with ``always`` its tower runs in each pass. It may have
+    adapters of several ``agents``, and computes with those of one at a time, of the first to begin with. Dropout is
+    off, so that the policy that is trained is the one that sampled.
     """
 
     zero_initialised: tuple[str, ...] = ()
     """Names of parameters that begin at 0 because no file has them."""
 
     def __init__(
-        self, model: PreTrainedModel, *, device: torch.device, autocast: bool, adapters: TrainerConfig | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device,
+        autocast: bool,
+        trainer: TrainerConfig | None = None,
+        agents: Sequence[str] = ("",),
+        inputs: ImageInputs | None = None,
+        always: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.agents, self.agent = tuple(agents), agents[0]
         self.device = device
         self.autocast = autocast
+        self.inputs, self._always = inputs, always
+        self._family = family_of_model(model)
+        self._trainer = trainer
+        self._attention = AUTO
         self.scaling: float | None = None
-        if adapters is not None and adapters.lora.rank:
-            self.scaling = adapters.lora.alpha / adapters.lora.rank
-            add_adapters(model, self.layers(), adapters)
-            self._begin_adapters()
+        if trainer is not None and trainer.lora.rank:
+            self.scaling = trainer.lora.alpha / trainer.lora.rank
+            add_adapters(model, self.layers(), self.tower_layers(), trainer, agents)
+            choose_adapters(model, self.agent)
+            self.each_adapter(_begin)
+        else:
+            named, learned = self.by_name(), self.trainable()
+            for name in named.keys() - learned.keys():
+                named[name].requires_grad_(False)  # now, for FSDP takes it over when it first gathers
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        """Return every parameter by its name in files; with ``tied``, by all its names."""
-        return _by_file_name(self, tied)
+        """Return every parameter by its name in files; with ``tied``, by all its names. Of adapters those in use."""
+        return by_file_name(self.named_parameters(remove_duplicate=not tied), self.agent)
+
+    def use(self, agent: str) -> None:
+        """Compute with the adapters of ``agent`` from now on; ``by_name``, ``trainable`` and ``merged`` have these."""
+        if agent != self.agent:
+            self.agent = agent
+            choose_adapters(self.model, agent)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that learn: all, or with adapters those and the zero-initialised ones."""
+        """Return the parameters that learn: all but those of frozen parts, or with adapters those and the
+        zero-initialised ones.
+        """
         named = self.by_name()
         if self.scaling is None:
-            return named
+            frozen: list[Part] = []
+            if self._trainer is not None:
+                frozen = frozen_parts(self._trainer, self._family, sees_images=self.inputs is not None)
+            return {
+                name: each
+                for name, each in named.items()
+                if name in self.zero_initialised or not stays(name, frozen, self._family)
+            }
         return {name: each for name, each in named.items() if is_adapter(name) or name in self.zero_initialised}
+
+    def rates(self, trainer: TrainerConfig | None = None) -> dict[str, float]:
+        """Return the learning rates, in units of ``trainer.lr``, of parameters that have another one."""
+        trainer = trainer or self._trainer
+        if trainer is None or trainer.visual_lr is None or self._family is None:
+            return {}
+        factor = trainer.visual_lr / trainer.lr
+        return {name: factor for name in self.trainable() if is_of(Part.visual, name, self._family)}
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters with adapters merged; ``others`` replace parameters of the same name."""
@@ -83,39 +146,77 @@ class Network(nn.Module):
             )
         return list(layers)
 
-    @torch.no_grad()
-    def _begin_adapters(self) -> None:
-        for name, parameter in self.by_name().items():
-            if is_adapter(name) and not parameter.is_meta:
-                parameter.copy_(first_values(name, parameter.shape))
+    def tower_layers(self) -> list[nn.Module]:
+        """Return the layers of the tower that sees images; none for a model of text."""
+        return tower_layers(self.model)
+
+    def each_adapter(self, do: Callable[[str, nn.Parameter], None]) -> None:
+        """Call ``do(name, parameter)`` for the adapters of all agents, by their names in files."""
+        for agent in reversed(self.agents):  # so that the first one's are in use
+            self.use(agent)
+            for name, parameter in self.by_name().items():
+                if is_adapter(name):
+                    do(name, parameter)
 
     def predicting_states(self, batch: MicroBatch) -> Tensor:
         """Compute the last hidden state of the token before each response token. [C, D]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = _hidden(self.model, batch, self.device)
+        with accelerator.autocast(self.device, enabled=self.autocast):
+            hidden = self._hidden(batch)
         return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
-    def enable_packed_attention(self, liger: bool = False) -> tuple[float, float]:
-        """Switch to packed attention, and with ``liger`` to Liger's kernels. Returns the error against plain passes, on
-        three short rows of which two share a prompt, and its tolerance.
+    def enable_packed_attention(self, operators: Mapping[str, str] = REFERENCE) -> tuple[float, float]:
+        """Switch to packed attention, and to the library of each operator. Returns the error against plain passes, on
+        the short rows of ``trial_rows``, and its tolerance.
         """
-        lengths, prompts = torch.tensor([3, 4, 4]), torch.tensor([1, 2, 2])
-        tokens = torch.tensor([0, 1, 2, 3, 4, 5, 0, 3, 4, 1, 5]) % self.model.config.get_text_config().vocab_size
+        rows = trial_rows(self.model.config.get_text_config().vocab_size, self.inputs)
         head = self.model.get_output_embeddings()
-        plain = []
-        for row, prompt in zip(tokens.split(lengths.tolist()), prompts.tolist(), strict=True):
-            output = self.model(row[None].to(self.device), use_cache=False)
-            plain.append((output[0] if head is None else output.logits)[0, prompt - 1 : -1])
-        expected = torch.cat(plain)
-        if liger:
-            use_liger(self.modules(), self.device)
-        self.model.set_attn_implementation(PACKED)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        (batch,) = micro_batches(PackedRows(tokens, offsets, prompts), budget=len(tokens))
-        hidden = _hidden(self.model, batch, self.device)[batch.predicting.to(self.device)]
+        expected = torch.cat([*self._plain_outputs(rows)])
+        if ligers := [operator for operator, library in operators.items() if library == LIGER]:
+            use_liger(self.modules(), self.device, ligers)
+        use_operators(self.modules(), operators)
+        self._attention = operators["attention"]
+        self.model.get_decoder().set_attn_implementation(PACKED)
+        (batch,) = micro_batches(rows, budget=len(rows.tokens), inputs=self.inputs)
+        hidden = self._hidden(batch)[batch.predicting.to(self.device)]
         packed = hidden if head is None else head(hidden)
         return (packed - expected).abs().max().item(), rounding(expected.abs().max().item(), expected.dtype)
+
+    def _plain_outputs(self, rows: PackedRows) -> Iterator[Tensor]:
+        """Yield what the model itself computes before each response token of each row, by itself: [K, V] logits, or
+        hidden states [K, D] of a model without a head.
+        """
+        ends = zip(rows.offsets.tolist()[1:], rows.prompt_lengths.tolist(), strict=True)
+        for row, (end, prompt) in enumerate(ends):
+            ids = rows.tokens[int(rows.offsets[row]) : end][None].to(self.device)
+            seen: dict[str, Any] = {}
+            if self.inputs is not None and rows.images is not None:
+                images = rows.images.groups[int(rows.images.of_row[row])]
+                seen = plain_arguments(ids, self.inputs.pixels(images), self.inputs.image_token)
+            output = self.model(ids, use_cache=False, **seen)
+            yield (output[0] if self.model.get_output_embeddings() is None else output.logits)[0, prompt - 1 : -1]
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """Compute last hidden states, [T, D]. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
+        ids, device = batch.input_ids.to(self.device), self.device
+        given: dict[str, Any] = {"input_ids": ids}
+        if self.inputs is not None:
+            given = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)
+        output = self.model.get_decoder()(
+            **given,
+            position_ids=batch.position_ids.to(device),
+            attention_mask=None,
+            use_cache=False,
+            packing=Packing(
+                batch.runs,
+                None if batch.route is None else batch.route.ranks,
+                ends_for_kernels(batch.runs, device),
+                shared=None if batch.shared is None else batch.shared.to(device),
+                library=self._attention,
+            ),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
 
 class PolicyNetwork(Network):
@@ -126,15 +227,20 @@ class PolicyNetwork(Network):
         model: PreTrainedModel,
         *,
         device: torch.device,
-        autocast: bool = False,
-        adapters: TrainerConfig | None = None,
         temperature: float,
+        autocast: bool = False,
+        trainer: TrainerConfig | None = None,
+        agents: Sequence[str] = ("",),
+        inputs: ImageInputs | None = None,
+        always: bool = False,
     ) -> None:
-        super().__init__(model, device=device, autocast=autocast, adapters=adapters)
+        super().__init__(
+            model, device=device, autocast=autocast, trainer=trainer, agents=agents, inputs=inputs, always=always
+        )
         self.temperature = temperature
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        return _by_file_name(self.model, tied)
+        return by_file_name(self.model.named_parameters(remove_duplicate=not tied), self.agent)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if not batch.input_ids.numel():
@@ -156,7 +262,7 @@ class PolicyNetwork(Network):
 
 
 class ValueNetwork(Network):
-    """The decoder of a causal model with a value head, which begins at 0."""
+    """The part of a causal model below its head, with a value head, which begins at 0."""
 
     zero_initialised = ("value_head.weight", "value_head.bias")
 
@@ -166,10 +272,13 @@ class ValueNetwork(Network):
         *,
         device: torch.device,
         autocast: bool = False,
-        adapters: TrainerConfig | None = None,
+        trainer: TrainerConfig | None = None,
+        inputs: ImageInputs | None = None,
+        always: bool = False,
     ) -> None:
         width = model.get_output_embeddings().in_features
-        super().__init__(model.get_decoder(), device=device, autocast=autocast, adapters=adapters)
+        below = below_head(model)
+        super().__init__(below, device=device, autocast=autocast, trainer=trainer, inputs=inputs, always=always)
         embeddings = self.model.get_input_embeddings()
         self.value_head = nn.Linear(width, 1, device=next(embeddings.parameters()).device)
         for parameter in self.value_head.parameters():
@@ -189,64 +298,7 @@ class ValueNetwork(Network):
         return values.clone()  # FSDP puts a hook on the result, which must be no view
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer except its attention with torch.compile, once for all lengths."""
-    leave_uncompiled()
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def recompute(layers: Iterable[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass, which computes the rest again (arXiv:1604.06174)."""
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def use_packed_attention(network: Network, path: str, *, liger: bool = False) -> None:
-    """Switch to packed attention, and with ``liger`` to Liger's kernels, and check that the logits stay the same.
-    ConfigError if they do not.
-
-    A model may compute more than this network (a soft cap on its logits, a mask of its own), and training on numbers
-    other than the sampled ones would go unnoticed.
-    """
-    name = type(network.model).__name__
-    try:
-        error, tolerance = network.enable_packed_attention(liger)
-    except (TypeError, NotImplementedError) as failure:
-        raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
-    if not error <= tolerance:  # also for NaN
-        kernels = " with Liger's kernels (trainer.liger)" if liger else ""
-        raise ConfigError(
-            f"model.path={path!r}: logits of {name} from packed rows and a linear head{kernels} "
-            f"are off by {error:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
-        )
-
-
-def rounding(largest: float, dtype: torch.dtype) -> float:
-    """Return the tolerance for logits up to ``largest`` from kernels that sum in another order.
-
-    GPUs have a kernel per shape, and the last digit of bfloat16 alone is more than 1e-3.
-    """
-    return max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
-
-
-def _by_file_name(module: nn.Module, tied: bool) -> dict[str, nn.Parameter]:
-    return {file_name(name): each for name, each in module.named_parameters(remove_duplicate=not tied)}
-
-
-def _hidden(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
-    """Compute last hidden states, [T, D]. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
-    output = model.get_decoder()(
-        input_ids=batch.input_ids.to(device),
-        position_ids=batch.position_ids.to(device),
-        attention_mask=None,
-        use_cache=False,
-        packing=Packing(
-            batch.runs,
-            None if batch.route is None else batch.route.ranks,
-            ends_for_kernels(batch.runs, device),
-            shared=None if batch.shared is None else batch.shared.to(device),
-        ),
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
+@torch.no_grad()
+def _begin(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.is_meta:
+        parameter.copy_(first_values(name, parameter.shape))

@@ -7,18 +7,21 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
-from siirl_dask.models.loading import load_pretrained
-from siirl_dask.training.model.network import Network, compile_layers, recompute, use_packed_attention
+from siirl_dask.config import Dtype, ImagesConfig, ModelConfig, TrainerConfig
+from siirl_dask.models.loading import load_pretrained, model_class
+from siirl_dask.training.batch_images import ImageInputs
+from siirl_dask.training.layouts import operators_of
+from siirl_dask.training.model.layers import compile_layers, recompute
+from siirl_dask.training.model.network import Network
+from siirl_dask.training.model.trial import use_packed_attention
 from siirl_dask.training.packing import MicroBatch, micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensors, like_dtensor, local
 from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)
 Make = Callable[..., N]
-"""Makes a network from a causal model, ``device`` and ``autocast``."""
+"""Makes a network from a causal model, ``device``, ``autocast``, and ``inputs`` that lay out images."""
 
 
 class ModelBackend(Protocol):
@@ -35,8 +38,10 @@ class ModelBackend(Protocol):
         """Build the network with the weights of the model's folder. ConfigError when they cannot be loaded."""
         ...
 
-    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
-        """Cut rows into micro-batches, the same number on every rank if passes need all ranks."""
+    def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
+        """Cut rows into micro-batches, the same number on every rank if passes need all ranks. ``inputs`` are those of
+        the network.
+        """
         ...
 
 
@@ -51,27 +56,34 @@ class ReplicatedBackend:
     holds_groups = False
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, *, device: str, progress: Callable[[], None] = lambda: None
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        *,
+        device: str,
+        images: ImagesConfig | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``progress`` is called for each micro-batch."""
         self.device, self._progress = torch.device(device), progress
-        self._model, self._trainer = model, trainer
+        self._model, self._trainer, self._images = model, trainer, images
 
     def network(self, make: Make[N]) -> N:
-        subject = f"model.path={self._model.path!r}"
-        model = load_pretrained(AutoModelForCausalLM, self._model.path, torch.float32, subject)
+        path, subject = self._model.path, f"model.path={self._model.path!r}"
+        model = load_pretrained(model_class(path, subject), path, torch.float32, subject)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
-        network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16)
-        use_packed_attention(network, self._model.path, liger=self._trainer.liger)
+        inputs = ImageInputs.load(path, self._images, model)
+        network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16, inputs=inputs)
+        use_packed_attention(network, path, operators_of(self._trainer, self.device))
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
-            recompute(network.layers())
+            recompute([*network.layers(), *network.tower_layers()])
         network.register_forward_hook(lambda *_: self._progress())
         return network
 
-    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
-        return micro_batches(rows, self._trainer.max_tokens_per_micro_batch)
+    def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
+        return micro_batches(rows, self._trainer.max_tokens_per_micro_batch, inputs=inputs)
 
 
 def full_weights(

@@ -19,20 +19,27 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from siirl_dask.config import Dtype, ModelConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import Dtype, ImagesConfig, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
+from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.loading import refused_by_name
+from siirl_dask.models.loading import class_of_config, refused_by_name
+from siirl_dask.models.weight_files import open_weights
+from siirl_dask.models.weight_names import parameter_names
+from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.files.safetensors import load_safetensors
-from siirl_dask.training.model.network import compile_layers, recompute, use_packed_attention
+from siirl_dask.training.layouts import check_heads, operators_of
+from siirl_dask.training.model.layers import compile_layers, recompute
+from siirl_dask.training.model.network import Network
+from siirl_dask.training.model.trial import use_packed_attention
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.parallel.backend import Make, N
 from siirl_dask.training.parallel.mesh import role_mesh, sequence_ranks, tensor_mesh
 from siirl_dask.training.parallel.sequence_parallel import idle_tokens, shared_batches
 from siirl_dask.training.parallel.tensor_parallel import common_batches, split_layers
-from siirl_dask.training.preflight import check_heads
+from siirl_dask.training.parts import check_no_split_images
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -52,12 +59,14 @@ class FsdpBackend:
         *,
         device: str,
         rank: Rank,
+        images: ImagesConfig | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``progress`` is called for each micro-batch."""
         self.device, self._progress = torch.device(device), progress
-        self._model, self._trainer, self._rank = model, trainer, rank
+        self._model, self._trainer, self._rank, self._images = model, trainer, rank, images
         check_heads(trainer, model.path)
+        check_no_split_images(trainer, images)
         self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
         if (size := trainer.fsdp.tensor_parallel) > 1:
             mesh = tensor_mesh(rank, size, self.device)
@@ -71,23 +80,26 @@ class FsdpBackend:
         self.shard_ranks: Sequence[int] | None = range(first, first + shards)
 
     def network(self, make: Make[N]) -> N:
-        network = make(_meta_model(self._model.path), device=self.device, autocast=False)
+        model = _meta_model(self._model.path)
+        renamed = parameter_names(model, open_weights(self._model.path))
+        inputs = ImageInputs.load(self._model.path, self._images, model)
+        network = make(model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None)
         if self._tensor_ranks.size > 1:
             split_layers(network.model, self._tensor, self._model.path)
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
-            recompute(network.layers())
-        self._shard(network, network.layers())
+            recompute([*network.layers(), *network.tower_layers()])
+        self._shard(network)
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
-        load_safetensors(network, self._model.path, self._progress)
-        use_packed_attention(network, self._model.path, liger=self._trainer.liger)
+        load_safetensors(network, self._model.path, renamed, self._progress)
+        use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device))
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
         return network
 
-    def micro_batches(self, rows: PackedRows) -> list[MicroBatch]:
+    def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
         """Cut rows into micro-batches. All ranks take part in each pass, so ranks with fewer get idle ones as well."""
         budget, sequence, tensor = self._trainer.max_tokens_per_micro_batch, self._sequence, self._tensor_ranks
         if sequence.size > 1:
@@ -95,21 +107,24 @@ class FsdpBackend:
         elif tensor.size > 1:
             parts, idle = common_batches(rows, tensor, budget, self.device), idle_batch(rows)
         else:
-            parts, idle = micro_batches(rows, budget), idle_batch(rows)
+            parts, idle = micro_batches(rows, budget, inputs=inputs), idle_batch(rows)
         parts = [part for part in parts if part.input_ids.numel()]
         passes = torch.tensor(len(parts), device=self.device)
         if self._rank.group is not None:
             dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._rank.group)
         return parts + [idle] * (max(1, int(passes)) - len(parts))
 
-    def _shard(self, network: nn.Module, layers: list[nn.Module]) -> None:
+    def _shard(self, network: Network) -> None:
         bfloat16 = self._model.dtype is Dtype.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        for unit in (
-            *_units(layers, parse_bytes("trainer.fsdp.gather_size", self._trainer.fsdp.gather_size)),
+        offload = CPUOffloadPolicy(pin_memory=accelerator.pins_host_memory(self.device))
+        size = parse_bytes("trainer.fsdp.gather_size", self._trainer.fsdp.gather_size)
+        units: list[list[nn.Module]] = [
+            *_units(network.tower_layers(), size),
+            *_units(network.layers(), size),
             [network],
-        ):
+        ]
+        for unit in units:
             fully_shard(
                 unit,
                 mesh=self._mesh,
@@ -139,7 +154,7 @@ def _meta_model(path: str) -> PreTrainedModel:
     """Build the model of the folder ``path`` on the meta device, without memory."""
     with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+        return class_of_config(config).from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
 
 def _compute_buffers(network: nn.Module, path: str) -> None:

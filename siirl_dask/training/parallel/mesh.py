@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from siirl_dask.collectives import BACKENDS, LOOPBACK, listening_at, new_subgroup
 from siirl_dask.context import Rank
-from siirl_dask.training.preflight import check_divides
+from siirl_dask.training.layouts import check_divides
 
 
 def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
@@ -25,14 +25,15 @@ def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> Devic
     if rank.size > 1 and rank.group is None:
         raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
     if rank.group is None:
-        return _one_axis(_group_of_one(device.type), device)
+        return one_axis(group_of_one(device.type), device)
     if size == rank.size:
-        return _one_axis(rank.group, device)
+        return one_axis(rank.group, device)
     return _two_axes(rank, size, device, ("replicate", "shard"))
 
 
-def _one_axis(group: Any, device: torch.device) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(_axis("shard", group),))
+def one_axis(group: Any, device: torch.device, name: str = "shard") -> DeviceMesh:
+    """Return the mesh [name] of a group."""
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(_axis(name, group),))
 
 
 def _axis(name: str, group: Any) -> str:
@@ -57,7 +58,7 @@ def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str
     """Return the mesh [role's ranks / size, size], with neighbours in the role in a row."""
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
     row, column = divmod(rank.rank, size)
-    _even_out(rank.group, device)
+    even_out(rank.group, device)
     groups = [new_subgroup(ranks.tolist(), rank.group) for ranks in (places[:, column], places[row])]
     axes = tuple(_axis(name, group) for name, group in zip(names, groups, strict=True))
     return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=axes)
@@ -74,12 +75,12 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
     row, place = divmod(rank.rank, size)
     if size == rank.size:
         return Rank(place, size, rank.group)
-    _even_out(rank.group, device)
+    even_out(rank.group, device)
     ranks = dist.get_process_group_ranks(rank.group)[row * size : (row + 1) * size]
     return Rank(place, size, new_subgroup(ranks, rank.group))
 
 
-def _even_out(role: Any, device: torch.device) -> None:
+def even_out(role: Any, device: torch.device) -> None:
     """Create groups of one until all ranks of the role are in equally many groups.
 
     A group that only its own ranks create is named after that number. Ranks with different numbers would look for each
@@ -92,7 +93,7 @@ def _even_out(role: Any, device: torch.device) -> None:
         new_subgroup([dist.get_rank()], role)
 
 
-def _group_of_one(kind: str) -> Any:
+def group_of_one(kind: str) -> Any:
     """Return a process group with this rank alone, which FSDP needs, for devices of a kind such as ``cuda``.
 
     In a run with one worker it is the default group, of which DCP's asynchronous saves want a CPU backend as well.
