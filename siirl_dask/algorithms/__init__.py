@@ -4,9 +4,12 @@ To add an algorithm, pass a function of your own with the same signature. There 
 """
 
 from siirl_dask.algorithms.advantages import AdvantageFn, Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms.agent_advantages import AgentAdvantageFn, AgentOutcomes, dr_mas, hierarchical_grpo
+from siirl_dask.algorithms.agent_losses import happo_clip, turn_clip
 from siirl_dask.algorithms.aggregation import (
     Aggregation,
     Totals,
+    segment_weights,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
     sequence_mean_token_sum_norm,
@@ -28,6 +31,8 @@ from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss, policy_g
 from siirl_dask.algorithms.overlong import overlong_penalty
 from siirl_dask.algorithms.packed import row_means, row_sums, spread
 from siirl_dask.algorithms.policy_loss import policy_loss
+from siirl_dask.algorithms.role_baselines import RoleBaselines, build_role_baselines
+from siirl_dask.algorithms.similarity import nearest_distances, srpo_rewards
 from siirl_dask.algorithms.surrogates import cispo, cpgd, gmpo, gspo, sapo, sequence_clip
 from siirl_dask.algorithms.token_advantages import (
     TokenAdvantageFn,
@@ -39,42 +44,62 @@ from siirl_dask.algorithms.token_advantages import (
     reinforce_plus_plus_baseline,
     whitened,
 )
+from siirl_dask.algorithms.turn_advantages import gigpo, magrpo, mt_grpo, turn_returns
+from siirl_dask.algorithms.turn_gae import marft, marft_tokens, turn_gae
+from siirl_dask.algorithms.turn_outcomes import EpisodeRows, TurnAdvantageFn, TurnAdvantages, TurnOutcomes
 from siirl_dask.algorithms.value_loss import ValueInputs, ValueLossFn, value_clip
 
 __all__ = [
     "AdvantageFn",
+    "AgentAdvantageFn",
+    "AgentOutcomes",
     "Aggregation",
     "CorrectionFn",
+    "EpisodeRows",
     "KLController",
     "KLFn",
     "LossFn",
     "LossInputs",
     "Outcomes",
+    "RoleBaselines",
     "TokenAdvantageFn",
     "TokenAdvantages",
     "TokenLoss",
     "TokenOutcomes",
     "Totals",
+    "TurnAdvantageFn",
+    "TurnAdvantages",
+    "TurnOutcomes",
     "ValueInputs",
     "ValueLossFn",
     "abs_difference",
     "build_kl_controller",
+    "build_role_baselines",
     "cispo",
     "clip_cov",
     "covariances",
     "cpgd",
     "dr_grpo",
+    "dr_mas",
     "gae",
+    "gigpo",
     "gmpo",
     "gpg",
     "grpo",
     "gspo",
+    "happo_clip",
+    "hierarchical_grpo",
     "k1",
     "k2",
     "k3",
     "kl_cov",
+    "magrpo",
+    "marft",
+    "marft_tokens",
     "masked_is",
     "moments",
+    "mt_grpo",
+    "nearest_distances",
     "opo",
     "overlong_penalty",
     "pass_at_k",
@@ -89,14 +114,19 @@ __all__ = [
     "row_means",
     "row_sums",
     "sapo",
+    "segment_weights",
     "sequence_clip",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
     "spread",
+    "srpo_rewards",
     "straight_through",
     "token_mean",
     "truncated_is",
+    "turn_clip",
+    "turn_gae",
+    "turn_returns",
     "value_clip",
     "whitened",
 ]

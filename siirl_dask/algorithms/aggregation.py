@@ -2,6 +2,9 @@
 
 A token's weight depends on its own row's length and on totals over all workers, so the weighted sum is the same however
 rows are divided over micro-batches and workers.
+
+A row is a sequence. Where an episode has several rows, ``segment_weights`` gives each token the weight that it has in
+the episode's one row, and ``Totals.rows`` counts episodes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ class Totals:
     tokens: int
     """Number of tokens that the loss trains on."""
     rows: int
-    """Number of rows with at least one such token."""
+    """Number of sequences with at least one such token: of rows, or of episodes where these have several rows."""
 
 
 Aggregation = Callable[[Tensor, Totals], Tensor]
@@ -53,6 +56,17 @@ def sequence_mean_token_sum_norm(offsets: Tensor, totals: Totals, *, length: int
     if not length >= 1:
         raise ValueError(f"length={length}: expected at least 1, the longest response there can be")
     return _constant(offsets, 1 / (max(1, totals.rows) * length))
+
+
+def segment_weights(aggregate: Aggregation, offsets: Tensor, totals: Totals, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the weights of rows that are parts of longer sequences. [R + 1], [R], [R] -> [K].
+
+    Row r holds its sequence's tokens from ``starts[r]`` on, of ``lengths[r]`` in all. ``aggregate`` is given the whole
+    sequences, and of its weights those of the rows' own tokens are kept: an episode counts as one, however it is cut.
+    """
+    whole = torch.cat([offsets[:1], lengths.cumsum(0)])
+    own = torch.arange(int(offsets[-1]), device=offsets.device) - spread(offsets[:-1], offsets)
+    return aggregate(whole, totals)[own + spread(whole[:-1] + starts, offsets)]
 
 
 def _constant(offsets: Tensor, weight: float) -> Tensor:

@@ -6,40 +6,63 @@ from siirl_dask.nodes.advantage import (
     estimate_token_advantages,
     take_greedy_baselines,
 )
+from siirl_dask.nodes.agent_advantage import estimate_agent_advantages, estimate_role_advantages
+from siirl_dask.nodes.agents import append_response, bring_out, hand_over, take_agents
 from siirl_dask.nodes.covariance import choose_covariant
 from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
 from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
 from siirl_dask.nodes.logprobs import base_logprobs, estimate_values, policy_logprobs, reference_logprobs
+from siirl_dask.nodes.play import play, play_answers
+from siirl_dask.nodes.policy_change import measure_policy_change
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
+from siirl_dask.nodes.run_agents import run_agents, run_agents_to_validate
 from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
+from siirl_dask.nodes.similarity import embed_texts, score_by_similarity
+from siirl_dask.nodes.turn_advantage import estimate_turn_advantages
+from siirl_dask.nodes.turn_scores import score_turns
 from siirl_dask.nodes.update import update_critic, update_policy
 from siirl_dask.nodes.weights import load_weights, publish_weights
 
 __all__ = [
     "ColumnPath",
+    "append_response",
     "base_logprobs",
+    "bring_out",
     "choose_covariant",
     "draw_minibatches",
+    "embed_texts",
     "encode_prompts",
     "estimate_advantage",
+    "estimate_agent_advantages",
+    "estimate_role_advantages",
     "estimate_token_advantages",
+    "estimate_turn_advantages",
     "estimate_values",
     "eval_table",
     "generate",
     "generate_answers",
     "generate_with_greedy",
+    "hand_over",
     "load_weights",
     "measure_answers",
+    "measure_policy_change",
     "penalise_kl",
     "penalise_overlong",
+    "play",
+    "play_answers",
     "policy_logprobs",
     "publish_weights",
     "reference_logprobs",
+    "run_agents",
+    "run_agents_to_validate",
     "sample_until_mixed",
     "score",
+    "score_by_similarity",
+    "score_turns",
     "score_with_model",
+    "take_agents",
     "take_greedy_baselines",
     "update_critic",
     "update_policy",

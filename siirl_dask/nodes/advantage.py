@@ -2,11 +2,15 @@
 
 A row without a reward (its reward function failed, and ``rewards.max_failures`` allowed it) gets no advantage and does
 not count in those of others. TrainingError for an advantage that is not finite, unless ``run.on_nan=skip``.
+
+Where episodes have several rows (``episodes.py``), an episode counts once, in a group of its agent's: its reward is the
+sum of its rows', one without a reward leaves all of them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import fsum
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +20,15 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
+from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, whole_episodes
 from siirl_dask.nodes.nonfinite import check_finite
-from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, valid_rows, values
+from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
+    AGENT,
+    EPISODE_ID,
     GREEDY,
     GREEDY_REWARD,
     GROUP_ID,
@@ -60,29 +67,30 @@ def _check_count(values: Tensor, name: str) -> None:
 
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
-    optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD],
+    optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE],
     writes=fields(ADVANTAGE),
     trial=_try_rows,
 )
 def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor]) -> pa.Table:
     """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node asks for rows=GROUPED: groups are whole.
 
-    The sum of a row's token rewards (``kl_penalty``) is added to its reward.
+    The sum of a row's token rewards (``kl_penalty``) is added to its reward. All rows of an episode have its advantage.
     """
-    comparable = valid_rows(table, REWARD, GREEDY_REWARD)
+    comparable = whole_episodes(table, REWARD, GREEDY_REWARD)
     scored = table.filter(comparable)
+    episodes = episodes_of(scored)
     mask, offsets = response_mask(scored)
     rewards = values(scored[REWARD])
     if KL_PENALTY in scored.column_names:
         rewards = rewards + row_sums(packed(scored[KL_PENALTY])[0] * mask, offsets)
     outcomes = Outcomes(
-        rewards=rewards,
-        group_ids=values(scored[GROUP_ID]),
-        lengths=row_sums(mask.long(), offsets),
-        baselines=values(scored[GREEDY_REWARD]) if GREEDY_REWARD in scored.column_names else None,
+        rewards=episodes.sums(rewards),
+        group_ids=episodes.last(groups_of(scored)),
+        lengths=episodes.sums(row_sums(mask.long(), offsets)),
+        baselines=episodes.last(values(scored[GREEDY_REWARD])) if GREEDY_REWARD in scored.column_names else None,
         all_sum=ctx.all_sum,
     )
-    estimated = pa.array(advantage(outcomes).numpy(), TYPES[ADVANTAGE])
+    estimated = pa.array(episodes.spread(advantage(outcomes)).numpy(), TYPES[ADVANTAGE])
     table = table.append_column(ADVANTAGE, scatter_valid(comparable, estimated))
     check_finite(ctx, table, ADVANTAGE)
     return table
@@ -90,7 +98,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
 
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
-    optional=[RESPONSE_MASK, KL_PENALTY, VALUES],
+    optional=[RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
     writes=fields(ADVANTAGES, RETURNS),
     trial=_try_tokens,
 )
@@ -99,17 +107,21 @@ def estimate_token_advantages(
 ) -> pa.Table:
     """Add an advantage and a return for each response token. The row's reward falls on its last token in the mask.
 
-    With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers.
+    The rows of an episode are one row here: its segments lie end to end, and what follows a segment's last token is the
+    next one's first. With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers.
     """
-    comparable = valid_rows(table, REWARD)
+    comparable = whole_episodes(table, REWARD)
     scored = table.filter(comparable)
-    mask, offsets = response_mask(scored)
-    rewards = _on_last_token(values(scored[REWARD]), mask, offsets)
+    episodes = episodes_of(scored)
+    scored = episodes.end_to_end(scored)
+    mask, row_offsets = response_mask(scored)
+    offsets = episodes.offsets(row_offsets)
+    rewards = _on_last_token(values(scored[REWARD]), mask, row_offsets, episodes.begins(offsets))
     if KL_PENALTY in scored.column_names:
         rewards = rewards + packed(scored[KL_PENALTY])[0] * mask
     outcomes = TokenOutcomes(
         rewards=rewards,
-        group_ids=values(scored[GROUP_ID]),
+        group_ids=groups_of(scored)[episodes.ends],
         offsets=offsets,
         mask=mask,
         values=packed(scored[VALUES])[0] if VALUES in scored.column_names else None,
@@ -119,48 +131,71 @@ def estimate_token_advantages(
     if whiten:
         advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
     for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
-        table = table.append_column(name, scatter_valid(comparable, ragged(flat, offsets, TYPES[name])))
+        column = episodes.put_back(ragged(flat, row_offsets, TYPES[name]))
+        table = table.append_column(name, scatter_valid(comparable, column))
     check_finite(ctx, table, ADVANTAGES, RETURNS)
     return table
 
 
-@columns(reads=[GREEDY, REWARD, GROUP_ID], writes=fields(GREEDY_REWARD), new_rows=True)
+@columns(
+    reads=[GREEDY, REWARD, GROUP_ID],
+    optional=EPISODE,
+    writes=fields(GREEDY_REWARD),
+    new_rows=True,
+    groups="kept",
+)
 def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax, arXiv:2310.10505).
 
-    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``. ValueError for a group without a
-    greedy response.
+    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``. The reward of a greedy episode is
+    the sum of its rows'. ValueError for a group without a greedy response.
     """
     greedy = table.filter(table[GREEDY])
-    baseline = dict(zip(greedy[GROUP_ID].to_pylist(), greedy[REWARD].to_pylist(), strict=True))
+    rewards: dict[tuple[int, str | None], list[float | None]] = {}
+    for key, reward in zip(_baseline_keys(greedy), greedy[REWARD].to_pylist(), strict=True):
+        rewards.setdefault(key, []).append(reward)
+    baseline = {key: None if None in parts else fsum(filter(None, parts)) for key, parts in rewards.items()}
     ctx.log("reward/greedy", [reward for reward in baseline.values() if reward is not None])
     sampled = table.filter(pc.invert(table[GREEDY]))
-    if missing := sorted(set(sampled[GROUP_ID].to_pylist()) - baseline.keys()):
+    keys = _baseline_keys(sampled)
+    if missing := sorted({group for group, _ in {*keys} - baseline.keys()}):
         raise ValueError(f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy")
-    baselines = pa.array([baseline[group] for group in sampled[GROUP_ID].to_pylist()], TYPES[GREEDY_REWARD])
+    baselines = pa.array([baseline[key] for key in keys], TYPES[GREEDY_REWARD])
     return sampled.append_column(GREEDY_REWARD, baselines)
 
 
-@columns(reads=[GROUP_ID], writes=fields(MINIBATCH))
+def _baseline_keys(table: pa.Table) -> list[tuple[int, str | None]]:
+    """Return the group and, in a table of episodes, the agent that each row has a baseline for."""
+    by_agent = EPISODE_ID in table.column_names and AGENT in table.column_names
+    agents = table[AGENT].to_pylist() if by_agent else [None] * table.num_rows
+    return list(zip(table[GROUP_ID].to_pylist(), agents, strict=True))
+
+
+@columns(reads=[GROUP_ID], optional=[EPISODE_ID], writes=fields(MINIBATCH))
 def draw_minibatches(
     ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int, n: int = 1, split_groups: bool = False
 ) -> pa.Table:
     """Assign each row to a mini-batch: shuffle the step's prompts and cut them into equal parts.
 
     Samples go with their prompt; a group of an earlier step goes where the group at its place would. With
-    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself. The draw depends on the step's seed alone, so
-    all workers agree without a message.
+    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself, an episode with all of its rows: the number of
+    optimizer steps does not depend on how many rows episodes have. The draw depends on the step's seed alone, so all
+    workers agree without a message.
     """
-    ids, count = (table[ROW_ID], batch_size * n) if split_groups else (table[GROUP_ID], batch_size)
+    sample = EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID
+    ids, count = (table[sample], batch_size * n) if split_groups else (table[GROUP_ID], batch_size)
     order = np.random.default_rng(ctx.seed(_DRAW)).permutation(count)
     drawn = order[ids.to_numpy() % count] * minibatches // count
     return table.append_column(MINIBATCH, pa.array(drawn, TYPES[MINIBATCH]))
 
 
-def _on_last_token(rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Put each row's reward on its last token in the mask; a row without one gets zeros. [R] -> [K]."""
+def _on_last_token(rewards: Tensor, mask: Tensor, offsets: Tensor, begins: Tensor) -> Tensor:
+    """Put each row's reward on its last token in the mask; ``begins`` is where its sequence begins. [R] -> [K].
+
+    Of a row without one it falls on the last one before it in the sequence; where there is none either, nowhere.
+    """
     rows = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
     places = torch.where(mask, torch.arange(len(mask)), -1)
-    last = torch.full((len(rewards),), -1).scatter_reduce(0, rows, places, "amax")
-    there = last >= 0
-    return torch.zeros(len(mask), dtype=rewards.dtype).index_put_((last[there],), rewards[there])
+    last = torch.full((len(rewards),), -1).scatter_reduce(0, rows, places, "amax").cummax(0).values
+    there = last >= begins
+    return torch.zeros(len(mask), dtype=rewards.dtype).index_put_((last[there],), rewards[there], accumulate=True)

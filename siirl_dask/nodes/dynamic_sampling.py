@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from siirl_dask.config import RolloutConfig
+from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context
+from siirl_dask.coordinator.blobs import rows_at, rows_where
 from siirl_dask.nodes.generate import generate
-from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, reads_expected_length
+from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
 from siirl_dask.nodes.reward import begin_scores, score
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
@@ -39,9 +40,16 @@ from siirl_dask.schema import (
 _WRITES = SAMPLED | fields(PROMPT_IDS, PROMPT_TEXT, REWARD, REWARD_PARTS)
 
 
-def _changes(*, rollout: RolloutConfig, scorer: str, columns: Sequence[str], **options: object) -> Changes:
-    expected = reads_expected_length(rollout=rollout)
-    return replace(expected, reads=tuple(columns), neighbour=scorer, draws=True)
+def _changes(
+    *,
+    rollout: RolloutConfig,
+    scorer: str,
+    columns: Sequence[str],
+    images: ImagesConfig | None = None,
+    **options: object,
+) -> Changes:
+    own = prompt_columns(rollout=rollout, images=images)
+    return replace(own, reads=(*own.reads, *columns), neighbour=scorer, draws=True)
 
 
 @declares(
@@ -49,6 +57,7 @@ def _changes(*, rollout: RolloutConfig, scorer: str, columns: Sequence[str], **o
     optional=[MAX_TOKENS],
     writes=_WRITES,
     expand="rollout.n",
+    groups="new",
     depends_on_options=_changes,
 )
 def sample_until_mixed(
@@ -61,6 +70,7 @@ def sample_until_mixed(
     rounds: int = 10,
     scorer: str = "reward",
     columns: tuple[str, ...] = (),
+    images: ImagesConfig | None = None,
 ) -> pa.Table:
     """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
 
@@ -71,7 +81,7 @@ def sample_until_mixed(
     parts: list[pa.Table] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
-        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout)
+        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout, images=images)
         rows = _sample_and_score(ctx, prompts, rollout, ctx.resources[scorer], columns)
         groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
         parts.append(rows)
@@ -121,9 +131,9 @@ def _on_all_workers(ctx: Context, own: Sequence[int], first: int, count: int) ->
 def _renumbered(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
     """Return the rows of ``groups``, in which the group at place p of the list becomes group p."""
     place = {group: at for at, group in enumerate(groups)}
-    rows = rows.filter(pc.is_in(rows[GROUP_ID], pa.array(groups, TYPES[GROUP_ID])))
+    rows = rows_where(rows, np.isin(rows[GROUP_ID].to_numpy(), groups))
     numbers = np.array([place[group] for group in rows[GROUP_ID].to_pylist()], dtype=np.int64)
     row_ids = numbers * n + rows[ROW_ID].to_numpy() % n
     for name, ids in {GROUP_ID: numbers, ROW_ID: row_ids}.items():
         rows = rows.set_column(rows.column_names.index(name), name, pa.array(ids, TYPES[name]))
-    return rows.take(pc.sort_indices(rows[ROW_ID]))
+    return rows_at(rows, np.argsort(row_ids, kind="stable"))

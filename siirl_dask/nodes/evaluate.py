@@ -7,8 +7,9 @@
     pass@4/gsm8k, ...    the same over the prompts of one source
 
 A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples without a reward do
-not count, and a prompt with fewer than k samples does not count for that k. Workers sum fractions and round once: the
-same bits come out on any number of workers.
+not count, and a prompt with fewer than k samples does not count for that k. An episode of several rows is one sample:
+its reward is the sum of its rows', its response is the last one's; of several agents each has samples of its own.
+Workers sum fractions and round once: the same bits come out on any number of workers.
 """
 
 from __future__ import annotations
@@ -23,18 +24,26 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
+from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, reward_sums
 from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
-from siirl_dask.planner import columns, reads_option
+from siirl_dask.planner import Changes, columns, reads_option
 from siirl_dask.schema import (
+    AGENT,
     ANSWER,
+    EPISODE_ID,
     FINISH_REASON,
     GROUP_ID,
     IDENTITY,
     PROMPT,
+    PROMPT_IDS,
     RESPONSE,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
     REWARD,
     REWARD_PARTS,
     ROW_ID,
+    SEGMENT,
+    TURNS,
     DataType,
     Schema,
     fields,
@@ -120,7 +129,7 @@ def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | N
         raise ValueError(f"extract gave {answer!r}: expected a text or None")
 
 
-@columns(reads=[GROUP_ID, REWARD, RESPONSE], depends_on_options=reads_option("source"), trial=_try)
+@columns(reads=[GROUP_ID, REWARD, RESPONSE], optional=EPISODE, depends_on_options=reads_option("source"), trial=_try)
 def measure_answers(
     ctx: Context,
     table: pa.Table,
@@ -153,16 +162,9 @@ def measure_answers(
 def _tally(
     table: pa.Table, n: int, k: Sequence[int], source: ColumnPath, extract: Callable[[str], str | None] | None
 ) -> _Tally:
-    rows = zip(
-        table[GROUP_ID].to_pylist(),
-        table[REWARD].to_pylist(),
-        table[RESPONSE].to_pylist(),
-        source.texts(table),
-        strict=True,
-    )
     groups: dict[int, tuple[str | None, list[str], list[float]]] = {}
     tally = _Tally()
-    for group, reward, response, name in rows:
+    for group, reward, response, name in _samples(table, source):
         if name is not None and not (name and name.isprintable()):
             raise DataError(f"source {name!r} ({source.path}) of prompt {group}: expected text that can be printed")
         _, answers, rewards = groups.setdefault(group, (name, [], []))
@@ -177,6 +179,15 @@ def _tally(
     return tally
 
 
+def _samples(table: pa.Table, source: ColumnPath) -> Iterator[tuple[int, float | None, str, str | None]]:
+    """Yield group, reward, response and source of each sample: a row, or an episode."""
+    episodes = episodes_of(table)
+    groups, responses, names = groups_of(table).tolist(), table[RESPONSE].to_pylist(), source.texts(table)
+    rewards = reward_sums(episodes, table[REWARD].to_pylist())
+    for reward, rows in zip(rewards, episodes.rows(), strict=True):
+        yield groups[rows[-1]], reward, responses[rows[-1]], names[rows[-1]]
+
+
 def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequence[int]) -> Mapping[str, float]:
     """Return the estimates of one prompt, for each k that it has enough samples for."""
     count, right = len(rewards), sum(reward >= _RIGHT for reward in rewards)
@@ -189,21 +200,36 @@ def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequen
 
 SAMPLE, SOURCE = "sample", "source"
 _SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
+_SPOKEN = (EPISODE_ID, SEGMENT, TURNS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK)
+"""Columns that tell, of an episode, who said what."""
 
 
-def eval_table_schema(prompt: DataType, answer: DataType) -> Schema:
-    """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the dataset's types."""
+def eval_table_schema(prompt: DataType, answer: DataType, *, episodes: bool = False, agents: bool = False) -> Schema:
+    """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the dataset's types.
+
+    ``episodes`` says whether rows are those of episodes, ``agents`` whether these have several.
+    """
     own = {SAMPLE: pa.int64(), SOURCE: pa.large_string()}
-    return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED)})
+    spoken = fields(*(_SPOKEN if episodes else ()), *((AGENT,) if agents else ()))
+    return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED), **spoken})
 
 
-@columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=reads_option("source"), passes=False)
-def eval_table(ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN) -> pa.Table:
+def _reads_of_eval_table(*, source: ColumnPath = NO_COLUMN, episodes: bool = False, **options: object) -> Changes:
+    return Changes(reads=[*source, *(_SPOKEN if episodes else ())], optional=[AGENT] if episodes else [])
+
+
+@columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=_reads_of_eval_table, passes=False)
+def eval_table(
+    ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN, episodes: bool = False
+) -> pa.Table:
     """Return a table to read: prompt, answer, response, reward, source, and the sample's number from 0 to ``n - 1``.
 
-    No column depends on which worker made it.
+    Rows of ``episodes`` tell who said what as well. No column depends on which worker made it.
     """
-    shown = {name: table[name] for name in (*IDENTITY, PROMPT, ANSWER, *_SAMPLED)}
-    shown[SAMPLE] = pa.array(table[ROW_ID].to_numpy() % n, pa.int64())
+    kept = [*IDENTITY, PROMPT, ANSWER, *_SAMPLED, *(_SPOKEN if episodes else ())]
+    shown = {name: table[name] for name in kept}
+    if episodes and AGENT in table.column_names:
+        shown[AGENT] = table[AGENT]
+    shown[SAMPLE] = pa.array(table[EPISODE_ID if episodes else ROW_ID].to_numpy() % n, pa.int64())
     shown[SOURCE] = pa.array(source.texts(table), pa.large_string())
     return pa.table(shown)

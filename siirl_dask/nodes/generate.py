@@ -13,9 +13,9 @@ from siirl_dask.context import Context
 from siirl_dask.nodes.partial_rollout import generate_partial, pack_kept, unpack_kept
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import EARLY, SAMPLED, add_samples, generate_all, make_requests
-from siirl_dask.planner import Changes, KeptRows, columns
+from siirl_dask.planner import Changes, Groups, KeptRows, columns
 from siirl_dask.rollout import Sampling
-from siirl_dask.schema import GREEDY, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
+from siirl_dask.schema import GREEDY, IMAGES, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
 def _pack(ctx: Context, **options: object) -> pa.Table:
@@ -23,29 +23,32 @@ def _pack(ctx: Context, **options: object) -> pa.Table:
 
 
 def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options: object) -> None:
-    unpack_kept(ctx, table, [_sampling(rollout)] * rollout.n)
+    unpack_kept(ctx, table, [sampling_of(rollout)] * rollout.n)
 
 
 def _of_partial_rollouts(*, rollout: RolloutConfig, **options: object) -> Changes:
     kept = KeptRows(_pack, _unpack)
-    return Changes(writes=fields(TOKEN_VERSIONS), carries=kept) if rollout.partial else Changes()
+    groups = Groups.NEW  # some are of earlier steps
+    return Changes(writes=fields(TOKEN_VERSIONS), carries=kept, groups=groups) if rollout.partial else Changes()
 
 
 @columns(
     reads=[PROMPT_IDS],
     optional=[MAX_TOKENS],
+    if_written=[IMAGES],
     writes=SAMPLED,
     depends_on_options=_of_partial_rollouts,
     expand="rollout.rows_per_prompt",
+    groups="kept",
     early=EARLY,
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """Sample ``rollout.n`` responses to each prompt.
+    """Sample ``rollout.n`` responses to each prompt, which may show images.
 
     Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are those of
     the groups that are complete by now, from this step and from earlier ones: see ``partial_rollout.py``.
     """
-    samplings = [_sampling(rollout)] * rollout.n
+    samplings = [sampling_of(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
         return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
     return _generate(ctx, table, samplings)
@@ -54,18 +57,28 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
 @columns(
     reads=[PROMPT_IDS],
     optional=[MAX_TOKENS],
+    if_written=[IMAGES],
     writes=SAMPLED | fields(GREEDY),
     expand="rollout.n_and_greedy",
+    groups="kept",
     early=EARLY,
 )
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample as ``generate`` does, and add each prompt's greedy response, which the column ``greedy`` marks."""
-    rows = _generate(ctx, table, [*[_sampling(rollout)] * rollout.n, _greedy(rollout)])
+    rows = _generate(ctx, table, [*[sampling_of(rollout)] * rollout.n, _greedy(rollout)])
     marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
 
 
-@columns(reads=[PROMPT_IDS], optional=[MAX_TOKENS], writes=SAMPLED, expand="validation.n", early=EARLY)
+@columns(
+    reads=[PROMPT_IDS],
+    optional=[MAX_TOKENS],
+    if_written=[IMAGES],
+    writes=SAMPLED,
+    expand="validation.n",
+    groups="kept",
+    early=EARLY,
+)
 def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
@@ -81,7 +94,8 @@ def answering(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
     return replace(_greedy(rollout), temperature=temperature, top_p=validation.top_p)
 
 
-def _sampling(rollout: RolloutConfig) -> Sampling:
+def sampling_of(rollout: RolloutConfig) -> Sampling:
+    """Return the sampling parameters of ``generate``."""
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=rollout.temperature,

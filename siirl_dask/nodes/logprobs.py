@@ -11,23 +11,38 @@ from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns
-from siirl_dask.schema import OLD_LOGPROBS, PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TYPES, VALUES, fields
+from siirl_dask.schema import (
+    IMAGES,
+    OBSERVED_IMAGES,
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    TYPES,
+    VALUES,
+    fields,
+)
 from siirl_dask.training import Critic, Trainer
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(OLD_LOGPROBS))
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(OLD_LOGPROBS))
 def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the policy before this step's update."""
     return _logprobs(ctx, table, OLD_LOGPROBS)
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS))
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(REFERENCE_LOGPROBS))
 def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the reference policy."""
     return _logprobs(ctx, table, REFERENCE_LOGPROBS)
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REFERENCE_LOGPROBS), requires=["adapters"])
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    writes=fields(REFERENCE_LOGPROBS),
+    requires=["adapters"],
+)
 def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the policy without its adapters: a reference that takes no second model.
 
@@ -44,7 +59,7 @@ def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False)
     return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(VALUES))
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES))
 def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the value before each response token, under the critic before this step's update."""
     ctx.free_device()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.errors import DataError
+from siirl_dask.nodes.row_images import row_images
 from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, with_large_offsets
 from siirl_dask.training import PackedRows
 
@@ -52,7 +53,7 @@ class PackedTable:
 
 
 def pack_rows(table: pa.Table) -> PackedTable:
-    """Pack each row's prompt and response, one after the other."""
+    """Pack each row's prompt and response, one after the other, and the images that the prompts show, if any."""
     prompts, prompt_offsets = packed(table[PROMPT_IDS])
     responses, response_offsets = packed(table[RESPONSE_IDS])
     offsets = prompt_offsets + response_offsets
@@ -63,7 +64,7 @@ def pack_rows(table: pa.Table) -> PackedTable:
     is_response[offsets[:-1].repeat_interleave(lengths) + within] = False
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
-    return PackedTable(PackedRows(tokens, offsets, lengths), response_offsets)
+    return PackedTable(PackedRows(tokens, offsets, lengths, row_images(table)), response_offsets)
 
 
 def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_where
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.sampling import add_samples, generate_all, make_requests, requests_of
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, RolloutEngine, Sampling
@@ -29,6 +30,7 @@ from siirl_dask.schema import (
     TOKENS,
     TYPES,
     WORKER,
+    is_blob,
 )
 
 _A_STEP_OLDER = 2**32  # added to the ids of kept rows: no row of the next step has such an id
@@ -60,7 +62,7 @@ class _Sample:
         first, done = self.request, len(self.tokens)
         left = first.sampling.max_tokens - done
         sampling = replace(first.sampling, max_tokens=left if budget is None else min(budget, left))
-        return GenerationRequest([*first.prompt, *self.tokens], first.seed, sampling, begun=done)
+        return replace(first, prompt=[*first.prompt, *self.tokens], sampling=sampling, begun=done)
 
     def add(self, sampled: Sampled, version: int) -> None:
         """Append the tokens of one step, sampled with weights of ``version``."""
@@ -93,7 +95,7 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     samples = [_Sample(request) for request in requests]
     kept: _Kept | None = ctx.state.pop(_KEPT, None)
     if kept is not None:
-        older = _older(kept.rows).select(rows.column_names).cast(rows.schema)
+        older = older_rows(kept.rows).select(rows.column_names).cast(rows.schema)
         rows, samples = pa.concat_tables([rows, older]), [*samples, *kept.samples]
     running = [at for at, sample in enumerate(samples) if sample.ended is None]
     requests = [samples[at].rest(None if ctx.drain else budget) for at in running]
@@ -103,10 +105,10 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     whole = _whole_groups(rows, samples)
     left = [sample for sample, is_whole in zip(samples, whole, strict=True) if not is_whole]
     if left:
-        ctx.state[_KEPT] = _Kept(rows.filter(pa.array(~whole)), left)
+        ctx.state[_KEPT] = _Kept(rows_where(rows, ~whole), left)
     ctx.log("rollout/kept_for_next_step", len(left), Reduce.SUM)
     ended = [sample for sample, is_whole in zip(samples, whole, strict=True) if is_whole]
-    return _output(ctx, rows.filter(pa.array(whole)), ended)
+    return _output(ctx, rows_where(rows, whole), ended)
 
 
 def pack_kept(ctx: Context) -> pa.Table:
@@ -124,21 +126,27 @@ def pack_kept(ctx: Context) -> pa.Table:
     rows = kept.rows
     for name, values in columns.items():
         rows = rows.append_column(name, pa.array(values, _SO_FAR[name]))
-    return rows
+    return once_per_group(rows, blobs_of(rows))
 
 
 def unpack_kept(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> None:
     """Continue in the next step with rows that ``pack_kept`` has given. DataError when they are not such rows."""
     if missing := [name for name in _SO_FAR if name not in table.column_names]:
         raise DataError(f"the samples that were kept for later steps lack {missing}")
+    table = filled_by_group(table, blobs_of(table))
     rows, so_far = table.drop_columns([*_SO_FAR]), table.select([*_SO_FAR]).cast(pa.schema(_SO_FAR)).to_pydict()
     ended = [None if reason is None else FinishReason(reason) for reason in so_far[FINISH_REASON]]
-    requests = requests_of(rows, samplings)
+    requests = requests_of(ctx, rows, samplings)
     given = (so_far[RESPONSE_IDS], so_far[_LOGPROBS], so_far[TOKEN_VERSIONS], ended, so_far[WORKER])
     ctx.state[_KEPT] = _Kept(rows, [_Sample(*one) for one in zip(requests, *given, strict=True)])
 
 
-def _older(rows: pa.Table) -> pa.Table:
+def blobs_of(rows: pa.Table) -> list[str]:
+    """Return the columns of blobs, which the rows of a group share."""
+    return [column.name for column in rows.schema if is_blob(column.type)]
+
+
+def older_rows(rows: pa.Table) -> pa.Table:
     """Return kept rows under ids that no row of this step has."""
     for name in (ROW_ID, GROUP_ID):
         ids = pa.array(rows[name].to_numpy() + _A_STEP_OLDER, TYPES[name])

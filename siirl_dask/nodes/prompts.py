@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from siirl_dask.config import RolloutConfig
+from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.errors import DataError
+from siirl_dask.errors import ConfigError, DataError, ImageError, Origin
+from siirl_dask.images import Image, images_of, normalised
+from siirl_dask.images.prompts import marked
 from siirl_dask.planner import Changes, columns
 from siirl_dask.rollout import RolloutEngine
-from siirl_dask.schema import PROMPT, PROMPT_IDS, PROMPT_TEXT, ROW_ID, TOKENS, TYPES, fields
+from siirl_dask.schema import (
+    DATA_PART,
+    DATA_ROW,
+    IMAGES,
+    PROMPT,
+    PROMPT_IDS,
+    PROMPT_TEXT,
+    ROW_ID,
+    TOKENS,
+    TYPES,
+    fields,
+)
+
+if TYPE_CHECKING:
+    from siirl_dask.images.processor import ImageProcessor
 
 MAX_TOKENS = "max_tokens"
 """An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
@@ -22,30 +42,56 @@ _READ_FOR_ONE = 16
 """Prompt tokens that are read in the time of sampling one: they are read together, and once for n samples."""
 
 
-def reads_expected_length(*, rollout: RolloutConfig | None = None, **options: object) -> Changes:
-    """Declare, for ``depends_on_options``, that ``rollout.expected_length_column`` is read where a dataset has it."""
-    column = None if rollout is None else rollout.expected_length_column
-    return Changes(optional=() if column is None else (column,))
+def prompt_columns(
+    *,
+    rollout: RolloutConfig | None = None,
+    column: str = PROMPT,
+    images: ImagesConfig | None = None,
+    **options: object,
+) -> Changes:
+    """Declare, for ``depends_on_options``, the columns of the prompt and of its images, and that
+    ``rollout.expected_length_column`` is read where a dataset has it.
+    """
+    expected = None if rollout is None else rollout.expected_length_column
+    changes = Changes(reads=(column,), optional=() if expected is None else (expected,))
+    if images is None or images.column is None:
+        return changes
+    own = _column_of_images(images, column)
+    return replace(changes, reads=(column, own), writes=fields(IMAGES), drops=() if own == IMAGES else (own,))
 
 
 @columns(
     reads=[PROMPT],
     optional=[MAX_TOKENS],
-    depends_on_options=reads_expected_length,
+    depends_on_options=prompt_columns,
     writes=fields(PROMPT_IDS, PROMPT_TEXT),
     new_rows=True,
+    groups="kept",
 )
 def encode_prompts(
-    ctx: Context, table: pa.Table, *, max_prompt_length: int, rollout: RolloutConfig | None = None
+    ctx: Context,
+    table: pa.Table,
+    *,
+    max_prompt_length: int,
+    rollout: RolloutConfig | None = None,
+    column: str = PROMPT,
+    images: ImagesConfig | None = None,
 ) -> pa.Table:
     """Add each prompt's token ids, and as its size what sampling from it costs (``sampling_costs``).
 
+    The prompt is what ``column`` holds: the dataset's, or what another agent has written (``hand_over``). With
+    ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens.
+
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
-    leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens.
+    leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens;
+    ImageError, with the row and the image, for an image that cannot be used.
     """
     engine: RolloutEngine = ctx.resource
-    ids = [engine.tokenizer.encode(prompt) for prompt in table[PROMPT].to_pylist()]
+    if images is None or images.column is None:
+        ids = shown = [engine.tokenizer.encode(prompt) for prompt in table[column].to_pylist()]
+    else:
+        table, shown, ids = _with_images(ctx, table, column, images)
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
             raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
@@ -54,13 +100,87 @@ def encode_prompts(
     ctx.log("data/dropped_prompts", len(dropped), Reduce.SUM)
     if dropped:
         ctx.log("data/shortest_dropped_prompt", min(dropped), Reduce.MIN)
-        table = table.filter(pa.array([len(tokens) <= max_prompt_length for tokens in ids]))
+        table = rows_where(table, pa.array([len(tokens) <= max_prompt_length for tokens in ids]))
+        shown = [tokens for tokens, all_ids in zip(shown, ids, strict=True) if len(all_ids) <= max_prompt_length]
         ids = [tokens for tokens in ids if len(tokens) <= max_prompt_length]
-    texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in ids]
+    if images is not None and images.column is not None:
+        _decode_all(ctx, table, images)
+    texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in shown]
     costs = sampling_costs(table, [*map(len, ids)], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
+
+
+def _column_of_images(images: ImagesConfig, column: str) -> str:
+    """Return the column that has the images: the dataset's, or for what an agent has written that of the first one."""
+    assert images.column is not None
+    return images.column if column == PROMPT else IMAGES
+
+
+def _with_images(
+    ctx: Context, table: pa.Table, column: str, images: ImagesConfig
+) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
+    """Return the table with its images in the column ``images``, and each prompt's ids with one placeholder an image,
+    and with as many as each one has tokens, from the images' headers alone.
+    """
+    engine: RolloutEngine = ctx.resource
+    processor = _processor(engine, images)
+    name = _column_of_images(images, column)
+    of_rows = normalised(table[name], name)
+    table = table.drop_columns([name]).append_column(IMAGES, of_rows)
+    collapsed, expanded, seen = [], [], 0
+    processor.bring(image for value in of_rows.to_pylist() for image in _readable(value))
+    for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), of_rows.to_pylist(), strict=True)):
+        with _of_row(ctx, table, row):
+            shown = images_of(value)
+            collapsed.append(engine.tokenizer.encode(marked(prompt, processor.family.placeholder)))
+            expanded.append(processor.expand(collapsed[-1], shown))
+        seen += len(shown)
+    ctx.log("data/images", seen, Reduce.SUM)
+    ctx.log("data/image_tokens", sum(map(len, expanded)) - sum(map(len, collapsed)) + seen, Reduce.SUM)
+    return table, collapsed, expanded
+
+
+def _readable(value: Sequence[dict[str, object] | None] | None) -> Iterator[Image]:
+    """Yield the images of a row that are at a URL; a null entry is told with its row, later."""
+    for entry in value or ():
+        if entry is not None and entry["bytes"] is None and entry["path"] is not None:
+            yield Image(None, str(entry["path"]))
+
+
+def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
+    """Return the processor that the engine generates with. ConfigError for an engine without."""
+    if engine.processor is None:
+        raise ConfigError(
+            f"images.column={images.column!r}, and the engine takes texts alone: give its role's builder the images as "
+            "well, as in with: {images: ${images}, ...}"
+        )
+    return engine.processor
+
+
+def _decode_all(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:
+    """Decode every image once: one that is cut off behind its header would fail only after others were generated."""
+    processor = _processor(ctx.resource, images)
+    for row, value in enumerate(table[IMAGES].to_pylist()):
+        with _of_row(ctx, table, row):
+            processor.check(images_of(value))
+        ctx.device.progress()
+
+
+@contextmanager
+def _of_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
+    """Name the row of an ImageError raised inside: its id in the step, its place in the dataset if known."""
+    try:
+        yield
+    except ImageError as error:
+        row_id = table[ROW_ID][row].as_py()
+        place = ""
+        if {DATA_PART, DATA_ROW} <= {*table.column_names}:
+            place = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
+        named = ImageError(f"row {row_id} of step {ctx.step}{place}: {error}")
+        named.origin = Origin(rows=(row_id,))
+        raise named from error.__cause__
 
 
 def limits_of(rows: pa.Table) -> list[int | None]:

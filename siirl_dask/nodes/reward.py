@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ import pyarrow as pa
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import Origin, RewardError
 from siirl_dask.nodes.early_scores import EarlyScores, arguments
+from siirl_dask.nodes.episodes import EPISODE, episodes_of, reward_sums
+from siirl_dask.nodes.failures import Failed, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.planner import columns as declares
@@ -29,9 +30,7 @@ from siirl_dask.schema import (
 )
 from siirl_dask.training import RewardModel
 
-logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a prompt or a response in an error
-_LISTED = 3  # failed rows of a step that are logged one by one, where they are allowed
 
 
 def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
@@ -41,6 +40,7 @@ def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScore
 
 @declares(
     reads=[PROMPT, RESPONSE, ANSWER],
+    optional=EPISODE,
     writes=fields(REWARD, REWARD_PARTS),
     by_row=begin_scores,
     depends_on_options=reads_option("columns"),
@@ -57,12 +57,10 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     assert len(failed) + sum(result.reward is not None for result in scores) == len(scores)
     ctx.log("reward/failures", len(failed), Reduce.SUM)
     rewards = [result.reward for result in scores]
-    valid = [reward for reward in rewards if reward is not None]
-    ctx.log("reward/mean", valid)
-    ctx.log("reward/std", valid, Reduce.STD)
     for name in sorted({name for result in scores for name in result.parts} - {REWARD}):
         ctx.log(f"reward/{name}", [result.parts[name] for result in scores if name in result.parts])
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
+    _log_rewards(ctx, table, rewards)
     parts = [[*result.parts.items()] for result in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
@@ -79,39 +77,36 @@ def _scores(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Se
 
 
 def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
-    """Raise RewardError on all workers when more rows failed on all of them together than may; log allowed failures.
-
-    A worker whose own rows exceed the bound has stopped scoring, and still takes part in the sum: its peers, which may
-    have no failed row, wait there.
-    """
+    """Raise RewardError on all workers when more rows failed on all of them together than may; log allowed failures."""
     scorer: Scorer = ctx.resource
-    (total,) = ctx.all_sum([len(failed)])
-    if total <= scorer.max_failures:
-        for index in failed[:_LISTED]:
-            logger.warning("left out of the loss: %s", _describe(ctx, table, index, scores[index]))
-        if len(failed) > _LISTED:
-            logger.warning("step %d: left out of the loss: %d more rows", ctx.step, len(failed) - _LISTED)
-        return
-    allowed = f"rewards.max_failures={scorer.max_failures}"
-    if not failed:
-        raise RewardError(f"reward {scorer.name} failed for {total:.0f} rows of step {ctx.step} elsewhere ({allowed})")
-    count = f"; it failed for at least {total:.0f} rows of the step ({allowed})" if total > 1 else ""
-    error = RewardError(_describe(ctx, table, failed[0], scores[failed[0]]) + count)
-    error.origin = Origin(rows=(table[ROW_ID][failed[0]].as_py(),))
-    raise error
 
+    def describe(index: int) -> tuple[str, int]:
+        row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(index, 1).to_pylist()[0]
+        told = (
+            f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, prompt "
+            f"{row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
+        )
+        return told, row[ROW_ID]
 
-def _describe(ctx: Context, table: pa.Table, index: int, score: Score) -> str:
-    """Return what failed, and the row that it failed for."""
-    scorer: Scorer = ctx.resource
-    row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(index, 1).to_pylist()[0]
-    return (
-        f"reward {scorer.name} {score.failure}: row {row[ROW_ID]} of step {ctx.step}, "
-        f"prompt {row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
+    check_failures(
+        ctx,
+        Failed(numbers=failed, describe=describe),
+        most=scorer.max_failures,
+        key="rewards.max_failures",
+        whose=f"reward {scorer.name}",
+        kind="rows",
+        error=RewardError,
     )
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], writes=fields(REWARD))
+def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
+    """Log mean and spread of the rewards that there are: of rows, or of episodes as far as this worker has them."""
+    sums = [reward for reward in reward_sums(episodes_of(table), rewards) if reward is not None]
+    ctx.log("reward/mean", sums)
+    ctx.log("reward/std", sums, Reduce.STD)
+
+
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE, writes=fields(REWARD))
 def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the reward model's score of each row, prompt and response. RewardError names a row with no finite score."""
     model: RewardModel = ctx.resource
@@ -124,6 +119,5 @@ def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
         )
         error.origin = Origin(rows=(table[ROW_ID][index].as_py(),))
         raise error
-    ctx.log("reward/mean", scores.tolist())
-    ctx.log("reward/std", scores.tolist(), Reduce.STD)
+    _log_rewards(ctx, table, scores.tolist())
     return table.append_column(REWARD, pa.array(scores.numpy(), TYPES[REWARD]))

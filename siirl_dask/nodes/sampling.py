@@ -13,12 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.context import Codec, Context, Device, Reduce
+from siirl_dask.coordinator.blobs import rows_at
+from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import limits_of
-from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
-from siirl_dask.rollout.requests import Sampled, pack_request, pack_sampled, read_request, read_sampled
+from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
+    GROUP_ID,
+    IMAGES,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -49,36 +52,39 @@ def make_requests(
     The rows tell the number and the seed of their sample.
     """
     n = len(samplings)
-    rows = _repeated(table, n)
+    rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
     samples = np.tile(np.arange(n), table.num_rows)
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + samples
     seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
     for name, values in ((SAMPLE_NUMBER, samples), (SAMPLING_SEED, seeds)):
         rows = rows.append_column(name, pa.array(values, TYPES[name]))
-    return rows, requests_of(rows, samplings)
+    return rows, requests_of(ctx, rows, samplings)
 
 
-def requests_of(rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
-    """Return the request of each row that ``make_requests`` has made, with its sample's element of ``samplings``."""
+def requests_of(ctx: Context, rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
+    """Return the request of each row that ``make_requests`` has made, with its sample's element of ``samplings``.
+
+    It shows the row's images to an engine that was built for them; to another one ``images`` is a column like others.
+    """
+    images = shown_images(ctx.resource, rows)
     given = (rows[name].to_pylist() for name in (PROMPT_IDS, SAMPLING_SEED, SAMPLE_NUMBER))
     return [
-        GenerationRequest(prompt, seed, _within(samplings[sample], limit))
-        for prompt, seed, sample, limit in zip(*given, limits_of(rows), strict=True)
+        GenerationRequest(prompt, seed, _within(samplings[sample], limit), images=shown)
+        for prompt, seed, sample, limit, shown in zip(*given, limits_of(rows), images, strict=True)
     ]
 
 
-def _repeated(table: pa.Table, n: int) -> pa.Table:
-    """Return each row ``n`` times. Blobs are not copied: each of the rows is a slice of the one that the table has."""
-    index = pa.array(np.repeat(np.arange(table.num_rows), n))
-    repeated = {name: _again(table[name], n) for name in table.column_names if is_blob(table[name].type)}
-    columns = [repeated[name] if name in repeated else table[name].take(index) for name in table.column_names]
-    return pa.table(columns, schema=table.schema)
-
-
-def _again(column: pa.ChunkedArray, n: int) -> pa.ChunkedArray:
-    rows = [chunk.slice(row, 1) for chunk in column.chunks for row in range(len(chunk))]
-    return pa.chunked_array([row for row in rows for _ in range(n)], column.type)
+def shown_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
+    """Return the images of each row's prompt, none for an engine of texts; rows of a group have the same objects."""
+    if IMAGES not in rows.column_names or getattr(engine, "processor", None) is None:
+        return [()] * rows.num_rows
+    of_group: dict[int, tuple[Image, ...]] = {}
+    groups = rows[GROUP_ID].to_pylist()
+    for row, group in enumerate(groups):
+        if group not in of_group:
+            of_group[group] = images_of(rows[IMAGES][row].as_py())
+    return [of_group[group] for group in groups]
 
 
 def generate_all(
@@ -97,9 +103,7 @@ def generate_all(
         key=lambda at: (requests[at].sampling.temperature, -costs[at], -len(requests[at].prompt)),
     )
     first_to_last, version = [requests[at] for at in order], engine.version
-    codec = Codec(
-        partial(pack_request, version=version), partial(read_request, version=version), pack_sampled, read_sampled
-    )
+    codec = _codec(version)
     finished = _handing_over(ctx, rows, order)
     queue = (
         LocalQueue(first_to_last, finished)
@@ -116,6 +120,11 @@ def generate_all(
         sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
     return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
+
+
+def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
+    message = RequestMessage(version)
+    return Codec(message.pack, message.read, pack_sampled, read_sampled, partial(_codec, version))
 
 
 def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from torch import Tensor
 
 from siirl_dask.algorithms import KLController, k1, overlong_penalty
 from siirl_dask.context import Context
+from siirl_dask.nodes.episodes import EPISODE, first_rows, places_of
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
+    EPISODE_ID,
     KL_PENALTY,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -26,7 +29,7 @@ from siirl_dask.schema import (
 
 @columns(
     reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS],
-    optional=[RESPONSE_MASK],
+    optional=[RESPONSE_MASK, *EPISODE],
     writes=fields(KL_PENALTY),
     stateful=True,
 )
@@ -34,13 +37,14 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
     """Add each token's penalty ``-coefficient * kl(old, reference)``.
 
     The role's KLController holds the coefficient, and adapts it after each step to the mean divergence of the response
-    tokens on all its workers.
+    tokens on all its workers, faster the more samples there are: an episode of several rows is one.
     """
     controller: KLController = ctx.resource
     mask, offsets = response_mask(table)
     divergence = kl(packed(table[OLD_LOGPROBS])[0], packed(table[REFERENCE_LOGPROBS])[0]) * mask
     coefficient = controller.coefficient
-    total, tokens, rows = ctx.all_sum([float(divergence.double().sum()), float(mask.sum()), float(table.num_rows)])
+    own = [float(divergence.double().sum()), float(mask.sum()), float(first_rows(table))]
+    total, tokens, rows = ctx.all_sum(own)
     if tokens:
         controller.update(total / tokens, int(rows))
         if ctx.rank.rank == 0:
@@ -50,18 +54,24 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
     return table.append_column(KL_PENALTY, ragged(-coefficient * divergence, offsets, TYPES[KL_PENALTY]))
 
 
-@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK], writes=fields(REWARD))
+@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE], writes=fields(REWARD))
 def penalise_overlong(
     ctx: Context, table: pa.Table, *, max_length: int, buffer: int | None = None, factor: float = 1.0
 ) -> pa.Table:
     """Subtract DAPO's soft penalty for long responses (arXiv:2503.14476).
 
     It is 0 up to ``max_length - buffer`` tokens of the response and rises linearly to ``factor`` at ``max_length``.
-    ``buffer`` defaults to a fifth of ``max_length``, as in the paper.
+    ``buffer`` defaults to a fifth of ``max_length``, as in the paper. An episode of several rows has the length of all
+    of them, and its penalty is in the reward of its last one.
     """
     buffer = max(1, max_length // 5) if buffer is None else buffer
     lengths = values(pc.list_value_length(table[RESPONSE_IDS]))
+    last = torch.ones(table.num_rows, dtype=torch.bool)
+    if EPISODE_ID in table.column_names:
+        places = places_of(ctx, table, lengths)
+        lengths, last = places.spans.lengths, places.last
     penalty = overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
-    ctx.log("reward/overlong_penalty", penalty.tolist())
+    ctx.log("reward/overlong_penalty", penalty[last].tolist())
+    penalty = torch.where(last, penalty, torch.zeros_like(penalty))
     rewards = pc.add(table[REWARD], pa.array(penalty.numpy(), TYPES[REWARD]))
     return table.set_column(table.column_names.index(REWARD), REWARD, rewards)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, token_mean, value_clip
+from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, row_sums, token_mean, value_clip
 from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError
+from siirl_dask.nodes.episodes import EPISODE, places_of
 from siirl_dask.nodes.nonfinite import decide
-from siirl_dask.nodes.packed_table import advantages_of, pack_rows, valid_rows
+from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
+    EPISODE_ID,
+    IMAGES,
     MINIBATCH,
+    OBSERVED_IMAGES,
     OLD_LOGPROBS,
     PROMPT_IDS,
     REFERENCE_LOGPROBS,
@@ -31,7 +36,7 @@ from siirl_dask.schema import (
     VALUES,
     WEIGHTS_VERSION,
 )
-from siirl_dask.training import Critic, TrainBatch, Trainer, ValueBatch
+from siirl_dask.training import Critic, EpisodeSpans, TrainBatch, Trainer, ValueBatch
 
 _MAX_LOG_RATIO = 20.0  # the mismatch is only shown: a broken sampler must not show as inf
 
@@ -80,7 +85,8 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
 @declares(
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
-    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION],
+    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION, *EPISODE],
+    if_written=[IMAGES, OBSERVED_IMAGES],
     depends_on_options=reads_option("columns"),
     trial=_try_policy,
 )
@@ -100,16 +106,17 @@ def update_policy(
     ``critic_warmup_steps`` steps.
 
     Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
-    Rows without an advantage are left out. ``columns``, with a number per row or per response token, reach the loss as
-    ``LossInputs.columns``. The difference between sampler and policy is logged as ``mismatch/...``. TrainingError for
-    rows sampled by weights that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient
-    is not finite, unless ``run.on_nan=skip``: its step is left out then.
+    Rows without an advantage are left out. An aggregation counts episodes where these have several rows. ``columns``,
+    with a number per row or per response token, reach the loss as ``LossInputs.columns``. The difference between
+    sampler and policy is logged as ``mismatch/...``. TrainingError for rows sampled by weights that are more than
+    ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is not finite, unless ``run.on_nan=skip``:
+    its step is left out then.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
-    parts = list(_parts(table, advantages_of(table), minibatches))
-    batches = [_train_batch(part, columns) for part in parts]
+    parts, spans = _parts(ctx, table, advantages_of(table), minibatches)
+    batches = [_train_batch(part, own, columns) for part, own in zip(parts, spans, strict=True)]
     for batch in batches:
         _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
@@ -117,7 +124,12 @@ def update_policy(
     return table
 
 
-@declares(reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH], optional=[RESPONSE_MASK], trial=_try_critic)
+@declares(
+    reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH],
+    optional=[RESPONSE_MASK, *EPISODE],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    trial=_try_critic,
+)
 def update_critic(
     ctx: Context,
     table: pa.Table,
@@ -129,20 +141,29 @@ def update_critic(
 ) -> pa.Table:
     """Take one optimizer step per mini-batch towards the returns, in order, ``epochs`` times over.
 
-    Rows without returns are left out. A mini-batch that is not finite is handled as by ``update_policy``.
+    Rows without returns are left out. Episodes of several rows, and a mini-batch that is not finite, are handled as by
+    ``update_policy``.
     """
     ctx.free_device()
     critic: Critic = ctx.resource
-    parts = list(_parts(table, RETURNS, minibatches))
-    batches = [_value_batch(part) for part in parts]
+    parts, spans = _parts(ctx, table, RETURNS, minibatches)
+    batches = [_value_batch(part, own) for part, own in zip(parts, spans, strict=True)]
     _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
     return table
 
 
-def _parts(table: pa.Table, needed: str, minibatches: int) -> Iterator[pa.Table]:
-    """Yield the rows of each mini-batch, without those whose column ``needed`` is null."""
-    table = table.filter(valid_rows(table, needed))
-    return (table.filter(pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches))
+def _parts(
+    ctx: Context, table: pa.Table, needed: str, minibatches: int
+) -> tuple[Sequence[pa.Table], Sequence[EpisodeSpans | None]]:
+    """Return the rows of each mini-batch and their spans in episodes, without rows whose column ``needed`` is null."""
+    table = rows_where(table, valid_rows(table, needed))
+    parts = [rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)]
+    if EPISODE_ID not in table.column_names:
+        return parts, [None] * minibatches
+    mask, offsets = response_mask(table)
+    spans = places_of(ctx, table, row_sums(mask.long(), offsets)).spans
+    drawn = values(table[MINIBATCH])
+    return parts, [spans.select(drawn == minibatch) for minibatch in range(minibatches)]
 
 
 def _log(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
@@ -177,10 +198,11 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
     ctx.log("staleness/max", float(behind.max()), Reduce.MAX)
 
 
-def _train_batch(table: pa.Table, columns: tuple[str, ...]) -> TrainBatch:
+def _train_batch(table: pa.Table, episodes: EpisodeSpans | None, columns: tuple[str, ...]) -> TrainBatch:
     packed = pack_rows(table)
     return TrainBatch(
         rows=packed.rows,
+        episodes=episodes,
         mask=packed.optional(table, RESPONSE_MASK),
         old_logprobs=packed.column(table, OLD_LOGPROBS),
         advantages=packed.column(table, advantages_of(table)),
@@ -190,10 +212,11 @@ def _train_batch(table: pa.Table, columns: tuple[str, ...]) -> TrainBatch:
     )
 
 
-def _value_batch(table: pa.Table) -> ValueBatch:
+def _value_batch(table: pa.Table, episodes: EpisodeSpans | None) -> ValueBatch:
     packed = pack_rows(table)
     return ValueBatch(
         rows=packed.rows,
+        episodes=episodes,
         mask=packed.optional(table, RESPONSE_MASK),
         old_values=packed.column(table, VALUES),
         returns=packed.column(table, RETURNS),

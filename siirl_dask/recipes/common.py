@@ -21,12 +21,15 @@ from siirl_dask.nodes import (
     generate_answers,
     load_weights,
     measure_answers,
+    play,
+    play_answers,
     publish_weights,
     reference_logprobs,
     score,
     update_policy,
 )
 from siirl_dask.planner import DAG, Node, Role, Rows, resolve
+from siirl_dask.planner.contract import bare
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
 from siirl_dask.training import build_reference, build_trainer
@@ -39,15 +42,30 @@ def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
     reward = resolve(config.rewards.function) if reward is None else reward
     model, rollout = config.model, config.rollout
     return (
-        Role("rollout", partial(build_engine, model=model, rollout=rollout, lora=config.trainer.lora)),
+        Role(
+            "rollout",
+            partial(build_engine, model=model, rollout=rollout, lora=config.trainer.lora, images=config.images),
+        ),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=reward)),
-        Role("policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)),
+        Role(
+            "policy",
+            partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout, images=config.images),
+        ),
     )
 
 
 def prompt_options(config: Config) -> dict[str, Any]:
     """Return the options of ``encode_prompts``."""
-    return {"max_prompt_length": config.data.max_prompt_length, "rollout": config.rollout}
+    return {"max_prompt_length": config.data.max_prompt_length, "rollout": config.rollout, "images": config.images}
+
+
+def play_options(config: Config) -> dict[str, Any]:
+    """Return the options of ``play`` and ``play_answers`` besides how they sample."""
+    return {
+        "environments": config.environments,
+        "max_prompt_length": config.data.max_prompt_length,
+        "images": config.images,
+    }
 
 
 def advantage_of(config: Config, advantage: Function | None) -> Function:
@@ -116,7 +134,13 @@ def with_reference(dag: DAG, config: Config) -> DAG:
     if config.trainer.lora.rank:
         dag = dag.add(reference)
     else:
-        build = partial(build_reference, model=config.model, trainer=config.trainer, rollout=config.rollout)
+        build = partial(
+            build_reference,
+            model=config.model,
+            trainer=config.trainer,
+            rollout=config.rollout,
+            images=config.images,
+        )
         reference = replace(reference, fn=reference_logprobs, role="reference")
         dag = dag.add(reference, roles=(Role("reference", build),))
     return dag.replace("advantage", after=(*dag.node("advantage").after, reference.name))
@@ -125,25 +149,30 @@ def with_reference(dag: DAG, config: Config) -> DAG:
 def validation(config: Config, dag: DAG) -> DAG:
     """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer and score.
 
-    PlanError if the training DAG does not have these roles.
+    Where the training DAG plays, its environments reward the answers. PlanError if it does not have these roles.
     """
+    settings, measure = config.validation, measure_options(config)
+    placement = Rows(str(config.rollout.prompt_placement))
+    sample = {"rollout": config.rollout, "validation": settings}
+    prompts = Node("prompts", encode_prompts, role="rollout", options=prompt_options(config))
+    answers = Node("rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample)
+    score_of = Node("reward", score, role="reward", after="rollout", save_as="validation")
+    measured = Node("measure", measure_answers, role="reward", after="reward", rows=Rows.GROUPED, options=measure)
+    if not any(bare(node.fn) is play for node in dag.nodes):
+        return DAG(dag.roles, (prompts, answers, score_of, measured))
+    answers = replace(answers, fn=play_answers, options=sample | play_options(config), save_as="validation")
+    return DAG(dag.roles, (prompts, answers, replace(measured, role="rollout", after="rollout")))
+
+
+def measure_options(config: Config) -> dict[str, Any]:
+    """Return the options of ``measure_answers``."""
     settings = config.validation
-    extract = resolve(settings.answer_extractor) if settings.answer_extractor else None
-    measure = {
+    return {
         "n": settings.n,
         "k": tuple(settings.k),
         "source": ColumnPath(settings.source_column),
-        "extract": extract,
+        "extract": resolve(settings.answer_extractor) if settings.answer_extractor else None,
     }
-    placement = Rows(str(config.rollout.prompt_placement))
-    sample = {"rollout": config.rollout, "validation": settings}
-    nodes = (
-        Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
-        Node("rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample),
-        Node("reward", score, role="reward", after="rollout", save_as="validation"),
-        Node("measure", measure_answers, role="reward", after="reward", rows=Rows.GROUPED, options=measure),
-    )
-    return DAG(dag.roles, nodes)
 
 
 def check_reads(config: Config, *keys: str) -> None:

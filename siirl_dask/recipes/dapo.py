@@ -35,6 +35,7 @@ def dapo(
         "max_prompt_length": config.data.max_prompt_length,
         "batch_size": config.data.batch_size,
         "rounds": rounds,
+        "images": config.images,
     }
     penalty = {"max_length": config.rollout.max_response_length}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)

@@ -31,7 +31,7 @@ def ppo(
     ``algorithm.advantage`` names a function of TokenOutcomes, such as ``siirl_dask.algorithms:gae``. Arguments as in
     ``grpo``.
     """
-    critic = Role("critic", partial(build_critic, model=config.model, trainer=config.critic))
+    critic = Role("critic", partial(build_critic, model=config.model, trainer=config.critic, images=config.images))
     update = {"minibatches": config.algorithm.minibatches, "epochs": config.algorithm.epochs}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)
     dag = dag.add(

@@ -8,7 +8,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-from siirl_dask.rewards.process_pool import Outcome, Row, Take, describe_exception
+from siirl_dask.rewards.child_process import Outcome, describe_exception
+from siirl_dask.rewards.process_pool import Row, Take
 
 _Job = tuple[Hashable, Callable[[], Row]]
 _PATIENCE = 2.0  # seconds for cancelled calls to end; one that goes on is left alone

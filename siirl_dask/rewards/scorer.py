@@ -13,8 +13,9 @@ from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import RoleCost, builds
+from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
-from siirl_dask.rewards.process_pool import Outcome, Pool, PoolCalls, Row, call_reward
+from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra`` holds the columns that
@@ -147,12 +148,12 @@ class _Tally:
     def take(self, key: Hashable, outcome: Outcome) -> bool:
         """Note a row's outcome. Returns True when the next row may be scored."""
         self._progress()
-        score = self.scores[key] = _score_of(outcome)
+        score = self.scores[key] = score_of(outcome)
         self._failures += score.failure is not None
         return self._failures <= self._max_failures
 
 
-def _score_of(outcome: Outcome) -> Score:
+def score_of(outcome: Outcome) -> Score:
     """Return the score that an outcome makes; a failure where the function gave anything but finite numbers."""
     result, failure = outcome
     if failure is not None:

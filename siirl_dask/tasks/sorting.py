@@ -11,25 +11,28 @@ random model learns to write digits.
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from siirl_dask.config import Config
-from siirl_dask.errors import ConfigError
+from siirl_dask.tasks.preparing import Progress, prepare_task, written_whole
+
+if TYPE_CHECKING:
+    from siirl_dask.tasks.tiny_model import Family  # it imports torch
 
 MARK = "####"
 _MARKED_SHARE = 0.35
 _ROW_GROUPS = 8  # in each file, so that several workers can share it
 _SIZES = {"train": 4096, "validation": 256, "test": 512}
 _HELD_OUT = 256  # unseen examples that tell the warm start when to stop
+_SAID = "sorts {:.0%}"
 
-Progress = Callable[[int, int, float], None]
-"""Called as ``(step, maximum of steps, accuracy so far)`` during a warm start."""
 Example = tuple[str, str]
 """A prompt and its answer."""
 
@@ -66,6 +69,7 @@ def write_sorting_task(
     digits: int = 5,
     marked: bool = False,
     accuracy: float = 0.5,
+    family: Family = "qwen3",
     progress: Progress | None = None,
 ) -> Task:
     """Write the data, and a model trained on demonstrations until it sorts ``accuracy`` of unseen prompts greedily.
@@ -85,12 +89,10 @@ def write_sorting_task(
         for prompt, answer in rest[_HELD_OUT:]
     ]
     task = task_in(folder)
-    unfinished = task.model.with_name(f".{task.model.name}")
-    tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2)
-    warm_start(unfinished, demonstrations, rest[:_HELD_OUT], accuracy=accuracy, progress=progress)
-    shutil.rmtree(task.model, ignore_errors=True)
-    unfinished.rename(task.model)
-    _write_tables(task, tables)
+    with written_whole(task.model) as unfinished:
+        tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2, family=family)
+        warm_start(unfinished, demonstrations, rest[:_HELD_OUT], accuracy=accuracy, progress=progress)
+    write_tables(task, tables)
     return task
 
 
@@ -101,7 +103,7 @@ def write_digits_task(folder: str | Path, *, seed: int = 0) -> Task:
     task = task_in(folder)
     tiny_model(task.model, seed=seed)
     tables, _ = _split([(f"Digits {number}:", "") for number in range(sum(_SIZES.values()))])
-    _write_tables(task, tables)
+    write_tables(task, tables)
     return task
 
 
@@ -126,7 +128,8 @@ def _split(examples: Sequence[Example]) -> tuple[dict[str, Sequence[Example]], S
     return tables, examples[start:]
 
 
-def _write_tables(task: Task, tables: Mapping[str, Sequence[Example]]) -> None:
+def write_tables(task: Task, tables: Mapping[str, Sequence[Example]]) -> None:
+    """Write the examples of each table, ``train`` last: its presence means that the task is complete."""
     for name in reversed(_SIZES):
         prompts, answers = zip(*tables[name], strict=True)
         table = pa.table({"prompt": pa.array(prompts, pa.string()), "answer": pa.array(answers, pa.string())})
@@ -135,16 +138,9 @@ def _write_tables(task: Task, tables: Mapping[str, Sequence[Example]]) -> None:
 
 def prepare(config: Config) -> None:
     """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
-    from rich.progress import Progress as Bar
+    prepare_task(config, write_sorting_task, _SAID)
 
-    if config.data.url is None:
-        raise ConfigError("data.prepare=siirl_dask.tasks.sorting:prepare makes one dataset, at data.url; it is not set")
-    with Bar(transient=True) as bar:
-        task = bar.add_task("warm start, supervised", total=None)
-        write_sorting_task(
-            Path(config.data.url).parent,
-            seed=config.run.seed,
-            progress=lambda step, maximum, accuracy: bar.update(
-                task, description=f"warm start, supervised: step {step}, sorts {accuracy:.0%}"
-            ),
-        )
+
+def prepare_mixture(config: Config) -> None:
+    """Do the same with a Qwen3-MoE: ``data.prepare`` of configs/quickstart_moe.yaml."""
+    prepare_task(config, partial(write_sorting_task, family="qwen3_moe"), _SAID)

@@ -11,11 +11,13 @@ from siirl_dask.algorithms import (
     cpgd,
     gmpo,
     gspo,
+    happo_clip,
     kl_cov,
     policy_gradient,
     ppo_clip,
     sapo,
     sequence_clip,
+    turn_clip,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -32,11 +34,15 @@ SURROGATES = {
     "kl_cov": kl_cov,
     "sapo": sapo,
     "sequence_clip": sequence_clip,
+    "turn_clip": turn_clip,
+    "turn_clip by the mean": partial(turn_clip, mean=True),
+    "happo_clip": happo_clip,
 }
 
 
 def inputs(logprobs, old, advantages, **others):
-    """LossInputs of one row; the sampler is the old policy, and no token is covariant, unless ``others`` say so."""
+    """LossInputs of one row; the sampler is the old policy, no token is covariant, a row is one turn, and no agent was
+    updated before, unless ``others`` say so."""
     defaults = {
         "logprobs": torch.as_tensor(logprobs),
         "old_logprobs": torch.as_tensor(old),
@@ -44,7 +50,11 @@ def inputs(logprobs, old, advantages, **others):
         "rollout_logprobs": torch.as_tensor(old),
         "entropy": torch.zeros(len(logprobs)),
         "offsets": torch.tensor([0, len(logprobs)]),
-        "columns": {"covariant": torch.zeros(len(logprobs), dtype=torch.bool)},
+        "columns": {
+            "covariant": torch.zeros(len(logprobs), dtype=torch.bool),
+            "token_turns": torch.zeros(len(logprobs), dtype=torch.int32),
+            "policy_change": torch.zeros(len(logprobs)),
+        },
     }
     return LossInputs(**defaults | others)
 

@@ -8,6 +8,8 @@ import yaml
 
 import siirl_dask.algorithms as algorithms
 import siirl_dask.nodes as nodes
+from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.phases import dags
 
 HERE = Path(__file__).parent
 TEXT = (HERE.parents[1] / "docs" / "algorithms.md").read_text()
@@ -38,6 +40,16 @@ def test_the_test_files_listed_are_those_that_exist():
     assert named == {path.name for path in HERE.glob("test_*.py")} - {Path(__file__).name}
 
 
+def test_the_yaml_that_is_shown_makes_dags(tmp_path):
+    blocks = [yaml.safe_load(block) for block in re.findall(r"(?:^    .*\n)+", TEXT, re.MULTILINE)]
+    assert len(blocks) == 4
+    for at, block in enumerate(blocks):
+        path = tmp_path / f"{at}.yaml"
+        path.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), **block}))
+        (train, _) = dags(load_config_file(path))
+        assert set(block["nodes"]) <= {node.name for node in train.nodes}
+
+
 def test_every_node_mentioned_exists():
     named = re.findall(r"siirl_dask\.nodes:(\w+)", TEXT)
     assert named
@@ -47,6 +59,7 @@ def test_every_node_mentioned_exists():
 def test_options_shown_are_defaults_except_for_known_variants():
     variants = {
         ("grpo", "scale", "batch"),
+        ("turn_returns", "same_turn", "true"),
         ("pass_at_k", "divide_by_std", "true"),
         ("ppo_clip", "dual_clip", "3.0"),
         ("ppo_clip", "clip_high", "0.28"),

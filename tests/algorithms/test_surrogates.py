@@ -66,11 +66,12 @@ def test_other_rows_do_not_change_a_rows_loss(surrogate, lengths, seed):
     generator = torch.Generator().manual_seed(seed)
     old, moved, signs, covariant = torch.randn(4, sum(lengths), generator=generator)
     whole = inputs(old + moved, old, signs.sign(), offsets=torch.tensor([0, *lengths]).cumsum(0))
-    whole = replace(whole, columns={"covariant": covariant > 0})
+    whole = replace(whole, columns=whole.columns | {"covariant": covariant > 0})
     together = surrogate(whole)
     for start, end in zip(whole.offsets.tolist(), whole.offsets.tolist()[1:], strict=False):
         row = inputs(*(values[start:end] for values in (whole.logprobs, old, whole.advantages)))
-        alone = surrogate(replace(row, columns={"covariant": whole.columns["covariant"][start:end]}))
+        columns = {name: column[start:end] for name, column in whole.columns.items()}
+        alone = surrogate(replace(row, columns=columns))
         assert_close(alone.loss, together.loss[start:end])
 
 
@@ -79,7 +80,7 @@ def test_other_rows_do_not_change_a_rows_loss(surrogate, lengths, seed):
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
 def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, log_ratio):
     far = inputs([-1.0, -1.0 - max(-log_ratio, 0)], [-1.0, -1.0 - max(log_ratio, 0)], [advantage] * 2)
-    far = replace(far, columns={"covariant": torch.tensor([True, True])})
+    far = replace(far, columns=far.columns | {"covariant": torch.tensor([True, True])})
     result = surrogate(far)
     assert result.loss.isfinite().all()
     assert all(metric.isfinite().all() for metric in result.metrics.values())
@@ -92,7 +93,7 @@ def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, log_ratio
 def test_a_nonfinite_input_shows_in_its_own_row_alone(name, field, number, covariant):
     values = getattr(EXAMPLE, field).clone()
     values[1] = number
-    columns = {"covariant": torch.tensor([False, covariant, False, False])}
+    columns = EXAMPLE.columns | {"covariant": torch.tensor([False, covariant, False, False])}
     loss = SURROGATES[name](replace(EXAMPLE, **{field: values}, offsets=TWO_ROWS, columns=columns)).loss
     assert not loss[1].isfinite()
     assert loss[2:].isfinite().all()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask import grpo, ppo
+from siirl_dask import grpo, ppo, turns
 from siirl_dask.cli import main
 from siirl_dask.config.file import load, load_config_file, shipped
+from siirl_dask.driver.phases import dags
+from siirl_dask.planner.contract import bare
 from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from tests.conftest import digits_overrides
+from tests.images.pictures import png
 from tests.recipes.keys import OTHER_VALUES, check_no_key_is_ignored, same_dag
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
+DOCS = PIPELINES.parent / "docs"
 
 
 def script(name):
@@ -28,21 +34,46 @@ def script(name):
 
 
 SCRIPTS = {
+    "agents": "quickstart_agents",
     "grpo": "quickstart",
     "ppo": "quickstart_ppo",
     "dapo": "quickstart_dapo",
     "custom": "quickstart",
     "from_scratch": "quickstart",
+    "openai_agent": "quickstart",
+    "turns": "quickstart_turns",
+    "vlm": "quickstart_vlm",
 }
 """Each with the config that its first lines name."""
-LONGEST = {"grpo": 20, "ppo": 20, "dapo": 20, "custom": 50, "from_scratch": 70}
+LONGEST = {
+    "agents": 50, "grpo": 20, "ppo": 20, "dapo": 20, "custom": 50, "from_scratch": 70, "turns": 50, "openai_agent": 50,
+    "vlm": 50,
+}  # fmt: skip
 """Lines of each: what does not fit belongs into the package."""
+ITS_OWN = {"openai_agent": ["rollout.max_response_length=64"]}
+"""Values that the first lines of a script set."""
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("dapo", None), ("grpo", grpo), ("ppo", ppo)])
+@pytest.mark.parametrize(("name", "recipe"), [("dapo", None), ("grpo", grpo), ("ppo", ppo), ("turns", turns)])
 def test_a_script_trains_the_dag_that_its_config_spells(name, recipe):
     file = load_config_file(shipped(SCRIPTS[name]))
     assert same_dag(recipe or script(name).training)(file)
+
+
+def test_the_agents_page_spells_the_dag_of_the_script(tmp_path):
+    text = re.search(r"```yaml\n(base: quickstart.yaml.*?)```", (DOCS / "endpoint.md").read_text(), re.DOTALL)[1]
+    path = tmp_path / "mine.yaml"
+    text = text.replace("quickstart.yaml", str(shipped("quickstart.yaml")))
+    path.write_text(text.replace("mine.py", str(PIPELINES / "openai_agent.py")))
+    file = load_config_file(path)
+    spelled, made = dags(file)[0], script("openai_agent").training(file.config)
+    for node, other in zip(spelled.ordered(), made.ordered(), strict=True):
+        names = [
+            (one.name, bare(one.fn), one.role, one.after, one.rows, one.save_as, {*one.options})
+            for one in (node, other)
+        ]
+        assert names[0] == names[1]
+    assert spelled.node("rollout").options["agent"].__name__ == "agent"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -68,27 +99,49 @@ def test_every_script_is_run_here():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("dapo", "ppo") else ()) for name in SCRIPTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("agents", "dapo", "ppo", "turns") else ())
+        for name in SCRIPTS
+        if name != "vlm"
+    ],
 )
 def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_address, tmp_path):
     command = [sys.executable, str(PIPELINES / f"{name}.py"), str(shipped(SCRIPTS[name]))]
     settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1", f"cluster.address={cluster_address}"]
+    settings += [f"agents.b.model.path={digits_task.model}"] if name == "agents" else []
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, *digits_overrides(digits_task, tmp_path / "run"), *settings],
+        [*command, *digits_overrides(digits_task, tmp_path / "run"), *settings, *ITS_OWN.get(name, [])],
         capture_output=True, text=True, cwd=tmp_path, timeout=120, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "run" / "rollouts" / "step=000001").glob("part-*"))) == 1
 
 
-BROUGHT = {"grpo_gsm8k.yaml"}
+@pytest.mark.slow
+def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
+    images = pa.array([[{"bytes": png(16, 16), "path": None}]] * 8)
+    rows = {"prompt": [f"<image>{at}?" for at in range(8)], "answer": ["3"] * 8, "images": images}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    settings = [f"data.url={tmp_path / 'rows.parquet'}", f"model.path={tiny_vlm(tmp_path / 'model')}", "run.steps=1"]
+    settings += ["validation.url=null", "validation.test_url=null", "data.prepare=null", "data.batch_size=8"]
+    settings += [f"run.url={tmp_path / 'run'}", "rollout.engine=transformers", "observe.progress=false"]
+    settings += ["trainer.warmup_steps=0"]
+    command = [sys.executable, str(PIPELINES / "vlm.py"), str(shipped("quickstart_vlm.yaml")), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "'step': 1" in done.stdout
+    assert pq.read_table(tmp_path / "run" / "rollouts" / "step=000001").num_rows == 64
+
+
+BROUGHT = {"grpo_gsm8k.yaml", "grpo_geometry3k.yaml"}
 """Configs for data that is not made on the spot."""
 SHIPPED = {path.name for path in shipped("quickstart.yaml").parent.glob("*.yaml")}
 
 
-def check_plan(said):
-    for word in ("rollout -> old_logprobs", "The chain of each worker", "validation", "kB", "local"):
+def check_plan(said, edge="rollout -> old_logprobs"):
+    for word in (edge, "The chain of each worker", "validation", "kB", "local"):
         assert word in said
 
 
@@ -96,7 +149,8 @@ def check_plan(said):
 def test_plan_describes_every_shipped_config_and_starts_nothing(config, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["plan", str(shipped(config))])
-    check_plan(capsys.readouterr().out)
+    of_agents = config in ("quickstart_agents.yaml", "quickstart_marft.yaml")
+    check_plan(capsys.readouterr().out, *(["turns_b -> old_logprobs_b"] if of_agents else []))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,3 +173,26 @@ def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(caps
     rollouts = pq.read_table(tmp_path / "run" / "rollouts" / "step=000001")
     assert rollouts.num_rows == 8
     assert set(rollouts["answer"].to_pylist()) <= {str(at + 1) for at in range(8)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_config_for_geometry3k_plans_and_runs_on_rows_as_its_first_lines_say(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_vlm(tmp_path / "models" / "Qwen2.5-VL-3B-Instruct")
+    entry = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    images = pa.array([[{"bytes": png(16 + at, 24, at), "path": None}] for at in range(8)], entry)
+    rows = {"images": images, "problem": [f"<image>Find {at}." for at in range(8)], "answer": [*map(str, range(8))]}
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        pq.write_table(pa.table(rows), tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    main(["plan", str(shipped("grpo_geometry3k.yaml"))])
+    assert not (tmp_path / "data").exists()
+    check_plan(capsys.readouterr().out)
+    small = ["cluster.workers=2", "data.batch_size=4", "rollout.n=2", "rollout.max_response_length=4", "run.steps=1"]
+    small += ["data.prepare_options={source: hub}", "rollout.engine=transformers", "algorithm.minibatches=1"]
+    main(["run", str(shipped("grpo_geometry3k.yaml")), *small, "run.url=run", "observe.progress=false"])
+    rollouts = pq.read_table(tmp_path / "run" / "rollouts" / "step=000001")
+    assert rollouts.num_rows == 8
+    assert all("<|image_pad|>Find" not in text for text in rollouts["prompt_text"].to_pylist())
+    assert all("<|vision_end|>Find" in text for text in rollouts["prompt_text"].to_pylist())

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 
-from siirl_dask import dapo, grpo, ppo
+from siirl_dask import dapo, grpo, ppo, turns
 from siirl_dask.algorithms import ppo_clip, rloo
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.driver.phases import dags, validation_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import base_logprobs
+from siirl_dask.nodes import base_logprobs, estimate_turn_advantages
 from siirl_dask.planner.contract import bare
 from siirl_dask.rewards import exact_match
 from tests.recipes.keys import check_no_key_is_ignored, same_dag, spelled_by
@@ -20,8 +20,14 @@ SPELLED = {
     "quickstart_dr_grpo": grpo,
     "quickstart_gspo": grpo,
     "quickstart_ppo": ppo,
+    "quickstart_turns": turns,
 }
-RECIPES = {"grpo": (grpo, "quickstart"), "ppo": (ppo, "quickstart_ppo"), "dapo": (dapo, "quickstart_dapo")}
+RECIPES = {
+    "grpo": (grpo, "quickstart"),
+    "ppo": (ppo, "quickstart_ppo"),
+    "dapo": (dapo, "quickstart_dapo"),
+    "turns": (turns, "quickstart_turns"),
+}
 
 
 @pytest.mark.parametrize("config", SPELLED)
@@ -79,9 +85,36 @@ def test_a_key_that_an_argument_makes_void_is_refused(override, given):
         grpo(config, **given)
 
 
+def test_credit_for_turns_is_the_same_dag_in_yaml_and_in_python(tmp_path):
+    path = tmp_path / "turns.yaml"
+    path.write_text(
+        f"base: {shipped('quickstart')}\n"
+        "algorithm:\n"
+        "  advantage: siirl_dask.algorithms:gigpo\n"
+        "  advantage_options: {discount: 0.9}\n"
+        "  loss: siirl_dask.algorithms:turn_clip\n"
+        "nodes:\n"
+        '  advantage: {run: "siirl_dask.nodes:estimate_turn_advantages", with: {whiten: true}}\n'
+        "  update: {with: {columns: [token_turns]}}\n"
+    )
+
+    def recipe(config):
+        dag = grpo(config, columns=["token_turns"])
+        return dag.replace("advantage", fn=estimate_turn_advantages, options={"whiten": True})
+
+    assert same_dag(recipe)(load_config_file(path))
+
+
 def test_with_adapters_the_policy_without_them_is_the_reference():
     config = load(shipped("quickstart"), ["algorithm.kl_coefficient=0.1", "trainer.lora.rank=4"])
     dag = grpo(config)
     assert [role.name for role in dag.roles] == ["rollout", "reward", "policy"]
     assert bare(dag.node("reference_logprobs").fn) is base_logprobs
     assert "reference_logprobs" in dag.node("advantage").after
+
+
+def test_an_environment_that_is_given_replaces_that_of_the_config_and_nothing_is_scored():
+    dag = turns(load(shipped("quickstart_turns")), environment=dict)
+    assert dag.role("environments").build.keywords["environment"] is dict
+    assert {role.name for role in dag.roles} == {"rollout", "environments", "policy"}
+    assert "reward" not in [node.name for node in dag.nodes]

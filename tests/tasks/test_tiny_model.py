@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_the_folder_loads_like_a_real_one(tmp_path, family):
     folder = tiny_model(tmp_path / "model", family=family)
     model = AutoModelForCausalLM.from_pretrained(folder)
