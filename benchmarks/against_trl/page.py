@@ -20,7 +20,7 @@ from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
 
 _PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
 _LAST = 10  # steps that stand for the end of a run
-_QUIET = 1.5  # load beyond which times are not to be trusted
+QUIET = 1.5  # load beyond which times are not to be trusted
 _LAYOUTS = {
     "speed": "one worker, one core",
     "speed of 2 workers": "two workers that do everything, two cores",
@@ -65,16 +65,16 @@ def write_page(out: Path, record: Path, parts: Mapping[str, Measured]) -> None:
             LOSSES.format(**found),
             _loss_table(found),
             _advantages(found),
-            _how(parts["losses"]),
+            how(parts["losses"]),
         ]
     if "curves" in parts:
         picture = out.with_suffix(".png")
         plot_curves(picture, parts["curves"]["found"])
         blocks += ["## Whole runs", CURVES, f"![Rewards and entropy of both]({picture.name})"]
-        blocks += [_curve_table(parts["curves"]["found"]), ALIKE, NOT_ALIKE, _how(parts["curves"])]
+        blocks += [_curve_table(parts["curves"]["found"]), ALIKE, NOT_ALIKE, how(parts["curves"])]
     for at, (name, part) in enumerate(_speeds(parts)):
         blocks += [*(["## Samples per second", SPEED] if not at else []), f"### {_LAYOUTS[name]}"]
-        blocks += [_speed_table(part["found"]), _how(part)]
+        blocks += [speed_table(part["found"]), how(part)]
     out.write_text("\n\n".join(block.strip("\n") for block in blocks) + "\n")
 
 
@@ -98,7 +98,7 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         found = part["found"]
         ours, trl = (found["medians"][side] for side in SIDES)
         loud = max(found["loads"])
-        trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > _QUIET else ""
+        trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > QUIET else ""
         rates = f"ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}"
         yield f"samples per second, {_LAYOUTS[name]}: {rates}{trust}"
 
@@ -114,7 +114,7 @@ def _loss_table(found: Mapping[str, Any]) -> str:
         apart = [f"{case['loss_apart']:.1e}", f"{case['gradient_apart']:.1e}"]
         verdict = "yes" if case["equal"] else f"no: {case['differs'] or 'and it should be'}"
         rows.append([case["case"], case["ours"], *numbers, *apart, verdict])
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def _advantages(found: Mapping[str, Any]) -> str:
@@ -134,26 +134,28 @@ def _curve_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             numbers = [*run["accuracy"], mean(run["rewards"][-_LAST:])]
             numbers += [mean(run["entropy"][:_LAST]), mean(run["entropy"][-_LAST:])]
             rows.append([f"{kind}: run {at}", *(f"{number:.3f}" for number in numbers)])
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _speed_table(found: Mapping[str, Any]) -> str:
+def speed_table(found: Mapping[str, Any]) -> str:
+    """Return samples per second of each round and side."""
     rounds = found["samples_per_second"]
     rows = [["round", *SIDES, "ratio", "load before"]]
     for at, (ours, trl, load) in enumerate(zip(rounds[OURS], rounds[TRL], found["loads"], strict=True), start=1):
         rows.append([str(at), f"{ours:.0f}", f"{trl:.0f}", f"{ours / trl:.2f}", f"{load:.1f}"])
     medians = (f"**{found['medians'][side]:.0f}**" for side in SIDES)
-    return _markdown([*rows, ["**median**", *medians, f"**{found['ratio']:.2f}**", ""]])
+    return markdown([*rows, ["**median**", *medians, f"**{found['ratio']:.2f}**", ""]])
 
 
-def _how(part: Measured) -> str:
+def how(part: Measured) -> str:
+    """Return under what circumstances a part was measured, and the command that does it again."""
     circumstances = (
         f"Measured on {part['day']} on {part['machine']}, load {part['load']:.1f} at the end; {part['versions']}."
     )
     return f"{circumstances} To repeat it:\n\n    {part['command']}"
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
     heading, *rows = lines
     rule = ["---", *("---:" for _ in heading[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *rows))

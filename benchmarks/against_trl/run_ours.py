@@ -6,7 +6,7 @@ python -m against_trl.run_ours SETTING CURVES.json    # SETTING: JSON
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from math import nan
@@ -26,7 +26,12 @@ _APART = "{rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 def run_ours(setting: Setting, url: str) -> Curves:
     """Everything that the run writes is left below ``url``."""
-    file = load_config_file(_CONFIG, _overrides(setting, url))
+    return train_ours(_CONFIG, overrides(setting, url), url)
+
+
+def train_ours(config: Path, values: Mapping[str, object], url: str) -> Curves:
+    """Run a config with these values in place of its own."""
+    file = load_config_file(config, [f"{key}={value}" for key, value in values.items()])
     run(file.config, *dags(file), fresh=True)
     records = read_metrics(url)
     train = [record for record in records if record["phase"] == "train"]
@@ -44,9 +49,10 @@ def _values(records: Sequence[Record], name: str) -> list[float]:
     return [nan if value is None else value for value in values]
 
 
-def _overrides(setting: Setting, url: str) -> list[str]:
+def overrides(setting: Setting, url: str) -> dict[str, object]:
+    """Return values for keys of the config, by key."""
     task = setting.task
-    values = {
+    return {
         "run.url": url,
         "run.steps": setting.steps,
         "run.seed": setting.seed,
@@ -76,7 +82,6 @@ def _overrides(setting: Setting, url: str) -> list[str]:
         "checkpoint.every": 0,
         "observe.progress": "false",
     }
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 if __name__ == "__main__":

@@ -47,14 +47,11 @@ def run_trl(setting: Setting) -> Curves:
         trainer = GRPOTrainer(
             model=str(setting.task.model),
             reward_funcs=score,
-            args=_arguments(setting, folder),
+            args=arguments(setting, folder),
             train_dataset=Dataset.from_list(prompts_in_order(setting)),
             callbacks=[notes],
         )
-        optimizer = trainer.create_optimizer()
-        warmup = max(1, setting.warmup)
-        trainer.lr_scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))  # its own begins at 0
-        trainer.train()
+        train(trainer, setting)
         accuracy = []
         if setting.validate:
             trainer.save_model(folder)
@@ -62,11 +59,19 @@ def run_trl(setting: Setting) -> Curves:
     return Curves(rewards=notes.rewards, entropy=notes.entropy, ends=notes.ends, accuracy=accuracy)
 
 
+def train(trainer: GRPOTrainer, setting: Setting) -> None:
+    """Train with our schedule of learning rates."""
+    optimizer = trainer.create_optimizer()
+    warmup = max(1, setting.warmup)
+    trainer.lr_scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))  # its own begins at 0
+    trainer.train()
+
+
 def score(completions: list[str], answer: list[str], **others: object) -> list[float]:
     return [sorted_digits(None, given, wanted) for given, wanted in zip(completions, answer, strict=True)]
 
 
-def _arguments(setting: Setting, folder: str) -> GRPOConfig:
+def arguments(setting: Setting, folder: str, **others: Any) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder,
         seed=setting.seed,
@@ -92,6 +97,7 @@ def _arguments(setting: Setting, folder: str) -> GRPOConfig:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **others,
     )
 
 

@@ -34,13 +34,14 @@ def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, A
     """Run each side once a seed, and ours once more with the mini-batches that it draws by default."""
     kinds = {OURS: (OURS, setting), TRL: (TRL, setting), WHOLE: (OURS, replace(setting, mixed=False))}
     return {
-        kind: [asdict(_run(side, replace(given, seed=seed))) for seed in seeds] for kind, (side, given) in kinds.items()
+        kind: [asdict(run_side(side, replace(given, seed=seed))) for seed in seeds]
+        for kind, (side, given) in kinds.items()
     }
 
 
-def speed(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
+def speed(setting: Setting, rounds: int, steps: int, modules: str = "run") -> dict[str, Any]:
     """Samples per second of each side in ``rounds`` runs of ``steps`` timed steps, which alternate; on the setting's
-    cores, everything that a side starts included.
+    cores, everything that a side starts included. A side is the module ``MODULES_SIDE``.
     """
     short = replace(setting, steps=steps + _WARM_UP, validate=False)
     found: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -48,17 +49,18 @@ def speed(setting: Setting, rounds: int, steps: int) -> dict[str, Any]:
     for at in range(rounds):
         loads.append(os.getloadavg()[0])
         for side in SIDES if at % 2 == 0 else reversed(SIDES):
-            run = _run(side, replace(short, seed=at), pinned=True)
+            run = run_side(side, replace(short, seed=at), modules, pinned=True)
             found[side].append(run.samples_per_second(setting.rows, _WARM_UP))
     medians = {side: median(values) for side, values in found.items()}
     ratio = medians[OURS] / medians[TRL]
     return {"samples_per_second": found, "medians": medians, "ratio": ratio, "steps": steps, "loads": loads}
 
 
-def _run(side: str, setting: Setting, *, pinned: bool = False) -> Curves:
+def run_side(side: str, setting: Setting, modules: str = "run", *, pinned: bool = False) -> Curves:
+    """Run a side in a process of its own, on the setting's cores alone where it is pinned."""
     threads = setting.threads if side == OURS else setting.cores
     given = [json.dumps(asdict(setting))]
-    return Curves(**_child(f"run_{side}", given, threads, cores=setting.cores if pinned else 0))
+    return Curves(**_child(f"{modules}_{side}", given, threads, cores=setting.cores if pinned else 0))
 
 
 def _child(module: str, arguments: Sequence[str], threads: int, *, cores: int = 0) -> Any:

@@ -91,8 +91,8 @@ def prompts_in_order(setting: Setting) -> list[dict[str, Any]]:
     return [row for step in steps for row in step.select([PROMPT, ANSWER]).to_pylist()]
 
 
-def answer_to(arguments: list[str], run: Callable[[Setting], Curves]) -> None:
-    """The main of a side: a Setting as JSON, and where its Curves go."""
+def answer_to(arguments: list[str], run: Callable[[Any], Curves], kind: type[Setting] = Setting) -> None:
+    """The main of a side: a setting of this kind as JSON, and where its Curves go."""
     given, out = arguments
-    curves = run(Setting(**json.loads(given)))
+    curves = run(kind(**json.loads(given)))
     Path(out).write_text(json.dumps(asdict(curves)))

@@ -101,6 +101,11 @@ class Devices:
     """Seconds of an exchange of row statistics, by workers."""
 
     @property
+    def shares_prompts(self) -> bool:
+        """False: the systems of the paper's figures compute whole rows."""
+        return False
+
+    @property
     def quadratic_from(self) -> int:
         """Return the tokens at which a row's attention takes as much as its linear layers."""
         return round(self.shape.parameters / (self.shape.layers * self.shape.hidden))

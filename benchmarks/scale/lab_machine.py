@@ -92,17 +92,20 @@ class LabMachine:
     def hand_over(self, layout: Layout) -> Demand:
         cost = self.stream
         loaded = Demand(compute=self.copy_byte * self.weights)
+        if layout.together:  # each engine takes what its own trainer has
+            return loaded
         # an engine gets an equal part from every learner, at once: a window for each, so that round trips are shared
         trips = cost.trips / layout.learners
-        if layout.together:  # and has one of the parts itself
-            wire = self.weights * (layout.learners - 1) / layout.learners
-            return loaded + (Demand(cost.byte * wire, wire, trips) if wire else Demand())
         wire = self.weights * max(1.0, layout.engines / layout.learners)  # a learner sends its part to every engine
         return loaded + Demand(cost.byte * self.weights, wire, trips)
 
     def fixed(self, layout: Layout, rows: StepRows) -> Demand:
         cost = self.steps[layout.name]
         return Demand(compute=cost.compute, trips=cost.trips)
+
+    @property
+    def shares_prompts(self) -> bool:
+        return True
 
     @property
     def quadratic_from(self) -> int:

@@ -66,7 +66,9 @@ class Machine(Protocol):
         ...
 
     def logprobs(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        """Return the demand of a forward pass on the slowest learner; ``rows`` are lengths, ``owners[i]`` has row i."""
+        """Return the demand of a forward pass on the slowest learner; ``rows`` are the tokens that are computed of each
+        row, and ``owners[i]`` has row i.
+        """
         ...
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
@@ -82,6 +84,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt is computed once for those of its samples that are on one worker."""
+        ...
+
+    @property
     def quadratic_from(self) -> int:
         """Tokens at which attention costs as much as all the rest, by which rows are balanced; 0: by tokens alone."""
         ...
@@ -90,21 +97,37 @@ class Machine(Protocol):
 def predict(layout: Layout, rows: StepRows, machine: Machine) -> Step:
     """Return the parts of a GRPO step (``siirl_dask/recipes/grpo.py``) in their order."""
     blocks = (layout.engines, -1)
-    tokens = rows.tokens
     minibatch = minibatches(layout, rows)
     owners = balanced(layout, rows, machine.quadratic_from)
     owners_of_update = balanced(layout, rows, machine.quadratic_from, minibatch)
+    engines = np.arange(len(rows)) * layout.engines // len(rows)
+    once = prompts_once if machine.shares_prompts else all_prompts
     update = Demand()
     for number in range(layout.minibatches):
         chosen = minibatch == number
-        update += machine.update(tokens[chosen], owners_of_update[chosen], layout.learners)
+        tokens = (once(rows, owners_of_update) + rows.responses)[chosen]
+        update += machine.update(tokens, owners_of_update[chosen], layout.learners)
     return {
-        "generate": machine.generate(rows.prompts.reshape(blocks), rows.responses.reshape(blocks)),
-        "logprobs": machine.logprobs(tokens, owners, layout.learners),
+        "generate": machine.generate(once(rows, engines).reshape(blocks), rows.responses.reshape(blocks)),
+        "logprobs": machine.logprobs(once(rows, owners) + rows.responses, owners, layout.learners),
         "update": update,
         "weights": machine.hand_over(layout),
         "fixed": machine.fixed(layout, rows),
     }
+
+
+def all_prompts(rows: StepRows, owners: Ints) -> Ints:
+    """Return the prompt tokens of each row. [rows]."""
+    return rows.prompts
+
+
+def prompts_once(rows: StepRows, owners: Ints) -> Ints:
+    """Return the prompt tokens of each row that is the first of its prompt on its owner, and 0 of others. [rows]."""
+    groups = np.arange(len(rows)) // rows.group_size
+    first = np.unique(np.stack([groups, owners]), axis=1, return_index=True)[1]
+    tokens = np.zeros_like(rows.prompts)
+    tokens[first] = rows.prompts[first]
+    return tokens
 
 
 def minibatches(layout: Layout, rows: StepRows) -> Ints:

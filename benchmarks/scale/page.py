@@ -51,8 +51,9 @@ code that decides it in a run (`siirl_dask.coordinator.layout`); the same functi
 thousand devices, with other parts."""
 _PARTS = """\
 Each is measured by itself in the lab of hosts (`siirl_dask.testing.hosts`), with a model of 12.8 million parameters in
-float32. Engine and trainer: core seconds of one process, over several numbers of rows and tokens. Sums of gradients:
-gloo between two hosts. Hand-over: runs that do nothing else, with this model and a tiny one; the difference is what
+float32. Engine and trainer: core seconds of one process, over several numbers of rows and tokens; a prompt counts once
+for those of its samples that are on one worker, since both compute it once. Sums of gradients: gloo between two hosts.
+Hand-over: runs that do nothing else, with this model and a tiny one; the difference is what
 bytes take. A step without work: runs with the tiny model and responses of one token, less what engine and trainer take
 for these. Core seconds are the kernel's count, at the pace of a quiet core: neighbours and clocks make the same work
 take up to 1.7 times as long from one minute to the next, so that work which never changes is timed beside each
