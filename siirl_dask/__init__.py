@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from siirl_dask.context import Context
     from siirl_dask.driver.run import run
     from siirl_dask.planner import DAG, Node, Role, Rows, columns
+    from siirl_dask.recipes.agents import agents
     from siirl_dask.recipes.dapo import dapo
     from siirl_dask.recipes.grpo import grpo
     from siirl_dask.recipes.ppo import ppo
+    from siirl_dask.recipes.turns import turns
     from siirl_dask.runs.reader import open_run
 
 __version__ = "0.2.0"
@@ -34,6 +36,7 @@ __all__ = [
     "Node",
     "Role",
     "Rows",
+    "agents",
     "columns",
     "dapo",
     "grpo",
@@ -42,6 +45,7 @@ __all__ = [
     "open_run",
     "ppo",
     "run",
+    "turns",
 ]
 _PUBLISHED_BY = {
     "Config": "siirl_dask.config",
@@ -51,13 +55,17 @@ _PUBLISHED_BY = {
     "open_run": "siirl_dask.runs.reader",
     "run": "siirl_dask.driver.run",
     **dict.fromkeys(("DAG", "Node", "Role", "Rows", "columns"), "siirl_dask.planner"),
-    **{name: f"siirl_dask.recipes.{name}" for name in ("dapo", "grpo", "ppo")},
+    **{name: f"siirl_dask.recipes.{name}" for name in ("agents", "dapo", "grpo", "ppo", "turns")},
 }
+
+_WITH_TORCH = ("agents", "dapo", "grpo", "ppo", "run", "turns")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLISHED_BY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _WITH_TORCH:
+        import_module("siirl_dask.devices").check_plugins()
     return getattr(import_module(_PUBLISHED_BY[name]), name)
 
 

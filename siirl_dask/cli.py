@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from siirl_dask.commands.check import CHECK_EXIT_CODES, check
 from siirl_dask.commands.data import add_data, data
+from siirl_dask.commands.migrate import add_migrate, show_migration
 from siirl_dask.commands.report import add_report, write_report
 from siirl_dask.commands.rollouts import add_questions, show_rollouts
 from siirl_dask.commands.script import (
@@ -24,8 +25,10 @@ from siirl_dask.commands.trace import add_trace, show_trace
 from siirl_dask.commands.watch import WATCH_EXIT_CODES, add_watch, watch
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.devices import check_plugins
 from siirl_dask.errors import ConfigError, did_you_mean
 
+_NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "export")
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
     "k": ("validation.k", "1,4,8", "values of k for pass@k; default: 1 and N"),
@@ -86,6 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_replay(again)
     _add_eval(commands.add_parser("eval", help="sample from a run's model or a folder's and score", epilog=EXIT_CODES))
     add_data(commands)
+    add_migrate(commands.add_parser("migrate", help="turn a verl or siiRL config into one of ours", epilog=EXIT_CODES))
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
     chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
     unknown = any(text.startswith("-") for text in more)
@@ -116,6 +120,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", metavar="URL", required=True, help="dataset: Parquet, or a table of siirl_storage")
     command.add_argument("--step", type=int, metavar="S", help="checkpoint of a run; default: the newest")
     command.add_argument("--out", metavar="URL", help="where to write; default: RUN/evaluations/..., ./evaluations/...")
+    command.add_argument("--world", metavar="ROLE", help="role of the run with environments; default: that of training")
     for name, (key, metavar, text) in _EVAL_OPTIONS.items():
         command.add_argument(f"--{name}", dest=key, metavar=metavar, help=f"{text} ({key})")
 
@@ -170,6 +175,8 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 def _dispatch(chosen: argparse.Namespace) -> None:
     """Call the chosen command. Each is imported here: torch and Dask take seconds, for which others need not wait."""
+    if chosen.command in _NEED_TORCH:
+        check_plugins()
     match chosen.command:
         case "run":
             from siirl_dask.driver.phases import dags
@@ -213,6 +220,8 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             _evaluate(chosen)
         case "data":
             data(chosen)
+        case "migrate":
+            show_migration(chosen)
         case "export":
             from siirl_dask.commands.export import export
 
@@ -262,6 +271,7 @@ def _evaluate(chosen: argparse.Namespace) -> None:
         data=chosen.data,
         step=chosen.step,
         out=chosen.out,
+        world=chosen.world,
         overrides=[*overrides, *overrides_of(chosen)],
     )
     print_eval_result(*evaluate(request))

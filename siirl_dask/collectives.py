@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
-from siirl_dask.context import DeviceKind
+from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-BACKENDS: dict[str, str] = {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl", DeviceKind.NPU: "hccl"}
+BACKENDS: dict[str, str] = {kind: traits_of(kind).backend for kind in DeviceKind}
 """Backend of torch.distributed for each kind of device."""
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
@@ -42,10 +42,12 @@ def listen_at(host: str) -> None:
     """
     interface = interface_of(host)
     os.environ[_GLOO] = interface
-    # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and CANN's reference: "=" is an exact match
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    os.environ.setdefault("HCCL_SOCKET_IFNAME", f"={interface}")
-    os.environ.setdefault("HCCL_SOCKET_FAMILY", "AF_INET6" if ":" in host else "AF_INET")
+    for traits in map(traits_of, DeviceKind):
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and CANN's reference: "=" is an exact match
+        if traits.interface is not None:
+            os.environ.setdefault(traits.interface, f"={interface}")
+        if traits.interface_family is not None:
+            os.environ.setdefault(traits.interface_family, "AF_INET6" if ":" in host else "AF_INET")
 
 
 @contextmanager
@@ -76,10 +78,13 @@ def interface_of(host: str) -> str:
 
 
 def backends() -> list[str]:
-    """Return those of gloo, nccl and hccl that this torch has; hccl is there once torch_npu is imported."""
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    there["hccl"] = "hccl" in dist.Backend.backend_list
-    return [name for name, available in there.items() if available]
+    """Return those of gloo, nccl and hccl that this torch has; a plug-in's is there once torch has imported it."""
+    return [name for name in BACKENDS.values() if _has_backend(name)]
+
+
+def _has_backend(name: str) -> bool:
+    built: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)  # of torch's own; it lists them all
+    return name in dist.Backend.backend_list if built is None else built()
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:

@@ -60,8 +60,16 @@ class DataError(UserError):
     """A dataset is missing, corrupt, or lacks a column."""
 
 
+class ImageError(DataError):
+    """An image is missing, damaged or too large, or a prompt has other images than its text says."""
+
+
 class RewardError(UserError):
     """A reward function raised, or returned no number."""
+
+
+class EpisodeError(UserError):
+    """An environment or an agent gave no answer, or one that cannot be used."""
 
 
 class RunInProgress(UserError):

@@ -37,10 +37,18 @@ PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
+IMAGES = "images"
+"""list<struct<bytes: binary, path: string>>. Images of the prompt, in the order of their placeholders: each has its
+bytes, or the URL of its file.
+"""
+OBSERVED_IMAGES = "observed_images"
+"""list<struct<start: int32, bytes: binary>>. Images that an environment has shown, in the order of their placeholders:
+each begins at token ``start`` of the row, prompt and response.
+"""
 SOURCE_NAME = "source_name"
 """string. Name in ``data.sources`` of the dataset that the prompt is from."""
 PROMPT_IDS = "prompt_ids"
-"""list<int32>. Token ids of the prompt."""
+"""list<int32>. Token ids of the prompt; an image is as many of its placeholder as the model sees tokens of it."""
 RESPONSE_IDS = "response_ids"
 """list<int32>. Sampled token ids, with the end token if there is one."""
 PROMPT_TEXT = "prompt_text"
@@ -52,7 +60,9 @@ ROLLOUT_LOGPROBS = "rollout_logprobs"
 temperature).
 """
 FINISH_REASON = "finish_reason"
-"""string. ``stop`` (the model ended it) or ``length`` (the limit did)."""
+"""string. ``stop`` (the model ended it) or ``length`` (the limit did). Of an episode also ``turns`` (it had as many as
+it may), ``environment`` (the environment ended it) or ``failed`` (a call of the environment did; its reward is null).
+"""
 WEIGHTS_VERSION = "weights_version"
 """int64. Version of the weights that sampled this row: the steps that trained them; of several, the oldest."""
 TOKEN_VERSIONS = "token_versions"
@@ -73,6 +83,22 @@ GREEDY_REWARD = "greedy_reward"
 """float. Reward of the most likely response to the row's prompt."""
 RESPONSE_MASK = "response_mask"
 """list<bool>. True for a response token that the policy wrote and learns from; without the column all are."""
+EPISODE_ID = "episode_id"
+"""int64. ``prompt position * n + sample``: the rows of one episode share it. Without the column each row is one."""
+SEGMENT = "segment"
+"""int32. Number of the row among those of its episode and agent: a history that is rewritten begins a new one."""
+AGENT = "agent"
+"""string. The agent that wrote the row, where there are several."""
+TURNS = "turns"
+"""list<struct<start: int32, stop: int32, reward: float, state: int64>>. The policy's turns: their spans in
+``response_ids``, their rewards, and a hash of the state that each was taken in, 0 for none.
+"""
+TOKEN_TURNS = "token_turns"
+"""list<int32>. Number, in its row, of the turn that each response token belongs to; -1 for tokens of none."""
+EMBEDDING = "embedding"
+"""list<float>. Embedding of the row's text, of a model that encodes texts."""
+POLICY_CHANGE = "policy_change"
+"""float. Sum of the log-ratios, new policy to old, of what agents that were updated earlier in the step wrote."""
 KL_PENALTY = "kl_penalty"
 """list<float>. Reward of each response token for its divergence from the reference; at most 0 on average."""
 VALUES = "values"
@@ -105,6 +131,8 @@ TYPES: Mapping[str, pa.DataType] = {
     DATA_ROW: pa.int64(),
     SAMPLE_NUMBER: pa.int32(),
     SAMPLING_SEED: pa.int64(),
+    IMAGES: pa.large_list(pa.struct({"bytes": pa.large_binary(), "path": pa.large_string()})),
+    OBSERVED_IMAGES: pa.large_list(pa.struct({"start": pa.int32(), "bytes": pa.large_binary()})),
     SOURCE_NAME: pa.large_string(),
     PROMPT_IDS: pa.large_list(pa.int32()),
     RESPONSE_IDS: pa.large_list(pa.int32()),
@@ -122,6 +150,15 @@ TYPES: Mapping[str, pa.DataType] = {
     GREEDY: pa.bool_(),
     GREEDY_REWARD: pa.float32(),
     RESPONSE_MASK: pa.large_list(pa.bool_()),
+    EPISODE_ID: pa.int64(),
+    SEGMENT: pa.int32(),
+    AGENT: pa.large_string(),
+    TURNS: pa.large_list(
+        pa.struct({"start": pa.int32(), "stop": pa.int32(), "reward": pa.float32(), "state": pa.int64()})
+    ),
+    TOKEN_TURNS: pa.large_list(pa.int32()),
+    EMBEDDING: pa.large_list(pa.float32()),
+    POLICY_CHANGE: pa.float32(),
     KL_PENALTY: pa.large_list(pa.float32()),
     VALUES: pa.large_list(pa.float32()),
     ADVANTAGE: pa.float32(),
@@ -140,6 +177,12 @@ IDENTITY = (ROW_ID, GROUP_ID, TOKENS)
 """Columns that every table has and every edge carries: the id of a row, its group, its cost."""
 ORIGIN = (PROMPT_NUMBER, DATA_PART, DATA_ROW)
 """Columns that tell where a prompt comes from; they travel to the nodes whose tables are saved."""
+
+
+def is_blob(kind: DataType) -> bool:
+    """Tell whether values of this type are binary, or lists or structs that contain binary values."""
+    parts = [kind.field(index).type for index in range(kind.num_fields)]
+    return any(map(is_blob, parts)) if parts else "binary" in str(kind)
 
 
 def with_large_offsets(kind: DataType) -> DataType:

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"siirl_storage"},
-    {"errors", "schema", "context", "coerce", "collectives", "trace", "models", "config"},
+    {"errors", "schema", "context", "devices", "coerce", "collectives", "trace", "models", "config"},
     {"planner"},
-    {"algorithms", "rewards"},
-    {"coordinator", "rollout", "training", "observe"},
+    {"algorithms", "rewards", "images"},
+    {"coordinator", "rollout", "training", "observe", "environments"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
     {"recipes", "observe/dashboard"},
     {"driver"},
@@ -36,8 +36,9 @@ ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
     "bokeh": ("observe/dashboard/",),
-    "tokenizers": ("observe/dashboard/", "tasks/"),
-    "transformers": ("models/", "rollout/", "training/", "tasks/", "testing/"),
+    "tokenizers": ("runs/", "tasks/"),
+    "PIL": ("images/", "tasks/", "testing/"),
+    "transformers": ("models/", "images/", "rollout/", "environments/", "training/", "tasks/", "testing/"),
     "vllm": ("rollout/", "testing/"),
     "torch.distributed": (
         "collectives.py",
@@ -60,8 +61,10 @@ NEEDS_ONLY = {
     "context": set(),
     "trace": set(),
     "coerce": set(),
+    "devices": {"torch"},
     "collectives": {"torch", "psutil"},
     "config": {"omegaconf", "yaml"},
+    "images": {"PIL", "fsspec", "numpy", "pyarrow", "torch", "transformers"},
     "models": {"filelock", "fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
 }
 """Packages that may import nothing else of third parties. siirl_storage's conformance suite needs pytest as well."""

@@ -8,7 +8,7 @@ import pytest
 
 import siirl_dask
 
-PUBLIC = "DAG Config Context Node Role Rows columns dapo grpo load main open_run ppo run"
+PUBLIC = "DAG Config Context Node Role Rows agents columns dapo grpo load main open_run ppo run turns"
 
 
 def test_the_public_names_are_these():

@@ -13,6 +13,8 @@ from siirl_storage import Part, Snapshot
 
 from siirl_dask.datasets.lengths import Lengths
 from siirl_dask.datasets.summary import DatasetSummary
+from siirl_dask.errors import ImageError
+from siirl_dask.images.reading import size_of
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.planner.explain.tables import readable_bytes
 
@@ -20,6 +22,7 @@ _BAR = 40  # characters of the longest bar
 _PARTS = 5  # parts that are listed
 _SHOWN = 800  # characters of a value that are shown
 _IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"RIFF": "WebP"}
+_ANY_SIZE = 2**62  # pixels: headers alone are read
 
 
 def print_import(console: PipeConsole, table: Snapshot, lengths: Lengths | None, limit: int | None) -> None:
@@ -134,8 +137,7 @@ def _readable(value: Any) -> str:
     """Return a value as text for a terminal, shortened, without control characters; blobs by kind and size."""
     match value:
         case bytes():
-            kind = next((name for head, name in _IMAGES.items() if value.startswith(head)), "binary")
-            return f"<{kind}, {readable_bytes(len(value))}>"
+            return f"<{_kind(value)}, {readable_bytes(len(value))}>"
         case str():
             text = _clean(value[: _SHOWN + 1])
             return text if len(value) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value):,} characters)"
@@ -149,6 +151,18 @@ def _readable(value: Any) -> str:
             more = f", ... ({len(value)} items)" if len(value) > 8 else ""
             return "[" + ", ".join(_readable(one) for one in value[:8]) + more + "]"
     return str(value)
+
+
+def _kind(value: bytes) -> str:
+    """Return what a blob is: an image's format, with its width and height where its header tells them."""
+    kind = next((name for head, name in _IMAGES.items() if value.startswith(head)), None)
+    if kind is None:
+        return "binary"
+    try:
+        width, height = size_of(value, _ANY_SIZE)
+    except ImageError:
+        return f"{kind}, damaged"
+    return f"{kind}, {width} x {height} pixels"
 
 
 def _clean(text: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from siirl_storage import join, open_table, set_retry_seconds
 
 from siirl_dask.commands.checkpoint_model import folder_for_workers, write_checkpoint
+from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, evaluation_dag
 from siirl_dask.commands.export import check_unused
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
@@ -25,20 +26,14 @@ from siirl_dask.driver.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import HUB, is_remote
-from siirl_dask.nodes import ColumnPath, encode_prompts, eval_table, generate_answers, measure_answers, score
-from siirl_dask.nodes.evaluate import SOURCE, eval_table_schema
-from siirl_dask.nodes.generate import answering
+from siirl_dask.nodes.evaluate import SOURCE
+from siirl_dask.nodes.generate import answering as sampling_of_answers
 from siirl_dask.observe import EvalResult, write_eval_result
-from siirl_dask.planner import DAG, Node, Role, Rows, compile_chains, resolve
-from siirl_dask.planner.names import function_name
-from siirl_dask.rewards import build_scorer
-from siirl_dask.rollout import build_engine
-from siirl_dask.runs.reader import Run, Scoring, is_run
+from siirl_dask.planner import DAG, compile_chains
+from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
-from siirl_dask.schema import ANSWER, GROUP_ID, PROMPT, Schema
+from siirl_dask.schema import GROUP_ID
 
-TABLE = "generations"
-_REWARD = "rewards.function="
 _FOLDER = "evaluations"
 _ARGUMENTS = {"model.path": "its first argument", "data.url": "--data", "run.url": "--out"}
 
@@ -55,6 +50,8 @@ class EvalRequest:
     """Step of the run's checkpoint; None takes the newest."""
     out: str | None = None
     """URL to write to; None takes a folder below the run, or below ``evaluations`` in the working directory."""
+    world: str | None = None
+    """Role of the run's DAG with the environments to play in; None takes those in which it was trained."""
     overrides: Sequence[str] = ()
     """Overrides, ``key=value``, of the run's configuration, or of the defaults for a Hugging Face folder."""
 
@@ -69,14 +66,19 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     out = request.out or _default_out(request, step)
     check_unused(out, "--out")
     config = _config(request, out, run)
+    if config.agents:
+        raise ConfigError(
+            f"run {request.model!r} has the agents {[*config.agents]}, and eval samples from one model: the run's own "
+            "validation (validation.url) answers with all of them; to evaluate one of them, write its model with "
+            "`siirl-dask export --role policy_NAME`"
+        )
     set_retry_seconds(config.storage.retry_seconds)
-    own = not run or any(text.startswith(_REWARD) for text in request.overrides)
-    scoring = Scoring(resolve(config.rewards.function)) if own else Run(request.model).scoring()
+    answering = answering_of(Run(request.model) if run else None, config, request.overrides, request.world)
     with ExitStack() as over:
         if run:
             store = request.out or join(request.model, _FOLDER)
             config.model.path = over.enter_context(folder_for_workers(config.cluster, store))
-        dag, source = _planned(config, scoring)
+        dag, source = _planned(config, answering)
         if run:
             write = partial(write_checkpoint, request.model, config.model.path)
             step = with_whole_checkpoint(request.model, request.step, ["policy"], write)
@@ -88,7 +90,7 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
         except Unreachable as error:
             kept = ", as are the weights of the run's checkpoint while it lasts" if run else ""
             raise ConfigError(f"{error}; what an evaluation writes is below --out, here {out!r}{kept}") from error
-    result = _eval_result(request, config, scoring, step, logged)
+    result = _eval_result(request, config, answering, step, logged)
     write_eval_result(out, result)
     return result, out
 
@@ -102,34 +104,6 @@ def _config(request: EvalRequest, out: str, run: bool) -> Config:
     settings = {**_settings(request.data, out), **({} if run else {"model.path": request.model})}
     overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
     return Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
-
-
-def evaluation_dag(config: Config, scoring: Scoring, data: Schema) -> DAG:
-    """Return a DAG that generates and scores responses, saves every sample and logs the metrics.
-
-    ``data`` is the schema of the dataloader's tables.
-    """
-    validation, source = config.validation, ColumnPath(config.validation.source_column)
-    roles = (
-        Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout)),
-        Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward)),
-    )
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=config.rollout)
-    sample = partial(generate_answers, rollout=config.rollout, validation=validation)
-    extract = resolve(validation.answer_extractor) if validation.answer_extractor else None
-    measure = partial(
-        measure_answers, n=validation.n, k=tuple(validation.k), source=source, extract=extract, alone=True
-    )
-    keep = partial(eval_table, n=validation.n, source=source)
-    columns = eval_table_schema(data.field(PROMPT).type, data.field(ANSWER).type)
-    nodes = (
-        Node("prompts", encode, role="rollout"),
-        Node("rollout", sample, role="rollout", after="prompts", rows=Rows(str(config.rollout.prompt_placement))),
-        Node("reward", partial(score, columns=scoring.columns), role="reward", after="rollout"),
-        Node("samples", keep, role="reward", after="reward", save_as=TABLE, writes=columns),
-        Node("measure", measure, role="reward", after="reward", rows=Rows.GROUPED),
-    )
-    return DAG(roles, nodes)
 
 
 def _is_run(request: EvalRequest) -> bool:
@@ -175,37 +149,38 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
     }
 
 
-def _planned(config: Config, scoring: Scoring) -> tuple[DAG, Source]:
+def _planned(config: Config, answering: Answering) -> tuple[DAG, Source]:
     """Return the DAG and its dataset. DataError or PlanError for unusable data, source or columns."""
     source = Source.of(config.data)
     schema = open_source(source).schema
     if config.validation.source_column is not None:  # a field of a struct, which the plan does not check
         source_schema(schema, replace(source, answer=config.validation.source_column))
     columns = source_schema(schema, source)
-    dag = evaluation_dag(config, scoring, columns)
+    dag = evaluation_dag(config, answering, columns)
     compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], columns, config.cluster.placement)
     return dag, source
 
 
 def _eval_result(
-    request: EvalRequest, config: Config, scoring: Scoring, step: int | None, logged: Mapping[str, float | None]
+    request: EvalRequest, config: Config, answering: Answering, step: int | None, logged: Mapping[str, float | None]
 ) -> EvalResult:
     metrics = {name: value for name, value in logged.items() if value is not None}
-    validation = config.validation
+    validation, sampling = config.validation, sampling_of_answers(config.rollout, config.validation)
     return EvalResult(
         model=request.model,
         step=step,
         data=request.data,
-        reward=function_name(getattr(scoring.reward, "func", scoring.reward)),
+        reward=answering.rewarded_by,
         prompts=_prompts(step_folder(config.run.url, TABLE, step or 0)),
-        samples=round(metrics["samples"]),
+        samples=round(metrics["episodes" if answering.episodes else "samples"]),
         n=validation.n,
         k=validation.k,
-        temperature=answering(config.rollout, validation).temperature,
+        temperature=sampling.temperature,
         top_p=validation.top_p,
         max_tokens=config.rollout.max_response_length,
         seed=config.run.seed,
-        failures=round(metrics["reward/failures"]),
+        failures=round(metrics["episodes/failed" if answering.episodes else "reward/failures"]),
+        turns=metrics.get("episodes/turns"),
         dropped_prompts=round(metrics["data/dropped_prompts"]),
         truncated=metrics.get("response/truncated", 0.0),
         metrics={name: value for name, value in metrics.items() if "@" in name},

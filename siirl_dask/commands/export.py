@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,7 +67,8 @@ def write_folder(
     """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder."""
     # here, because torch and transformers take seconds, for which --help need not wait
     from siirl_dask.training.files.checkpoint import read_model
-    from siirl_dask.training.files.hugging_face import with_base, write_adapters, write_hugging_face
+    from siirl_dask.training.files.hugging_face import with_base, with_frozen, write_adapters, write_hugging_face
+    from siirl_dask.training.parts import family_seen, frozen_parts
 
     roles = found.state().roles
     if role not in roles:
@@ -77,14 +79,27 @@ def write_folder(
     if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
         raise ConfigError(f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out --ema")
     weights = read_model(join(found.url, role), ema=ema)
+    config = _of_role(config, role)
     kind, adapted = dtype or config.model.dtype, _adapted(run, config, weights)
     if adapter and not adapted:
         raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:
         write_adapters(folder, weights, config.trainer, config.model.path, kind)
-    else:
-        base = folder_here(config.model.path, weights=adapted)
-        write_hugging_face(folder, with_base(weights, config.trainer, base) if adapted else weights, base, kind)
+        return
+    family, sees = family_seen(config.model.path, config.images)
+    frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
+    base = folder_here(config.model.path, weights=adapted or bool(frozen))
+    if adapted:
+        weights = with_base(weights, config.trainer, base)
+    elif frozen:
+        weights = with_frozen(weights, frozen, base)
+    write_hugging_face(folder, weights, base, kind)
+
+
+def _of_role(config: Config, role: str) -> Config:
+    """Return the configuration with the model and the trainer of the agent that the role ``policy_AGENT`` is of."""
+    agent = config.agents.get(role.rpartition("_")[2])
+    return config if agent is None else replace(config, model=agent.model, trainer=agent.trainer)
 
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:

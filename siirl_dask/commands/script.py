@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load
+from siirl_dask.devices import check_plugins
 from siirl_dask.errors import Interrupted, SiirlError, UserError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.planner import DAG
@@ -72,6 +73,7 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
     """Run the training as ``--fresh`` and ``--force`` say."""
+    check_plugins()
     from siirl_dask.driver.run import run  # dask and torch: seconds that `plan` and `--help` need not wait for
 
     run(config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from siirl_dask.config.agents import AgentConfig, check_agents
 from siirl_dask.config.checks import parse_bytes
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
+from siirl_dask.config.endpoint import EndpointConfig
+from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
+from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -29,10 +33,20 @@ from siirl_dask.config.run import (
     RunConfig,
     ValidationConfig,
 )
-from siirl_dask.config.training import AlgorithmConfig, Backend, FsdpConfig, LoraConfig, Schedule, TrainerConfig
+from siirl_dask.config.training import (
+    AlgorithmConfig,
+    Backend,
+    FsdpConfig,
+    LoraConfig,
+    MegatronConfig,
+    Part,
+    Schedule,
+    TrainerConfig,
+)
 from siirl_dask.errors import ConfigError
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "Backend",
     "CheckpointConfig",
@@ -43,13 +57,19 @@ __all__ = [
     "DevicePreference",
     "Dtype",
     "Durability",
+    "EndpointConfig",
     "Engine",
+    "EnvironmentsConfig",
     "FsdpConfig",
+    "ImagesConfig",
     "LoraConfig",
+    "MegatronConfig",
     "MetricsBackend",
     "ModelConfig",
     "ObserveConfig",
     "OnNan",
+    "OnToolError",
+    "Part",
     "ProfileConfig",
     "ProfileLevel",
     "PromptPlacement",
@@ -75,9 +95,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    environments: EnvironmentsConfig = field(default_factory=EnvironmentsConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: TrainerConfig = field(default_factory=TrainerConfig)
@@ -87,10 +110,13 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    agents: dict[str, AgentConfig] = field(default_factory=dict)
+    """Agents of a run with several, by name, in the order in which they act."""
 
     def __post_init__(self) -> None:
-        if (self.rollout.max_staleness or self.rollout.partial) and self.algorithm.correction is None:
-            self.algorithm.correction = "siirl_dask.algorithms:truncated_is"
+        if self.rollout.max_staleness or self.rollout.partial:
+            for algorithm in (self.algorithm, *(agent.algorithm for agent in self.agents.values())):
+                algorithm.correction = algorithm.correction or "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
@@ -101,16 +127,20 @@ class Config:
                 "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a checkpoint; expected "
                 "checkpoint.every of at least 1"
             )
-        for name, trainer in {"trainer": self.trainer, "critic": self.critic}.items():
+        own = {f"agents.{name}.trainer": agent.trainer for name, agent in self.agents.items()}
+        for name, trainer in {"trainer": self.trainer, "critic": self.critic, **own}.items():
             if trainer.max_skipped_steps and self.run.on_nan is OnNan.stop:
                 raise ConfigError(
                     f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, which skips none: set "
                     "run.on_nan=skip as well, or leave it out"
                 )
-        self._fill_total_steps(self.trainer, self.run.steps - self.algorithm.critic_warmup_steps)
-        self._fill_total_steps(self.critic, self.run.steps)
+        self._fill_total_steps(self.trainer, self.algorithm, self.run.steps - self.algorithm.critic_warmup_steps)
+        self._fill_total_steps(self.critic, self.algorithm, self.run.steps)
+        for agent in self.agents.values():
+            self._fill_total_steps(agent.trainer, agent.algorithm, self.run.steps - agent.algorithm.critic_warmup_steps)
+        check_agents(self.agents, self.rollout, self.data.batch_size)
 
-    def _fill_total_steps(self, trainer: TrainerConfig, steps: int) -> None:
+    def _fill_total_steps(self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int) -> None:
         """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""
         if trainer.schedule != Schedule.constant and trainer.total_steps is None:
-            trainer.total_steps = max(1, steps) * self.algorithm.minibatches * self.algorithm.epochs
+            trainer.total_steps = max(1, steps) * algorithm.minibatches * algorithm.epochs

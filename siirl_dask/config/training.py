@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.devices.operators import check_operators
 from siirl_dask.errors import ConfigError
 
 
@@ -63,6 +64,8 @@ class Backend(StrEnum):
     """The whole model on every worker of the role: the simplest, and the fastest if it fits."""
     fsdp = "fsdp"
     """Shards of the model over the workers of the role (FSDP2)."""
+    megatron = "megatron"
+    """Layers, and parts of each layer, on different workers of the role (megatron-core)."""
 
 
 class Schedule(StrEnum):
@@ -71,6 +74,19 @@ class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+
+
+class Part(StrEnum):
+    """Part of a model that sees images."""
+
+    visual = "visual"
+    """The whole tower: encoder and projector."""
+    encoder = "encoder"
+    """The tower without its projector."""
+    projector = "projector"
+    """The layers that map what the encoder sees into the language model."""
+    language_model = "language_model"
+    """Embeddings, decoder and head."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,6 +127,32 @@ class FsdpConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MegatronConfig:
+    """``trainer.megatron``: options of the backend megatron."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer, and the vocabulary; a divisor of the model's key heads. Together with
+    ``pipeline_parallel`` ranks it makes a replica of the model, whose ranks are a divisor of the role's."""
+    pipeline_parallel: int = 1
+    """Stages, each with as many layers, through which micro-batches pass one after the other (1F1B); a divisor of the
+    model's layers."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.megatron", 1, tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a replica of the model."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def needs_megatron(self) -> list[str]:
+        """Options in use, as ``trainer.megatron.tensor_parallel=2``."""
+        options = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        return [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]
+
+
+@dataclass(kw_only=True, slots=True)
 class LoraConfig:
     """``trainer.lora``: adapters that learn in place of the weights (LoRA, arXiv:2106.09685)."""
 
@@ -119,7 +161,9 @@ class LoraConfig:
     alpha: float = 16.0
     """Scale of the adapters: their output is multiplied by ``alpha / rank``."""
     targets: list[str] = field(default_factory=list)
-    """Names of the linear layers that get an adapter, such as ``[q_proj, v_proj]``. Empty: all of the decoder's."""
+    """Names of the linear layers that get an adapter, such as ``[q_proj, v_proj]``. Empty: all of the decoder's. In a
+    model that sees images also ``visual`` and ``language_model``, all of the tower's or the decoder's, and
+    ``visual.NAME``."""
 
     def __post_init__(self) -> None:
         at_least("trainer.lora", 0, rank=self.rank)
@@ -136,17 +180,24 @@ class TrainerConfig:
     """``trainer`` and ``critic``: backend, optimizer and micro-batches of a trained model."""
 
     backend: Backend = Backend.torch
-    """Backend: ``torch``, or ``fsdp`` for a model that does not fit on one device."""
+    """Backend: ``torch``; ``fsdp`` for a model that does not fit on one device; or ``megatron``."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: list[Part] = field(default_factory=list)
+    """Parts of a model that sees images which do not learn, such as ``[visual]``."""
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping their activations."""
     compile: bool = False
     """Compile the layers with torch.compile, which takes minutes before the first step."""
     liger: bool = False
     """Compute norms and feed-forward layers with the Triton kernels of liger-kernel, on GPUs."""
+    operators: dict[str, str] = field(default_factory=dict)
+    """Libraries of fused operators, such as ``{rms_norm: torch}``; others are chosen by device: docs/devices.md."""
     lr: float = 1e-6
     """Learning rate after the warm-up."""
+    visual_lr: float | None = None
+    """The same for the tower of a model that sees images. None: ``lr``."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decays of AdamW's first and second moment."""
     eps: float = 1e-8
@@ -174,8 +225,9 @@ class TrainerConfig:
     many times more."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"trainer.lr={self.lr!r}: expected more than 0, and finite")
+        for name, rate in {"lr": self.lr, "visual_lr": self.lr if self.visual_lr is None else self.visual_lr}.items():
+            if not 0 < rate < float("inf"):
+                raise ConfigError(f"trainer.{name}={rate!r}: expected more than 0, and finite")
         above("trainer", 0, max_grad_norm=self.max_grad_norm, eps=self.eps)
         at_least("trainer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         if self.max_skipped_steps is not None:
@@ -184,18 +236,30 @@ class TrainerConfig:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # a list is fine as well
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"trainer.betas={self.betas}: expected two numbers from 0 to below 1")
-        if self.backend is Backend.torch and (options := self.fsdp.needs_fsdp):
-            raise ConfigError(f"{options[0]}: the backend torch does not have it; take trainer.backend=fsdp")
+        if self.backend != Backend.fsdp and (options := self.fsdp.needs_fsdp):
+            raise ConfigError(f"{options[0]}: the backend {self.backend} does not have it; take trainer.backend=fsdp")
+        if self.backend != Backend.megatron and (options := self.megatron.needs_megatron):
+            raise ConfigError(
+                f"{options[0]}: the backend {self.backend} does not have it; take trainer.backend=megatron"
+            )
+        self._check_megatron()
         if self.park and self.fsdp.offload:
             raise ConfigError(
                 "trainer.park=true and trainer.fsdp.offload=true: what is offloaded is in the host's memory already; "
                 "leave one of them out"
             )
         self._check_tensor_parallel()
+        if self.freeze and self.lora.rank:
+            raise ConfigError(
+                f"trainer.freeze={[*map(str, self.freeze)]} with trainer.lora.rank={self.lora.rank}: no weights learn "
+                "beside adapters; trainer.lora.targets says which layers have any"
+            )
+        self._check_visual_lr()
         if self.liger and self.compile:
             raise ConfigError(
                 "trainer.liger=True with trainer.compile=True: both fuse the same operations; leave one of them out"
             )
+        check_operators(self.operators, liger=self.liger)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -203,6 +267,35 @@ class TrainerConfig:
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"trainer.total_steps={self.total_steps}: expected more than trainer.warmup_steps={self.warmup_steps}"
+            )
+
+    def _check_visual_lr(self) -> None:
+        """Raise ConfigError for a rate of the tower where nothing of it learns."""
+        if self.visual_lr is None:
+            return
+        if Part.visual in self.freeze or {Part.encoder, Part.projector} <= {*self.freeze}:
+            raise ConfigError(f"trainer.visual_lr={self.visual_lr}: trainer.freeze has the tower; leave one out")
+        if self.lora.rank and not any(target.partition(".")[0] == Part.visual for target in self.lora.targets):
+            raise ConfigError(
+                f"trainer.visual_lr={self.visual_lr} with trainer.lora.targets={self.lora.targets}: no adapters are in "
+                "the tower; add 'visual' to the targets, or leave the rate out"
+            )
+
+    def _check_megatron(self) -> None:
+        if self.backend != Backend.megatron:
+            return
+        others = {
+            "compile": self.compile,
+            "freeze": bool(self.freeze),
+            "liger": self.liger,
+            "lora.rank": self.lora.rank,
+            "operators": bool(self.operators),
+            "park": self.park,
+            "visual_lr": self.visual_lr is not None,
+        }
+        if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
+            raise ConfigError(
+                f"trainer.backend=megatron: it does not go together with {', '.join(conflicts)}; leave one out"
             )
 
     def _check_tensor_parallel(self) -> None:

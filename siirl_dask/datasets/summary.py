@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import Part
@@ -16,6 +17,8 @@ from siirl_dask.datasets.importing import check_prompts
 from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
 from siirl_dask.datasets.mapping import extract, unify
+from siirl_dask.errors import DataError
+from siirl_dask.images import normalised
 
 _MOST_PIECES = 32  # parts or files that rows are taken from, evenly spaced
 
@@ -123,12 +126,34 @@ def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int)
 
 
 def _sizes(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Return characters of texts, bytes of blobs, and of a row's images, in whatever layout, all their bytes."""
     kind = column.type
+    if (images := _bytes_of_images(column)) is not None:
+        return images
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return pc.utf8_length(column)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.binary_length(column)
     return None
+
+
+def _bytes_of_images(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Return the bytes of each row's images; None for a column that holds no structs of bytes and path."""
+    kind = column.type
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    entry = kind.value_type if listed else kind
+    if not pa.types.is_struct(entry) or entry.get_field_index("bytes") < 0:
+        return None
+    try:
+        column = normalised(column)
+    except DataError:
+        return None  # bytes and path in a struct of somebody else's
+    lengths = []
+    for chunk in column.chunks:
+        sizes = pc.fill_null(pc.binary_length(chunk.flatten().field("bytes")), 0).to_numpy(zero_copy_only=False)
+        ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        lengths.append(pa.array(np.diff(ends[chunk.offsets.to_numpy() - chunk.offsets[0].as_py()]), pa.int64()))
+    return pa.chunked_array(lengths, pa.int64())
 
 
 def _prompt_of(schema: pa.Schema) -> str | None:

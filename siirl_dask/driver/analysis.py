@@ -204,7 +204,7 @@ def _edges(
     bounds = estimate(plan, sizes)
     usual = bounds if lengths is None else estimate(plan, _of_lengths(sizes, lengths))
     rows = _measured_rows(plan, sizes, records)
-    moving = {(edge.source, edge.target): edge.name for edge in plan.edges if edge.moves}
+    moving = {edge.ends: edge.name for edge in plan.edges if edge.moves}
     found = []
     for ends, bound in bounds.items():
         moves = ends in moving
@@ -212,9 +212,10 @@ def _edges(
         expected = usual[ends].bytes if moves and lengths is not None else None
         found.append(
             EdgeAnalysis(
-                *ends,
+                ends[0],
+                ends[1],
                 moves=moves,
-                rows=Compared(bound.rows, rows.get(plan.stages[ends[1]].rows), _ROWS),
+                rows=Compared(bound.rows, None if ends[2:] else rows.get(plan.stages[ends[1]].rows), _ROWS),
                 most_bytes=bound.bytes if moves else None,
                 bytes=Compared(expected, seen.received if seen else None, above_only=True),
                 unknown=bound.unknown,

@@ -15,6 +15,7 @@ import dask
 from distributed import Client, LocalCluster, Nanny, Status
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
+from siirl_dask.devices.kinds import NO_ACCELERATORS
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny
@@ -32,7 +33,6 @@ _HASTE = 0.5  # the same after a failure or Ctrl-C: the whole stop may take five
 _CONNECT_TIMEOUT = 5.0  # seconds for a scheduler that has just started to answer
 _GLANCE = 0.5  # seconds between two tries
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
-_NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 _PROFILE = {
     "distributed.worker.profile.interval": ("10ms", "100ms"),
     "distributed.admin.low-level-log-length": (1000, 100),
@@ -137,7 +137,7 @@ def _settings_of_any(config: Config) -> dict[str, object]:
             "OMP_NUM_THREADS": config.cluster.threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", int(not config.model.path.startswith(HUB))),
-            **(_NO_ACCELERATORS if config.cluster.device is DevicePreference.cpu else {}),
+            **(NO_ACCELERATORS if config.cluster.device is DevicePreference.cpu else {}),
         },
         "distributed.scheduler.allowed-failures": 0,
     }

@@ -79,14 +79,16 @@ class _Layouts:
             return self._loaded(stage)
         if not edges:
             return self._tables[node.after[0]]
-        guide = next(edge for edge in edges if edge.source == edge.guide)
+        guide = next(edge for edge in edges if edge.source == edge.guide and not edge.by_group)
         guiding = self._tables[guide.source]
         owners: Ints | None = None
         if guiding is not None and guide.rows is not Rows.REPLICATED:
             chosen = assign_owners(guide, self._seen(guide, guiding), self._sizes.quadratic_from, self._plan.hosts)
             owners = np.array([self._number[target] for target in guide.targets])[chosen]
         for edge in edges:
-            if edge.moves:
+            if edge.moves and edge.by_group:
+                self.links[edge.name] = self._count_groups(edge, guiding, owners)
+            elif edge.moves:
                 self.links[edge.name] = self._count(edge, self._tables[edge.source], owners)
         return None if guiding is None else replace(guiding, workers=owners)
 
@@ -151,6 +153,19 @@ class _Layouts:
             if ends[0] != ends[1] and ends[1] not in near:
                 links[ends] += count * each
         return EdgeLinks(edge, links, unknown)
+
+    def _count_groups(self, edge: Edge, guiding: _Table | None, owners: Ints | None) -> EdgeLinks:
+        """Return what an edge by group moves: each group once to every worker that owns a row of it."""
+        table = self._tables[edge.source]
+        if table is None or guiding is None:
+            return EdgeLinks(edge, {}, counted=False)
+        groups, first = np.unique(table.rows.groups, return_index=True)
+        places = np.full(len(first), self._number[edge.sources[0]]) if table.workers is None else table.workers[first]
+        lying = _Table(self._rows(groups, groups, 0), places)
+        if owners is None:
+            return self._count(edge, lying, None)
+        pairs = np.unique(np.stack([np.searchsorted(groups, guiding.rows.groups), owners]), axis=1)
+        return self._count(edge, _Table(self._rows(groups[pairs[0]], groups[pairs[0]], 0), places[pairs[0]]), pairs[1])
 
     def _replicated(self, edge: Edge, held: Mapping[str, float], near: Collection[str] = ()) -> Links:
         """Return the links of rows that go to every target; ``held`` are the bytes that each source has, ``near`` the

@@ -35,6 +35,7 @@ from siirl_dask.schema import (
     RESPONSE_IDS,
     VALUES,
 )
+from siirl_dask.training.memory import ranks_of_replica
 from siirl_dask.training.preflight import count_adapters
 
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
@@ -234,12 +235,14 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
     seconds += times * _pass_bytes(model, tokens.computed) / speed.memory_rate if speed.cores else 0.0
     learned = model.size.total if not trainer.lora.rank else 0
-    shards = 1 if trainer.backend is Backend.torch else trainer.fsdp.shard_size or model.workers
+    shards = ranks_of_replica(trainer, model.workers)
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
     if trainer.backend is Backend.fsdp:
         moved = passes * ((times - 1) * model.narrow * model.size.total + 4 * learned)  # gathers, and the scatter
     else:
-        moved = steps * 2 * 4 * learned
+        moved = (
+            steps * 2 * 4 * learned / shards
+        )  # with megatron the sums over replicas; those within one are not counted
     return _with_collectives(seconds, moved * _ring(model.workers) / speed.link, hidden=trainer.backend is Backend.fsdp)
 
 

@@ -92,7 +92,12 @@ def splits_by(
 
 
 def _shards_fit(trainer: TrainerConfig, workers: int) -> bool:
-    sizes = (trainer.fsdp.shard_size or 1, trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel)
+    sizes = (
+        trainer.fsdp.shard_size or 1,
+        trainer.fsdp.sequence_parallel,
+        trainer.fsdp.tensor_parallel,
+        trainer.megatron.ranks,
+    )
     return not any(workers % size for size in sizes)
 
 

@@ -11,11 +11,24 @@ from siirl_storage import StorageError, TableNotFound, open_table
 from siirl_dask.config import Config
 from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, training_dataset
-from siirl_dask.errors import ConfigError, DataError, PlanError
+from siirl_dask.driver.unread_groups import check_read
+from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
+from siirl_dask.images import check_layout
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
 from siirl_dask.planner.spec import bind
 from siirl_dask.recipes import common
-from siirl_dask.schema import REFERENCE_LOGPROBS, SOURCE_NAME, TOKEN_VERSIONS, DataType, Schema
+from siirl_dask.schema import (
+    IDENTITY,
+    IMAGES,
+    OBSERVED_IMAGES,
+    ORIGIN,
+    REFERENCE_LOGPROBS,
+    SOURCE_NAME,
+    TOKEN_VERSIONS,
+    TYPES,
+    DataType,
+    Schema,
+)
 
 Phases = dict[str, tuple[Plan, Dataset]]
 """The plan and the dataset of each phase, by the name of the plan (``Iteration.plan``); the first has every role."""
@@ -49,6 +62,7 @@ def plan_phases(
     for phase, (graph, dataset) in datasets.items():
         absent = {source.url for source in dataset.sources if assume_columns and not exists(source.url)}
         dataset, schema = _open(config, dataset, absent)
+        _check_images(config, dataset, schema)
         plan = compile_chains(graph, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
         phases[phase] = (plan, dataset)
     return phases
@@ -62,6 +76,18 @@ def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Da
     )
 
 
+def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
+    """Raise DataError where the dataset has no column ``images.column``, or one that holds no images."""
+    column = config.images.column
+    if column is None:
+        return
+    label = f"images.column={column!r}: the column of dataset {dataset.sources[0].url!r}"
+    if column not in schema.names:
+        known = [name for name in schema.names if name not in (*IDENTITY, *ORIGIN)]
+        raise DataError(f"{label} is not there (there is: {known}){did_you_mean(column, known)}")
+    check_layout(schema.field(column).type, label)
+
+
 def assumed_columns(config: Config, source: Source | None = None) -> Schema:
     """Return the dataset columns that the configuration names: texts, and whole numbers for expected lengths.
 
@@ -72,6 +98,8 @@ def assumed_columns(config: Config, source: Source | None = None) -> Schema:
     paths: dict[str, DataType] = {path: pa.string() for path in named if path is not None}
     if config.rollout.expected_length_column is not None:
         paths[config.rollout.expected_length_column] = pa.int64()
+    if config.images.column is not None:
+        paths[config.images.column] = TYPES[IMAGES]
     tree: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in paths.items():
         if not all(path.split(".")):
@@ -144,6 +172,7 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     for name, value in {"data.url": config.data.url, "model.path": config.model.path}.items():
         if value == "???":
             raise ConfigError(f"{name} is not set: give it in the config or as {name}=...")
+    check_read(config, [dag, *([validation] if validation is not None else ())])
     written = {name for node in dag.nodes for name in node.contract.writes.names}
     if config.algorithm.kl_coefficient > 0 and REFERENCE_LOGPROBS not in written:
         raise ConfigError(
@@ -155,6 +184,16 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
         raise ConfigError(
             f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes lag by "
             f"{lags}: expected lag={ahead} of the node that loads weights, and 0 of the others"
+        )
+    if config.images.column is not None and IMAGES not in written:
+        raise ConfigError(
+            f"images.column={config.images.column!r} and no node reads that column: give the node that runs "
+            "siirl_dask.nodes:encode_prompts the images as well, as in with: {images: ${images}, ...}"
+        )
+    if config.images.observations and OBSERVED_IMAGES not in written:
+        raise ConfigError(
+            "images.observations=true and no node plays with images: give the node that runs siirl_dask.nodes:play the "
+            "images, as in with: {images: ${images}, ...}, or leave it out"
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
         raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 
+from siirl_dask.errors import SiirlError
 from siirl_dask.planner import Iteration, Phase
 
 
 class Preempted(KeyboardInterrupt):
-    """The run has ended as SIGTERM asked, with what it had under way and a checkpoint."""
+    """The run has ended as SIGTERM asked: with what it had under way and a checkpoint, or without where that failed."""
 
 
 class Preemption:
@@ -32,11 +33,14 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._take)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Preempted for a failure after SIGTERM: the machine goes, so it is no reason to try again."""
         if self._timer is not None:
             self._timer.cancel()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what getsignal gave
+        if self.asked and isinstance(error, SiirlError):
+            raise Preempted(f"; what was under way failed: {error}") from error
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         """Yield the iterations; once SIGTERM has come, one step more, which drains the pipeline, and its checkpoint."""

@@ -17,7 +17,7 @@ from siirl_dask.driver.device_memory import cards_of, check_devices, device_memo
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
-from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
 from siirl_dask.observe.backends import check_backends
 from siirl_dask.planner import DAG, Footprint, Plan, Role, RoleCost
@@ -61,6 +61,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
+    _check_together(plan, costs)
     footprints, accelerator = footprints_of(costs), device_memory(config)
     if refuse_devices:
         check_devices(accelerator, cards_of(plan, footprints))
@@ -95,6 +96,21 @@ def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
             raise ConfigError(
                 f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(lacking)}, and "
                 f"role {node.role!r} has none: give its trainer a lora.rank, or leave the node out"
+            )
+
+
+def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
+    """Raise PlanError for roles that hold something together and are on different workers."""
+    first: dict[str, str] = {}
+    for role, cost in costs.items():
+        if not cost.together:
+            continue
+        other = first.setdefault(cost.together, role)
+        if plan.placement[role] != plan.placement[other]:
+            places = {name: worker_ranges(plan.placement[name], tuple(plan.chains)) for name in (other, role)}
+            raise PlanError(
+                f"roles {other!r} and {role!r} hold {cost.together} together, and are on workers {places[other]} and "
+                f"{places[role]}: expected the same ones, in the same order; change cluster.placement"
             )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,17 +16,25 @@ from siirl_storage import FooterCache, StorageError
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source
 from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, ImageError
+from siirl_dask.images import images_of, load_processor, normalised
+from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
 from siirl_dask.planner import Plan
 from siirl_dask.planner.contract import bare
 
+if TYPE_CHECKING:
+    from siirl_dask.images.processor import ImageProcessor
+    from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+
 _GROUPS, _ROWS = 16, 32  # row groups that are looked into, and prompts of each
 _HEAD = 2**14  # rows of a row group among which they are chosen: to reach a later one is to decode those before it
 _TEXT = 2**21  # characters that are encoded at most: one to two seconds
+_GROUPS_OF_IMAGES = 4  # row groups that are looked into where prompts show images: each is megabytes
 
 Encode = Callable[[Any], Sequence[int]]
+"""Token ids of a prompt; where prompts show images, of the prompt and the value of their column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +86,19 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     try:
         folder = folder_here(config.model.path, weights=False)
         tokenizer = load_tokenizer(folder, f"model.path={config.model.path!r}")
+        processor = None if config.images.column is None else load_processor(folder, config.images)
     except ConfigError:
         return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
     names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
     notes = []
     for name, source in zip(names, dataset.sources, strict=True):
         limit = config.data.max_prompt_length
-        sample = counted_lengths(source, tokenizer.identity, limit)
-        sample = sample or sample_lengths(source, tokenizer.encode, limit, _TEXT // len(names))
+        if processor is None:
+            sample = counted_lengths(source, tokenizer.identity, limit)
+            sample = sample or sample_lengths(source, tokenizer.encode, limit, _TEXT // len(names))
+        else:
+            encode = partial(_encode_with_images, tokenizer, processor)
+            sample = sample_lengths(source, encode, limit, _TEXT // len(names), images=config.images.column)
         if sample.looked_at:
             dropped = "; they are dropped from their steps" if sample.found else ""
             notes.append(f"{name}{sample.text(limit)}{dropped}")
@@ -102,34 +117,58 @@ def counted_lengths(source: Source, tokenizer: str | None, limit: int) -> TooLon
         return None  # a worker tells of a part that cannot be read
 
 
-def sample_lengths(source: Source, encode: Encode, limit: int, characters: int = _TEXT) -> TooLong:
-    """Look at prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded."""
+def _encode_with_images(
+    tokenizer: HuggingFaceTokenizer, processor: ImageProcessor, row: tuple[Any, Any]
+) -> Sequence[int]:
+    """Return the ids of a prompt with its images, from their headers. ImageError also for one that is at a URL."""
+    prompt, value = row
+    images = images_of(value)
+    if any(image.data is None for image in images):
+        raise ImageError("it is not fetched to be counted")
+    return processor.expand(tokenizer.encode(marked(prompt, processor.family.placeholder)), images)
+
+
+def sample_lengths(
+    source: Source, encode: Encode, limit: int, characters: int = _TEXT, *, images: str | None = None
+) -> TooLong:
+    """Look at prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded.
+
+    With ``images``, the column of theirs, ``encode`` gets both. A prompt whose images cannot be used is left out: the
+    step that it is in tells of it.
+    """
     counts = []
-    for prompts in _samples(source):
+    for rows in _samples(source, images):
         if characters <= 0:
             break
         found = looked = 0
-        for prompt in prompts:
+        for row in rows:
+            prompt = row if images is None else row[0]
             characters -= len(prompt) if isinstance(prompt, str) else sum(len(str(turn)) for turn in prompt)
-            found, looked = found + (len(encode(prompt)) > limit), looked + 1
+            with suppress(ImageError):
+                found, looked = found + (len(encode(row)) > limit), looked + 1
             if characters <= 0:
                 break
         counts += [(looked, found)] if looked else []
     return TooLong(open_source(source).num_rows, tuple(counts))
 
 
-def _samples(source: Source) -> Iterator[list[Any]]:
-    """Yield prompts of one row group after the other; of none that cannot be read, which a worker will tell."""
+def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
+    """Yield prompts, and their images, of one row group after the other; of none that cannot be read, which a worker
+    will tell.
+    """
     snapshot, random, footers = open_source(source), np.random.default_rng(0), FooterCache()
     groups = snapshot.row_groups()
-    chosen = random.permutation(len(groups))[:_GROUPS]
+    chosen = random.permutation(len(groups))[: _GROUPS if images is None else _GROUPS_OF_IMAGES]
     each = max(_ROWS, ceil(_GROUPS * _ROWS / len(chosen)))
     column, *path = source.prompt.split(".")
+    names = [column] if images is None else [column, images]
     for group in (groups[number] for number in chosen):
         rows = np.sort(random.permutation(min(group.rows, _HEAD))[:each]).tolist()
         try:
-            table = snapshot.read_row_group(group, [column], rows=rows, max_bytes=source.read_limit, footers=footers)
+            table = snapshot.read_row_group(group, names, rows=rows, max_bytes=source.read_limit, footers=footers)
         except StorageError:
             continue
         values = pc.struct_field(table[column], path) if path else table[column]
-        yield [prompt for prompt in values.to_pylist() if prompt is not None]
+        prompts = values.to_pylist()
+        shown = prompts if images is None else zip(prompts, normalised(table[images], images).to_pylist(), strict=True)
+        yield [row for row, prompt in zip(shown, prompts, strict=True) if prompt is not None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from distributed import Client
@@ -17,6 +16,7 @@ from siirl_dask.config import Config
 from siirl_dask.driver.calls import complete
 from siirl_dask.observe import Record
 from siirl_dask.observe.dashboard.plugin import NAME, PATH, PagePlugin
+from siirl_dask.runs.token_texts import tokenizer_file
 
 logger = logging.getLogger("siirl_dask.driver")
 _TIMEOUT = 10.0  # seconds for the scheduler to add the page
@@ -49,7 +49,7 @@ class RunPage:
             "members": dict(members),
             "done": done,
             "steps": config.run.steps,
-            "tokenizer": _tokenizer(config.model.path),
+            "tokenizer": tokenizer_file(config.model.path),
         }
         try:
             complete(client, lambda: client.register_plugin(PagePlugin()), timeout=_TIMEOUT)
@@ -81,9 +81,3 @@ async def _told(client: Client, operation: str, **arguments: Any) -> None:
 
 async def _call(client: Client, operation: str, **arguments: Any) -> Any:
     return await getattr(client.scheduler, f"{NAME}-{operation}")(**arguments)
-
-
-def _tokenizer(model: str) -> str:
-    """Return the path of a local model's ``tokenizer.json``, with which tokens become text; empty without one."""
-    path = Path(model) / "tokenizer.json"
-    return str(path.absolute()) if "://" not in model and path.is_file() else ""

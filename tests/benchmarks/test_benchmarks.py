@@ -85,3 +85,13 @@ def test_log_probs_are_tabled_beside_other_ways_to_compute_them(tmp_path):
     assert "before" not in text
     assert "| blocks of the vocabulary |" in text
     assert text.endswith("\n\n## Next\n\nstays\n")
+
+
+@pytest.mark.slow
+def test_rows_with_images_are_learned_from_alike_packed_and_padded(tmp_path):
+    """The script itself holds log-probs and gradients of the ways against each other."""
+    out = tmp_path / "page.md"
+    run("vlm_training.py", "--prompts", 2, "--n", 2, "--side", 32, "--rounds", 1, "--out", out)
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        cells = out.read_text().partition(f"| {family} |")[2].split("|")[:4]
+        assert min(map(float, cells)) > 0

@@ -10,7 +10,7 @@ from benchmarks.scale.demand import Demand, Link, seconds
 from benchmarks.scale.devices import H100, MODELS, Baseline, Devices
 from benchmarks.scale.lab_machine import EngineCost, LabMachine, StepCost, TrainerCost, TransferCost, line_fit
 from benchmarks.scale.lab_run import LAYOUTS, Measured
-from benchmarks.scale.model import Layout, StepRows, balanced, predict
+from benchmarks.scale.model import Layout, StepRows, balanced, predict, prompts_once
 from benchmarks.scale.parts import EMPTY, FAR, FAST, HELD_OUT, WORK, fit
 from benchmarks.scale.validate import compare, mean_step
 from benchmarks.scale.workload import draw_rows
@@ -113,6 +113,11 @@ def test_coefficients_are_found_again_and_none_is_negative():
 def test_a_link_with_delay_costs_round_trips_and_a_slow_one_bytes():
     part = Demand(compute=1, wire=100, trips=3)
     assert part.seconds(Link(rate=50, round_trip=0.5), slowdown=2) == 2 + 2 + 1.5
+
+
+def test_a_prompt_counts_once_on_each_worker_that_has_samples_of_it():
+    rows = StepRows(np.array([5, 5, 5, 7, 7, 7]), np.ones(6, np.int64), 3)
+    assert prompts_once(rows, np.array([0, 1, 0, 1, 1, 1])).tolist() == [5, 5, 0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])

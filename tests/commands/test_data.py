@@ -11,6 +11,7 @@ from siirl_dask.cli import main
 from siirl_dask.datasets.lengths import Lengths, characters
 from siirl_dask.datasets.summary import summarise
 from tests.datasets.kinds import KINDS
+from tests.images.pictures import png
 
 
 def said(capsys, *arguments):
@@ -68,7 +69,20 @@ def test_nothing_in_a_dataset_commands_the_terminal(capsys, tmp_path):
     text = said(capsys, "show", tmp_path / "a.parquet")
     assert not {"\x1b", "\u202e"} & set(text)
     assert "[red]x[/red]" in text
-    assert "<PNG, 5.1 kB>" in text
+    assert "<PNG, damaged, 5.1 kB>" in text
+
+
+def test_show_says_what_images_are_and_how_large(capsys, tmp_path):
+    first, second = png(64, 48), png(16, 16)
+    rows = [[{"bytes": first, "path": None}, {"bytes": second, "path": None}], []]
+    images = pa.array(rows, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))
+    pq.write_table(pa.table({"prompt": ["<image><image>?", "?"], "images": images}), tmp_path / "a.parquet")
+    text = said(capsys, "show", tmp_path / "a.parquet")
+    shown = " ".join(text.split())
+    assert "<PNG, 64 x 48 pixels, " in shown
+    assert "<PNG, 16 x 16 pixels, " in shown
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("images ")]
+    assert line.split()[-1] == f"{len(first) + len(second):,}"
 
 
 def test_show_reads_no_more_rows_than_asked_for_and_from_all_over(tmp_path):

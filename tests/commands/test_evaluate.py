@@ -58,6 +58,8 @@ REFUSED = {
     "there is something at 'run' already: choose another --out": [*MODEL, "--out", "run"],
     "unknown group 'rolout'": [*MODEL, "rolout.n=3"],
     "model.path=other: eval takes 'other' as its first argument": [*MODEL, "model.path=other"],
+    "--world x is for a run with environments": [*MODEL, "--world", "x"],
+    "scores single responses, and episodes are": [*MODEL, "--reward", "m:f", "environments.environment=m:W"],
     "data.url=other: eval takes 'other' as --data": [*MODEL, "data.url=other"],
 }
 

@@ -30,14 +30,19 @@ from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from tests.conftest import digits_overrides
 
 ROWS = random_rows(LENGTHS)
-KINDS = {"tied": (True, []), "untied": (False, []), "adapters": (True, ["trainer.lora.rank=4"])}
+KINDS = {
+    "tied": ({}, []),
+    "untied": ({"tied": False}, []),
+    "experts": ({"family": "qwen3_moe"}, []),
+    "adapters": ({}, ["trainer.lora.rank=4"]),
+}
 
 
 @pytest.fixture
 def run(request, digits_task, tmp_path):
     """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step 2."""
-    tied, options = KINDS[getattr(request, "param", "tied")]
-    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=tied)
+    model, options = KINDS[getattr(request, "param", "tied")]
+    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", **model)
     more = [f"model.path={base}", "trainer.ema_decay=0.9", *options]
     file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
     config = file.config
@@ -55,7 +60,7 @@ def run(request, digits_task, tmp_path):
     return url, base, trainer
 
 
-@pytest.mark.parametrize("run", ["tied", "untied"], indirect=True)
+@pytest.mark.parametrize("run", ["tied", "untied", "experts"], indirect=True)
 def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path):
     url, base, trainer = run
     assert export(url, str(tmp_path / "out")) == 2

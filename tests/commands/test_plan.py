@@ -21,10 +21,11 @@ from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import dag_from_spec
 from siirl_dask.planner.explain.tables import readable_bytes
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
-from tests.models.configs import QWEN2_5_7B, QWEN2_5_HALF_B, write_config
+from tests.models.configs import QWEN2_5_7B, QWEN2_5_HALF_B, QWEN2_5_VL_3B, write_config
 
 KL = str(shipped("grpo_kl.yaml"))
 
@@ -308,6 +309,25 @@ def test_one_card_of_24_gb_trains_adapters_with_the_weights_in_the_hosts_memory(
     assert card["fits"]
 
 
+def test_a_base_that_agents_have_in_common_counts_once(capsys, tmp_path):
+    folder = write_config(tmp_path / "Qwen2.5-7B", QWEN2_5_7B)
+    common = [f"model.path={folder}", f"agents.b.model.path={folder}", "model.dtype=bfloat16", "data.url=none"]
+    common += ["cluster.placement={}", "trainer.lora.rank=16", "rollout.engine=vllm", "data.batch_size=16"]
+    cards = {}
+    for name, base in {"each": [], "one": ["agents.b.base=a"]}.items():
+        arguments = ["--workers=1", "--format=json", "--device-memory=80GB", *common, *base]
+        main(["plan", str(shipped("quickstart_agents")), *arguments])
+        (cards[name],) = json.loads(capsys.readouterr().out)["devices"]
+    each, one = ({role: own["held"] for role, own in card["workers"]["0"]["roles"].items()} for card in cards.values())
+    frozen = "frozen weights in float32"
+    assert one["policy_a"] == each["policy_a"]
+    assert one["rollout_a"]["weights"] == each["rollout_b"]["weights"] == 2 * 7_615_616_512
+    assert one["policy_b"] == {part: size for part, size in each["policy_b"].items() if part != frozen}
+    assert not one["rollout_b"]
+    assert cards["one"]["fits"]
+    assert not cards["each"]["fits"]
+
+
 def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
     full = ["cluster.placement={}", "trainer.gradient_checkpointing=false", "rollout.vllm.sleep_level=0"]
     (card,) = seven_billion(capsys, tmp_path, *full, memory="48GB")
@@ -364,13 +384,24 @@ SHIPPED = sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*
 @pytest.mark.parametrize("memory", ["24GB", "80GB"])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, memory):
-    """Their models have half a billion parameters at most; an engine takes what is left."""
-    folder = write_config(tmp_path / "model", QWEN2_5_HALF_B)
+    """Models of texts have half a billion parameters, one that sees images as many as its configuration is for; an
+    engine takes what is left.
+    """
+    memory = {"grpo_deepscaler_npu.yaml": "64GB"}.get(name, memory)  # on the card that it is for, Ascend 910B
+    if name == "quickstart_vlm.yaml":
+        folder = tiny_vlm(tmp_path / "model")
+    else:
+        known = {"grpo_geometry3k.yaml": QWEN2_5_VL_3B, "grpo_deepscaler_npu.yaml": QWEN2_5_7B}
+        folder = write_config(tmp_path / "model", known.get(name, QWEN2_5_HALF_B))
     absent = ["data.url=none", "validation.url=null", "validation.test_url=null", "rollout.engine=vllm"]
     overrides = [*absent, f"model.path={folder}", f"cluster.device_memory={memory}"]
+    if name in ("quickstart_agents.yaml", "quickstart_marft.yaml"):
+        overrides.append(f"agents.b.model.path={folder}")
     file = load_config_file(shipped(name), overrides)
     phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
-    assert {"rollout", "policy"} <= set(check(file.config, phases).footprints)
+    agents = [f"_{agent}" for agent in file.config.agents] or [""]
+    roles = {role + agent for role in ("rollout", "policy") for agent in agents}
+    assert roles <= set(check(file.config, phases).footprints)
     assert file.config.rollout.vllm.gpu_memory_utilization is None
 
 
@@ -432,7 +463,8 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     edges = {(edge["source"], edge["target"]): edge for edge in train["edges"]}
     moved = edges["rollout", "old_logprobs"]
     assert set(moved) == {
-        "source", "target", "moves", "rows_policy", "by_minibatch", "guide", "columns", "rows", "bytes", "unknown"
+        "source", "target", "moves", "rows_policy", "by_minibatch", "by_group", "guide", "columns", "rows", "bytes",
+        "unknown",
     }  # fmt: skip
     assert moved["moves"]
     assert moved["columns"] == ["prompt_ids", "response_ids"]

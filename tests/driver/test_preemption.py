@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.driver.preemption import Preemption
+from siirl_dask.driver.preemption import Preempted, Preemption
+from siirl_dask.errors import RunError
 from siirl_dask.planner import Iteration, Phase
 
 TRAIN, SAVE = Phase.TRAIN, Phase.CHECKPOINT
@@ -74,3 +75,16 @@ def test_the_end_of_the_grace_stops_at_once(noted):
 def test_without_grace_the_first_signal_stops_at_once(noted):
     with pytest.raises(KeyboardInterrupt), Preemption(0.0, noted.append):
         signal.raise_signal(signal.SIGTERM)
+
+
+def lose_a_worker(*, after_sigterm):
+    if after_sigterm:
+        signal.raise_signal(signal.SIGTERM)
+    raise RunError("worker '3' was lost")
+
+
+def test_a_failure_after_sigterm_ends_the_run_and_is_no_reason_to_try_again():
+    with pytest.raises(Preempted, match="what was under way failed: worker '3' was lost"), Preemption(60.0, print):
+        lose_a_worker(after_sigterm=True)
+    with pytest.raises(RunError), Preemption(60.0, print):
+        lose_a_worker(after_sigterm=False)

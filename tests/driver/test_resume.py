@@ -191,7 +191,10 @@ def test_records_of_steps_that_are_done_again_are_dropped(url):
 def test_every_shipped_dag_can_load_weights_on_resume(path):
     file = load_config_file(path, ["data.url=x", "model.path=y"])
     brings = weights_dag(dags(file)[0])
-    assert [node.name for node in brings.nodes] == ["weights", "load_weights"]
+    agents = [f"_{agent}" for agent in file.config.agents] or [""]
+    assert sorted(node.name for node in brings.nodes) == sorted(
+        f"{name}{agent}" for name in ("weights", "load_weights") for agent in agents
+    )
     assert not any(node.lag or node.save_as for node in brings.nodes)
 
 

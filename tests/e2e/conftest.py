@@ -1,17 +1,21 @@
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
 
 from siirl_dask.config.file import shipped
 from tests.conftest import digits_overrides
+
+MARK = "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
 
 
 @dataclass
@@ -20,7 +24,9 @@ class Started:
 
     process: subprocess.Popen
     url: Path
+    mark: str
     family: list = field(default_factory=list)
+    shared_memory: set = field(default_factory=set)
 
     def steps(self):
         log = self.url / "metrics.jsonl"
@@ -38,6 +44,19 @@ class Started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
+        for process in self.family:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                self.shared_memory |= {name for name in re.findall(r"/dev/shm/.*", maps) if "(deleted)" not in name}
+
+    def processes(self):
+        """All processes of the run that are there, also those that left its group and its session."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
 
     def workers(self):
         """Forked from one child, which names them as it is named; or by Dask, where setproctitle is installed."""
@@ -53,8 +72,10 @@ class Started:
             self.process.send_signal(signal.SIGABRT)  # faulthandler prints where every thread is
             pytest.fail(f"still running after {timeout} s:\n{self.process.communicate()[1]}")
         seconds = time.monotonic() - began
-        _, alive = psutil.wait_procs(self.family, timeout=3)
+        _, alive = psutil.wait_procs({*self.family, *self.processes()}, timeout=3)
         assert not alive, f"left over: {alive}"
+        left = [name for name in self.shared_memory if Path(name).exists()]
+        assert not left, f"left over: {left}"
         return seconds, out, err
 
 
@@ -69,7 +90,7 @@ def start(digits_task, tmp_path):
     started = []
 
     def begin(*overrides, config=None):
-        url = tmp_path / "run"
+        url, mark = tmp_path / "run", uuid4().hex
         command = [sys.executable, "-m", "siirl_dask.cli", "run", str(config or shipped("quickstart.yaml"))]
         process = subprocess.Popen(
             [*command, *digits_overrides(digits_task, url), *overrides],
@@ -78,10 +99,10 @@ def start(digits_task, tmp_path):
             text=True,
             start_new_session=True,
             preexec_fn=_hear_interrupts,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", MARK: mark},
         )
         started.append(process)
-        return Started(process, url)
+        return Started(process, url, mark)
 
     yield begin
     for process in started:

@@ -36,3 +36,7 @@ def waits_for_a_file(prompt, response, answer):
     while not Path(os.environ["WAITED_FOR"]).exists():
         time.sleep(0.05)
     return len(response) / 100
+
+
+def bytes_of_images(prompt, response, answer, images, **extra):
+    return float(sum(len(image["bytes"]) for image in images))

@@ -75,6 +75,28 @@ GRAPHS = {
             "advantage": {"after": ["reward", "kl"]},
         },
     },
+    "turns": {  # a row without the column `turns` is one
+        "algorithm": {
+            "advantage": f"{ALGORITHMS}:turn_returns",
+            "advantage_options": {"discount": 0.9},
+            "loss": f"{ALGORITHMS}:turn_clip",
+            "loss_options": {"mean": True},
+        },
+        "nodes": {
+            "advantage": {"run": f"{NODES}:estimate_turn_advantages"},
+            "update": {"with": {"columns": ["token_turns"]}},
+        },
+    },
+    "role_baselines": {
+        "roles": {"baselines": {"build": f"{ALGORITHMS}:build_role_baselines", "with": {"decay": 0.95}}},
+        "nodes": {
+            "advantage": {
+                "run": f"{NODES}:estimate_role_advantages",
+                "role": "baselines",
+                "with": {"by": [], "advantage": None},
+            },
+        },
+    },
     "kl_cov": {
         "algorithm": {"loss": f"{ALGORITHMS}:kl_cov"},
         "nodes": {
@@ -107,7 +129,13 @@ def config_file(tmp_path):
     return find
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, *VALUES, *GRAPHS])
+SLOW = {"role_baselines"}
+"""Algorithms that `make test` leaves to `make test-slow`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in [*SHIPPED, *VALUES, *GRAPHS]]
+)
 def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
     sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]

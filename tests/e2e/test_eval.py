@@ -8,6 +8,9 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.commands.evaluate import EvalRequest, evaluate
+from siirl_dask.config.file import shipped
+from tests.e2e.test_openai_agent import with_agent
+from tests.nodes import living
 
 SAMPLING = ["validation.n=4", "validation.temperature=1", "validation.source_column=info.source"]
 SAME = ["row_id", "prompt", "response", "reward"]
@@ -68,3 +71,90 @@ def test_a_checkpoint_says_what_validation_said_and_its_export_the_same(train, c
     evaluate(EvalRequest(model=str(tmp_path / "model"), out=f"{tmp_path}/of model", **request))
     first = table_of(f"{tmp_path}/of run", 1).select(SAME)
     assert table_of(f"{tmp_path}/of model", 0).select(SAME).equals(first)
+
+
+EPISODES = ["rollout.max_response_length=24", "environments.turn_tokens=4", "environments.turns=4", "run.steps=1",
+            "checkpoint.every=1", "cluster.workers=2", "cluster.placement={}", "validation.n=4",
+            "data.max_prompt_length=32"]  # fmt: skip
+SPOKEN = ["episode_id", "segment", "turns", "prompt_ids", "response_ids", "response_mask"]
+
+
+def test_a_run_that_plays_is_evaluated_by_playing_and_says_what_validation_said(train, data, capsys):
+    """Episodes of several rows; on another number of workers; shown as conversations."""
+    world = ["environments.environment=tests.e2e.worlds:Rewritten", "environments.rows_per_episode=3"]
+    given = [*EPISODES, *world, "validation.temperature=1", "validation.k=[1,4]", f"validation.url={data}"]
+    run = train("run", *given, config_file=shipped("quickstart_turns.yaml"))
+    result, out = evaluate(EvalRequest(model=str(run.url), data=data, overrides=["cluster.workers=3"]))
+    logged = run.records("validation")[-1]["metrics"]
+    assert result.metrics == {name: value for name, value in logged.items() if "@" in name} != {}
+    assert (result.samples, result.turns, result.failures) == (44, logged["episodes/turns"], 0)
+    assert result.reward == "tests.e2e.worlds:Rewritten"
+    rows = table_of(out, 1)
+    assert rows.select([*SAME, *SPOKEN]).equals(run.table("validation", 1).select([*SAME, *SPOKEN]))
+    assert {*rows["segment"].to_pylist()} == {0, 1}
+    by_episode = rows.group_by("episode_id").aggregate([("reward", "sum")])
+    assert result.metrics["mean@4"] == pytest.approx(sum(by_episode["reward_sum"].to_pylist()) / 44, abs=1e-6)
+    main(["rollouts", out, "--table", "generations", "--best", "1"])
+    shown = capsys.readouterr().out
+    assert "policy, turn 1, reward" in shown
+    assert "After " in shown
+    main(
+        [
+            "rollouts",
+            out,
+            "--table",
+            "generations",
+            "SELECT count(*) AS turns FROM (SELECT unnest(turns) FROM generations)",
+        ]
+    )
+    assert str(round(44 * result.turns)) in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_evaluates_episodes_as_transformers_does(train, data):
+    pytest.importorskip("vllm")
+    given = [*EPISODES, "environments.environment=tests.e2e.worlds:Delayed", "validation.temperature=1"]
+    run = train("run", *given, config_file=shipped("quickstart_turns.yaml"))
+    found = []
+    for engine, workers in (("transformers", 1), ("vllm", 2)):
+        overrides = [f"rollout.engine={engine}", f"cluster.workers={workers}", "rollout.vllm.kv_cache_memory=16MiB"]
+        result, out = evaluate(
+            EvalRequest(model=str(run.url), data=data, overrides=overrides, out=f"{run.url}-{engine}")
+        )
+        found.append((result.metrics, result.turns, table_of(out, 1).select([*SAME, *SPOKEN])))
+    (expected, turns, rows), (metrics, played, others) = found
+    assert (metrics, played) == (expected, turns)
+    assert others.equals(rows)
+    assert rows.num_rows == 44
+
+
+def test_episodes_are_evaluated_in_the_world_that_is_asked_for(train, data, digits_task, tmp_path, cluster_address):
+    """Another role of the run, other environments by their key, and a model without a run."""
+    roles = {
+        "build": "siirl_dask.environments:build_environments",
+        "with": {"environments": "${environments}", "environment": "tests.environments.worlds:Sick"},
+    }
+    config = tmp_path / "two.yaml"
+    config.write_text(f"base: {shipped('quickstart_turns.yaml')}\nroles: {json.dumps({'other': roles})}\n")
+    run = train("run", *EPISODES, "environments.environment=tests.e2e.worlds:Delayed", config_file=config)
+    request = {"model": str(run.url), "data": data}
+    other, _ = evaluate(EvalRequest(**request, world="other", out=f"{tmp_path}/other"))
+    assert (other.reward, other.turns) == ("tests.environments.worlds:Sick", 3.0)
+    named = [*EPISODES, "environments.environment=tests.environments.worlds:Sick", "validation.temperature=1"]
+    by_key, _ = evaluate(EvalRequest(**request, overrides=named[-2:], out=f"{tmp_path}/by key"))
+    assert (by_key.reward, by_key.metrics) == (other.reward, other.metrics)
+    evaluated = [*(text for text in named if "checkpoint" not in text and "run.steps" not in text)]
+    evaluated += ["rollout.engine=transformers", f"cluster.address={cluster_address}", "observe.progress=false"]
+    model = EvalRequest(model=str(digits_task.model), data=data, overrides=evaluated, out=f"{tmp_path}/model")
+    assert evaluate(model)[0].turns == 3.0
+
+
+def test_a_run_of_agents_is_evaluated_by_its_agents(train, data):
+    settings = ["rollout.max_response_length=64", "run.steps=1", "checkpoint.every=1", "cluster.workers=2"]
+    run = train("run", *settings, "cluster.placement={}", dag=with_agent(living.counts_digits))
+    result, out = evaluate(EvalRequest(model=str(run.url), data=data, overrides=["validation.n=2", *SAMPLING[1:2]]))
+    assert (result.reward, result.samples, result.turns) == ("tests.nodes.living:counts_digits", 22, 2.0)
+    rows = table_of(out, 1)
+    assert {len(turns) for turns in rows["turns"].to_pylist()} == {2}
+    assert result.metrics["mean@2"] == pytest.approx(sum(rows["reward"].to_pylist()) / 22, abs=1e-6)

@@ -44,6 +44,8 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
         before = page.evaluate(DATA, "curve reward")
         shown = int(page.locator(".slick-row .slick-cell").first.inner_text())
         gate.touch()
+        run.wait_for_steps(run.steps() + 3)
+        gate.unlink()
         page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, polling=300)
         first = page.locator(".slick-row .slick-cell").first
         for _ in range(100):
@@ -56,5 +58,6 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
         page.screenshot(path=str(tmp_path / "page.png"), full_page=True)
         assert (tmp_path / "page.png").stat().st_size > 50_000
         assert errors == []
+        gate.touch()
         run.process.send_signal(signal.SIGINT)
     run.end(timeout=30)

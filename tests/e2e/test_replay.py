@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from siirl_storage import complete_parts
 
-from siirl_dask.config import RolloutConfig
+from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import RunError
 from siirl_dask.nodes import generate, sample_until_mixed
@@ -35,11 +35,21 @@ generate_and_note.__contract__ = generate.__contract__
 
 
 def sample_and_note(
-    ctx, table, *, notes, rollout: RolloutConfig, max_prompt_length, batch_size, rounds=10, scorer="reward", columns=()
+    ctx,
+    table,
+    *,
+    notes,
+    rollout: RolloutConfig,
+    max_prompt_length,
+    batch_size,
+    rounds=10,
+    scorer="reward",
+    columns=(),
+    images: ImagesConfig | None = None,
 ):
     with Path(notes).open("a") as file:
         file.write(f"{ctx.step}\n")
-    given = {"max_prompt_length": max_prompt_length, "batch_size": batch_size, "rounds": rounds}
+    given = {"max_prompt_length": max_prompt_length, "batch_size": batch_size, "rounds": rounds, "images": images}
     return sample_until_mixed(ctx, table, rollout=rollout, scorer=scorer, columns=columns, **given)
 
 

@@ -61,6 +61,21 @@ def with_kl(tmp_path):
     return file
 
 
+@pytest.fixture
+def with_baselines(tmp_path):
+    """The quickstart with a running baseline in place of a group's mean."""
+    role = {"build": "siirl_dask.algorithms:build_role_baselines"}
+    node = {
+        "run": "siirl_dask.nodes:estimate_role_advantages",
+        "role": "baselines",
+        "with": {"by": [], "advantage": None},
+    }
+    file = tmp_path / "baselines.yaml"
+    changes = {"roles": {"baselines": role}, "nodes": {"advantage": node}}
+    file.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), **changes}))
+    return file
+
+
 def check_resumes_exactly(train, config_file, roles):
     straight = train("straight", *ONE, *WHOLE, config_file=config_file)
     train("resumed", *ONE, *HALF, config_file=config_file)
@@ -86,6 +101,12 @@ def test_after_prompts_were_drawn_anew_it_goes_on_with_the_next(train):
 def test_a_kl_coefficient_is_restored_and_the_reference_not_saved(train, with_kl):
     between = check_resumes_exactly(train, with_kl, ["policy"])
     assert between.states["kl"]["coefficient"] != 0.1
+
+
+@pytest.mark.slow
+def test_the_baselines_of_roles_are_restored(train, with_baselines):
+    between = check_resumes_exactly(train, with_baselines, ["policy"])
+    assert between.states["baselines"]["baselines"][""] != 0
 
 
 def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(train, tmp_path):

@@ -37,6 +37,7 @@ def test_a_reward_that_holds_the_interpreters_lock_for_ten_seconds_ends_no_run(s
     assert (tmp_path / "held").exists()
 
 
+@pytest.mark.alone
 def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_path, monkeypatch):
     monkeypatch.setenv("NEVER_RETURNS", str(tmp_path / "entered"))
     run = start("rewards.function=tests.e2e.rewards:never_returns", *TWO, "cluster.stall_timeout=3")
@@ -50,6 +51,7 @@ def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_pat
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wait_for_it(start, tmp_path, monkeypatch):
     """Within its own time, though all others wait for it and the run as a whole might stand for ten minutes."""

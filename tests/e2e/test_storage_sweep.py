@@ -126,7 +126,8 @@ def straight(sweep):
     url = sweep.place()
     sweep.run(url)
     operations = [(name, path.rpartition("/")[2]) for name, path, _ in sweep.plan.operations()]
-    return outcome(url), operations
+    chance = operations.count(("cat_file", "COMMITTED"))  # another run may be spared to read so many records
+    return outcome(url), operations[: len(operations) - chance]
 
 
 def fail_at(sweep, at, how):

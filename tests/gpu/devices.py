@@ -6,8 +6,8 @@ from functools import cache
 import torch
 
 from siirl_dask.context import Device, DeviceKind
+from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
 from siirl_dask.testing.ranks import devices_of
-from siirl_dask.worker.devices import VisibleDevices, visible_devices
 
 ON_CPU = os.environ.get("SIIRL_TEST_DEVICE") == "cpu"
 MANY = 8

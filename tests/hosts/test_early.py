@@ -6,7 +6,7 @@ import pytest
 
 from tests.hosts.test_same_numbers import OVERRIDES, numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(600)]
 LONG = ("rollout.max_response_length=256", "rollout.n=32", "rollout.max_rows=32", "algorithm.minibatches=1")
 
 

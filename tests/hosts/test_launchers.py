@@ -184,6 +184,7 @@ def test_with_the_kernels_port_range_all_that_listens_between_hosts_is_in_it(lab
 
 
 @needs_slurm
+@pytest.mark.sweep
 def test_ctrl_c_while_jobs_wait_in_the_queue_ends_those_that_run(lab, home):
     with slurm(lab, home / "daemons") as env:
         how = ("quickstart", "--cluster", CLUSTERS["slurm.yaml"], *APART, "cluster.workers=4")
@@ -199,6 +200,7 @@ def test_ctrl_c_while_jobs_wait_in_the_queue_ends_those_that_run(lab, home):
 
 
 @needs_slurm
+@pytest.mark.sweep
 def test_too_few_workers_in_time_are_counted_and_ended(lab, home):
     with slurm(lab, home / "daemons") as env:
         how = ("quickstart", "--cluster", CLUSTERS["slurm.yaml"], *APART, "cluster.workers=4")

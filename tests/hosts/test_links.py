@@ -23,7 +23,7 @@ OUTAGES = [
     pytest.param(1, 2, marks=pytest.mark.sweep),
     pytest.param(1, 8, marks=pytest.mark.sweep),
     (1, 13),
-    (3, 8),
+    pytest.param(3, 8, marks=pytest.mark.sweep),
 ]
 """Host whose link is down, and for how many seconds."""
 

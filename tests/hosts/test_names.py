@@ -12,7 +12,7 @@ from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
 SWEEP = pytest.mark.sweep
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

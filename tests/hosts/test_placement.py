@@ -9,7 +9,7 @@ from siirl_dask.config.file import shipped
 from siirl_dask.testing.hosts import DaskCluster, Lab
 from tests.conftest import digits_overrides
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = shipped("quickstart.yaml")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 def test_a_model_that_a_host_lacks_and_a_run_folder_that_is_not_shared_are_refused_by_host(

@@ -12,7 +12,7 @@ from siirl_dask.config.file import shipped
 from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OVERRIDES = ("checkpoint.every=3", "rollout.work_stealing=false")  # a stolen row names the worker that computed it
 
 

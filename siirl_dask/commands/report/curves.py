@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from siirl_dask.commands.report.chart import Curve, chart
 from siirl_dask.commands.report.gather import RunFacts
-from siirl_dask.observe.headlines import ALWAYS, HEADLINES, SECONDS
+from siirl_dask.observe.headlines import ALWAYS, SECONDS, headlines_of
 from siirl_dask.observe.thinning import series_of
 from siirl_dask.planner import Phase
 
@@ -16,19 +16,24 @@ _MOST = 150  # charts of other metrics
 
 def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
     """Return the charts of the headlines."""
-    curves = {metric: _curves(runs, metric) for metric in HEADLINES}
-    drawn = [chart(title, curves[metric]) for metric, title in HEADLINES.items() if _is_told(metric, curves[metric])]
+    headlines = _headlines(runs)
+    curves = {metric: _curves(runs, metric) for metric in headlines}
+    drawn = [chart(title, curves[metric]) for metric, title in headlines.items() if _is_told(metric, curves[metric])]
     return [figure for figure in drawn if figure]
 
 
 def other_charts(runs: Sequence[RunFacts]) -> tuple[list[str], int]:
     """Return the charts of the other metrics, and the number of metrics that are too many."""
-    metrics = sorted(_logged(runs) - HEADLINES.keys(), key=lambda metric: (metric[0] != Phase.TRAIN, *metric))
+    metrics = sorted(_logged(runs) - _headlines(runs).keys(), key=lambda metric: (metric[0] != Phase.TRAIN, *metric))
     drawn = [
         chart(name if phase == Phase.TRAIN else f"{phase}: {name}", _curves(runs, (phase, name)), tooltips=False)
         for phase, name in metrics[:_MOST]
     ]
     return [figure for figure in drawn if figure], max(0, len(metrics) - _MOST)
+
+
+def _headlines(runs: Sequence[RunFacts]) -> dict[_Metric, str]:
+    return headlines_of([record for run in runs for record in run.records])
 
 
 def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:

@@ -16,6 +16,7 @@ _ACROSS, _DOWN, _MARGIN = 50, 46, 16
 _LETTERS = 27  # of a line in a box
 _MOST = 200  # nodes
 _COLOURS = 8
+_BY_GROUP = " by group"  # at the end of an edge's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Drawable:
             nodes[name] = str(node.get("role")), str(node.get("run")).rpartition(":")[2]
         order = {name: index for index, name in enumerate(nodes)}
         for edge in measured.edges if measured else ():
-            source, _, target = edge.partition("->")
+            source, _, target = edge.removesuffix(_BY_GROUP).partition("->")
             if source in order and target in order and order[source] < order[target]:
                 edges[source, target] = None
         roles = [str(role) for role in dag["roles"]]
@@ -57,10 +58,12 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     height = 2 * _MARGIN + len(layout.layers) * (_HIGH + _DOWN) - _DOWN
     lines, labels = [], []
     for (source, target), path in layout.paths.items():
-        edge = measured.edges.get(f"{source}->{target}") if measured else None
-        lines.append(_line(layout, path, x, moves=edge is not None and edge.received > 0))
-        if edge is not None and edge.received > 0:
-            labels.append(_label(layout, path, x, size(edge.received)))
+        names = (f"{source}->{target}", f"{source}->{target}{_BY_GROUP}")
+        found = [measured.edges[name] for name in names if name in measured.edges] if measured else []
+        received = sum(edge.received for edge in found)
+        lines.append(_line(layout, path, x, moves=received > 0))
+        if received > 0:
+            labels.append(_label(layout, path, x, size(received)))
     boxes = [
         _box(dag, name, x[name], _top(depth), measured)
         for depth, layer in enumerate(layout.layers)

@@ -23,7 +23,9 @@ from siirl_dask.observe.trace_table import TraceSpan
 from siirl_dask.planner import Phase
 from siirl_dask.runs import questions
 from siirl_dask.runs.attempt import Start, starts_of
-from siirl_dask.runs.reader import Run, open_run
+from siirl_dask.runs.conversations import spoken_columns
+from siirl_dask.runs.prompt_images import PromptImages
+from siirl_dask.runs.reader import Run, decoder_of_run, open_run
 from siirl_dask.runs.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_trace
 
@@ -145,7 +147,8 @@ def _validated(url: str) -> Samples:
             raise DataError("there is one validation")
         changes = questions.diff(rollouts, then, now)
         words = changes_in_words(changes.select(["then", "now", "change"]).to_pylist())
-        return Samples(then, now, words, changes.slice(0, _PAIRS).to_pylist())
+        pairs = PromptImages(url, "validation", thumbnails=True).added_to(changes.slice(0, _PAIRS))
+        return Samples(then, now, words, pairs.to_pylist())
 
 
 def _trained(url: str) -> Samples:
@@ -153,5 +156,8 @@ def _trained(url: str) -> Samples:
     with open_rollouts(url) as rollouts:
         last = max(rollouts.files)
     with open_rollouts(url, steps=range(last, last + 1)) as rollouts:
-        best, worst = (ask(rollouts, _EACH).to_pylist() for ask in (questions.best, questions.worst))
+        decode = decoder_of_run(url) if spoken_columns(rollouts) else None
+        images = PromptImages(url, thumbnails=True)
+        asked = (ask(rollouts, _EACH, decode) for ask in (questions.best, questions.worst))
+        best, worst = (images.added_to(samples).to_pylist() for samples in asked)
     return Samples(last, last, best=best, worst=worst)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from siirl_dask.commands.pictures import pictures_as_html
 from siirl_dask.commands.report.dag_picture import Drawable, draw_dag
 from siirl_dask.commands.report.gather import RunFacts, Samples
 from siirl_dask.commands.report.tables import bar, table
 from siirl_dask.commands.report.text import safe, shortened
 from siirl_dask.commands.report.timeline import draw_timeline
-from siirl_dask.commands.rollouts.answer import headings, lineage, reward_parts
+from siirl_dask.commands.rollouts.answer import conversation, headings, lineage, reward_parts, speaker
 from siirl_dask.observe.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.observe.figures import duration, number, size
 from siirl_dask.observe.thinning import series_of
@@ -51,7 +52,7 @@ def _pairs(found: Samples) -> str:
             f"<pre>{shortened(row[f'{name}_response'])}</pre></div>"
             for name, step, later in (("then", found.then, False), ("now", found.now, True))
         )
-        head = f"<h4>prompt</h4><pre>{shortened(row['prompt'])}</pre>"
+        head = f"{pictures_as_html(row)}<h4>prompt</h4><pre>{shortened(row['prompt'])}</pre>"
         answer = f"<h4>answer</h4><pre>{shortened(row['answer'])}</pre>" if row["answer"] is not None else ""
         parts.append(f'<article><div class="pair"><div>{head}</div><div>{answer}</div>{sides}</div></article>')
     return "".join(parts)
@@ -60,8 +61,13 @@ def _pairs(found: Samples) -> str:
 def _sample(heading: str, row: Mapping[str, Any]) -> str:
     texts = {**{name: row.get(name) for name in ("prompt", "response", "answer")}, "parts": reward_parts(row)}
     texts["from"] = lineage(row)
-    told = (f"<h4>{name}</h4><pre>{shortened(text)}</pre>" for name, text in texts.items() if text not in (None, ""))
-    return f"<article><h3>{safe(heading)}</h3>{''.join(told)}</article>"
+    told = []
+    for name, text in texts.items():
+        if name == "response" and (said := conversation(row)):
+            told += [f"<h4>{safe(speaker(one))}</h4><pre>{shortened(one['text'])}</pre>" for one in said]
+        elif text not in (None, ""):
+            told.append(f"<h4>{name}</h4><pre>{shortened(text)}</pre>")
+    return f"<article><h3>{safe(heading)}</h3>{pictures_as_html(row)}{''.join(told)}</article>"
 
 
 def timing(run: RunFacts) -> str:

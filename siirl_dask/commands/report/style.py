@@ -1,6 +1,8 @@
 """The look of a report: colours for light and dark, apart for the colour-blind; a browser may load nothing."""
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+from siirl_dask.commands.pictures import IMAGES_ALLOWED
+
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; {IMAGES_ALLOWED}"
 """Content-Security-Policy of the page: whatever a text says, nothing is loaded and no script runs."""
 
 STYLE = """

@@ -10,8 +10,16 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.observe import printable
+from siirl_dask.runs.conversations import CONVERSATION
 from siirl_dask.runs.mismatch import RATIO_BINS
+from siirl_dask.runs.utterances import FAILED, Kind
 
+_ENDS = {
+    "length": "cut at the limit",
+    "turns": "no turn left",
+    "environment": "ended by the environment",
+    FAILED: "failed",
+}
 _SHARES = {"share", "truncated", *RATIO_BINS}
 
 
@@ -49,8 +57,30 @@ def headings(sample: Mapping[str, Any]) -> str:
     """Return step, reward, length and end of a sample, in one line."""
     reason = sample.get("finish_reason")
     parts = [f"step {sample['step']}", f"reward {cell('reward', sample['reward'])}"]
+    parts += [f"agent {printable(str(sample['agent']))}"] if sample.get("agent") else []
+    parts += [counted(sample["turns"], "turn")] if sample.get("turns") else []
+    parts += [counted(sample["segments"], "segment")] if (sample.get("segments") or 1) > 1 else []
     parts += [f"{sample['response_tokens']} tokens"] if sample.get("response_tokens") is not None else []
-    parts += ["cut at the limit"] if reason == "length" else []
+    parts += [_ENDS[reason]] if reason in _ENDS else []
+    return ", ".join(parts)
+
+
+def counted(number: int, what: str) -> str:
+    """Return ``1 turn``, ``2 turns``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the utterances of a sample of several turns: kind, who, text, turn, reward. None for other samples."""
+    return sample.get(CONVERSATION) or ()
+
+
+def speaker(utterance: Mapping[str, Any]) -> str:
+    """Return who speaks, in which turn, and the turn's reward: ``policy calls a tool, turn 2, reward 0.5``."""
+    who = printable(str(utterance["who"]))
+    parts = [f"{who} calls a tool" if utterance["kind"] == Kind.CALL else who]
+    parts += [f"turn {utterance['turn']}"] if utterance["turn"] is not None else []
+    parts += [f"reward {cell('reward', utterance['reward'])}"] if utterance["reward"] is not None else []
     return ", ".join(parts)
 
 
@@ -64,7 +94,9 @@ def lineage(sample: Mapping[str, Any]) -> str:
     """Return where a sample comes from, as far as its run has recorded it."""
     told = {
         "row": "row_id",
+        "episode": "episode_id",
         "prompt": "prompt_number",
+        "dataset": "source_name",
         "dataset part": "data_part",
         "dataset row": "data_row",
         "sample": "sample_number",

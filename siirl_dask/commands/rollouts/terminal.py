@@ -12,8 +12,20 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from siirl_dask.commands.rollouts.answer import Answer, Layout, cell, headings, lineage, reward_parts, summary
+from siirl_dask.commands.pictures import pictures_in_words
+from siirl_dask.commands.rollouts.answer import (
+    Answer,
+    Layout,
+    cell,
+    conversation,
+    headings,
+    lineage,
+    reward_parts,
+    speaker,
+    summary,
+)
 from siirl_dask.observe import printable
+from siirl_dask.runs.utterances import Kind
 
 _ROWS = 40  # of a table; the rest is left out in its middle
 _CHANGES = 3  # prompts shown of those that two steps share
@@ -24,6 +36,15 @@ _LINES = 12  # of a sample's texts, in a pipe
 _FEWEST = 6  # of a sample's texts, in a terminal that is too low for all samples
 _AROUND = 6  # lines of a sample beside its texts
 _BAR = 30
+_UTTERANCES = 24  # of a conversation
+_STYLES = {
+    Kind.SAID: "bold blue",
+    Kind.CALL: "bold magenta",
+    Kind.ANSWER: "bold",
+    Kind.RESULT: "bold green",
+    Kind.SEGMENT: "bold yellow",
+    Kind.FAILURE: "bold red",
+}
 
 
 def print_answer(console: Console, answer: Answer) -> None:
@@ -71,9 +92,27 @@ def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> No
     for number, sample in enumerate(samples, start=1):
         console.print(Rule(Text(f"{number} of {len(samples)}: {headings(sample)}"), align="left", style="dim"))
         texts = {"prompt": lines // 3, "response": lines - lines // 3, "answer": 2}
-        rows = {name: _cut(console, sample[name], most) for name, most in texts.items() if name in sample}
+        said = conversation(sample)
+        rows = {"images": Text(pictures_in_words(sample))}
+        rows |= {name: _cut(console, sample[name], most) for name, most in texts.items() if name in sample}
+        if said:
+            rows["response"] = _conversation(console, said, lines)
         rows |= {"parts": Text(reward_parts(sample)), "from": Text(lineage(sample), style="dim")}
         console.print(_grid(rows))
+
+
+def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: int) -> Text:
+    """Return who said what, each on some of so many lines, those in the middle left out where they are too few."""
+    each = max(2, lines // len(said) - 1)
+    head, tail = (len(said), 0) if len(said) <= _UTTERANCES else (_UTTERANCES - _UTTERANCES // 3, _UTTERANCES // 3)
+    told = []
+    for number, one in enumerate(said):
+        if head <= number < len(said) - tail:
+            told += [Text(f"... {len(said) - head - tail} more ...", style="dim")] * (number == head)
+            continue
+        text = _cut(console, one["text"], each)
+        told += [Text(speaker(one), style=_STYLES[one["kind"]]), *([text] if text else [])]
+    return Text("\n").join(told)
 
 
 def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]]) -> None:
@@ -84,7 +123,8 @@ def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]]) -> No
         said = f"{cell('reward', row['then'])} then, {cell('reward', row['now'])} now"
         console.print(Rule(Text(said), align="left", style="dim"))
         texts = {"prompt": "prompt", "answer": "answer", "then": "then_response", "now": "now_response"}
-        console.print(_grid({label: _cut(console, row[name], lines // 3) for label, name in texts.items()}))
+        told = {label: _cut(console, row[name], lines // 3) for label, name in texts.items()}
+        console.print(_grid({"images": Text(pictures_in_words(row)), **told}))
     if len(changes) > len(shown):
         console.print(Text(f"... {len(changes) - len(shown)} more prompts; --html shows them", style="dim"))
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from siirl_dask.commands.rollouts.answer import counted
 from siirl_dask.commands.watch.look import Life, Look
 from siirl_dask.observe import Status, printable
 from siirl_dask.observe.figures import duration, number
-from siirl_dask.observe.headlines import ALWAYS, HEADLINES
+from siirl_dask.observe.headlines import ALWAYS, headlines_of
 from siirl_dask.observe.progress import time_left
 from siirl_dask.observe.sparkline import sparkline
 from siirl_dask.observe.thinning import series_of
+from siirl_dask.runs.utterances import FAILED
+from siirl_dask.schema import FINISH_REASON, TURNS
 
 _BESIDE = 60  # characters of a line of the table beside its curve
 _CURVE = (10, 60)  # characters of a curve
@@ -91,7 +95,7 @@ def _curves(look: Look, width: int) -> Table:
     for heading in ("", "now", curve_of, "from", "to"):
         left = heading in ("", curve_of)
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for (phase, name), title in HEADLINES.items():
+    for (phase, name), title in headlines_of(look.records).items():
         series = series_of(look.records, phase, name)
         if not series or not (name in ALWAYS or any(value for _, value in series)):
             continue
@@ -105,8 +109,15 @@ def _samples(look: Look) -> Table:
     table = Table.grid(padding=(0, 2))
     for sample in look.samples:
         prompt, response = (_short(sample[name]) for name in ("prompt", "response"))
-        table.add_row(Text(f"reward {number(sample['reward'])}"), Text(prompt, style="dim"), Text(response))
+        table.add_row(Text(_outcome(sample)), Text(prompt, style="dim"), Text(response))
     return table
+
+
+def _outcome(sample: Mapping[str, Any]) -> str:
+    """Return a sample's reward and, of a conversation, its turns."""
+    turns = sample.get(TURNS)
+    told = "failed" if sample.get(FINISH_REASON) == FAILED else f"reward {number(sample['reward'])}"
+    return told if turns is None else f"{told}, {counted(turns, 'turn')}"
 
 
 def _short(value: object) -> str:

@@ -22,9 +22,21 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from siirl_dask.config import Config
+from siirl_dask.config.file.agents import merged_agents, whole_agents
 from siirl_dask.config.file.cluster_spec import ClusterSpec, read_cluster_spec
 from siirl_dask.config.file.coerce import config_of, defaults, escaped, plain, resolved
-from siirl_dask.config.file.layers import GROUPS, Layer, check_keys, file_layers, merged, override, shipped, text_layer
+from siirl_dask.config.file.foreign import foreign_value, foreign_values
+from siirl_dask.config.file.layers import (
+    AGENTS,
+    GROUPS,
+    Layer,
+    check_keys,
+    file_layers,
+    merged,
+    override,
+    shipped,
+    text_layer,
+)
 from siirl_dask.config.file.node_edits import NodeList, merged_nodes
 from siirl_dask.errors import ConfigError
 
@@ -32,6 +44,8 @@ __all__ = [
     "ClusterSpec",
     "ConfigFile",
     "dump",
+    "foreign_value",
+    "foreign_values",
     "load",
     "load_config_file",
     "load_text",
@@ -87,9 +101,10 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
         if checked != values[group]:  # wrapping a placement of a thousand workers takes a while
             tree[group] = escaped(checked)  # interpolation in the DAG sees the checked values
     training_nodes, validation_nodes = resolved(tree, "nodes", name), resolved(tree, "validation_nodes", name)
+    roles, removed = _container(resolved(tree, "roles", name), dict, "roles", name), _removed_roles(layers)
     return ConfigFile(
         config,
-        roles=_container(resolved(tree, "roles", name), dict, "roles", name),
+        roles={role: spec for role, spec in roles.items() if role not in removed},
         nodes=_container(training_nodes, list, "nodes", name),
         validation_nodes=_container(validation_nodes, list, "validation_nodes", name),
         role_places=_role_places(layers),
@@ -107,12 +122,15 @@ def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList
     """Return groups with roles, and the two lists of nodes, interpolations unresolved."""
     values: Any = {group: defaults(kind) for group, kind in GROUPS.items()}
     lists = {"nodes": NodeList([], []), "validation_nodes": NodeList([], [])}
+    agents: dict[str, Any] = {}
     for layer in layers:
         present = {key: value for key, value in layer.values.items() if value is not None}
         for key in lists:
             if key in present:
                 lists[key] = merged_nodes(lists[key], layer, key)
+        agents = merged_agents(agents, present.pop(AGENTS, {}), layer.depth)
         values = merged(values, {key: value for key, value in present.items() if key not in lists}, layer.depth)
+    values[AGENTS] = whole_agents(agents, values)
     if values["data"]["sources"] and values["data"]["url"] == "???":
         values["data"]["url"] = None  # not missing: the sources stand in for it
     return values, lists["nodes"], lists["validation_nodes"]
@@ -128,6 +146,20 @@ def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
     """Return the place of each role; a role of a later file replaces the earlier one whole."""
     parts = ((layer, layer.values.get("roles")) for layer in layers)
     return {name: layer.place("roles", name) for layer, roles in parts if isinstance(roles, dict) for name in roles}
+
+
+def _removed_roles(layers: Sequence[Layer]) -> set[str]:
+    """Return the roles that are null in a layer, after one that has them."""
+    there, removed = set[str](), set[str]()
+    for layer in layers:
+        roles = layer.values.get("roles")
+        for name, spec in roles.items() if isinstance(roles, dict) else ():
+            if spec is None:
+                removed |= {name} & there
+            else:
+                there.add(name)
+                removed.discard(name)
+    return removed
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from siirl_dask.coerce import Coercer
 from siirl_dask.config import Config
-from siirl_dask.config.file.layers import GROUPS, first_line, key_hint
+from siirl_dask.config.file.layers import AGENTS, GROUPS, first_line, key_hint
 from siirl_dask.errors import ConfigError
 
 _coerce = Coercer(ConfigError)
@@ -35,6 +35,8 @@ def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, st
         where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
         typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
         groups[group] = _checked(kind, typed, path)
+    hint = get_type_hints(Config)[AGENTS]
+    groups[AGENTS] = _coerce(resolved(tree, AGENTS, path), hint, f"{path}: {AGENTS}")
     config: Config = _checked(Config, groups, path)
     return config
 

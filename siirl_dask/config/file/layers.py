@@ -8,17 +8,22 @@ from difflib import get_close_matches
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from siirl_dask.config import Config
+from siirl_dask.config import AgentConfig, Config
 from siirl_dask.errors import ConfigError, did_you_mean
 
-GROUPS: Mapping[str, type[Any]] = get_type_hints(Config)
+_HINTS: Mapping[str, type[Any]] = get_type_hints(Config)
+GROUPS = {key: kind for key, kind in _HINTS.items() if is_dataclass(cast("object", kind))}
+SHIPPED = "siirl_dask:"
+"""Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""
+AGENTS = "agents"
+"""The group whose keys are names of agents."""
 _LISTS = ("nodes", "validation_nodes")
 _DAG_KEYS = ("roles", *_LISTS)
 RENAMED = {
@@ -88,7 +93,8 @@ def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
         raise ConfigError(f"{path}: base={bases!r}: expected the path of another file, or a list of such")
     layers: list[Layer] = []
     for base in bases:
-        inherited = file_layers(path.parent / base, (*chain, path.resolve()))
+        found = shipped(base.removeprefix(SHIPPED)) if base.startswith(SHIPPED) else path.parent / base
+        inherited = file_layers(found, (*chain, path.resolve()))
         known = {Path(layer.origin).resolve() for layer in layers}
         layers += [layer for layer in inherited if Path(layer.origin).resolve() not in known]
     return [*layers, Layer(str(path), values, lines=_lines(text))]
@@ -187,13 +193,24 @@ def _line(node: yaml.Node) -> int:
 def check_keys(layer: Layer) -> None:
     """Raise ConfigError for an unknown group or key, with the nearest spelling or the key's new name."""
     for group, values in layer.values.items():
-        if group in _DAG_KEYS or (group in GROUPS and values is None):
+        if group in _DAG_KEYS or (group in (*GROUPS, AGENTS) and values is None):
+            continue
+        if group == AGENTS:
+            _check_agents(layer.origin, values)
             continue
         if group not in GROUPS:
-            valid = [*GROUPS, *_DAG_KEYS, "base"]
+            valid = [*GROUPS, AGENTS, *_DAG_KEYS, "base"]
             hint = _elsewhere(group) or did_you_mean(group, valid)
             raise ConfigError(f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}")
         _check_group(layer.origin, group, values, GROUPS[group])
+
+
+def _check_agents(origin: str, agents: Any) -> None:
+    if not isinstance(agents, Mapping):
+        raise ConfigError(f"{origin}: agents={agents!r}: expected a mapping by name, as in {{a: {{}}, b: {{}}}}")
+    for name, own in agents.items():
+        if own is not None:
+            _check_group(origin, f"{AGENTS}.{name}", own, AgentConfig)
 
 
 def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:

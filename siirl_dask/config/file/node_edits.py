@@ -60,7 +60,11 @@ def _change(named: dict[Any, tuple[Any, str]], name: str, change: Any, layer: La
         raise ConfigError(
             f"{at}: node {name!r} is {change!r}: expected a mapping of what to change, or null to remove it"
         )
-    if name not in named and (lacking := [key for key in ("run", "role") if key not in change]):
+    if (
+        name not in named
+        and "repeat" not in change
+        and (lacking := [key for key in ("run", "role") if key not in change])
+    ):
         raise ConfigError(f"{missing}: a new node needs {' and '.join(lacking)}{hint}")
     if change.get("name", name) != name:
         raise ConfigError(f"{at}: node {name!r} has name={change['name']!r}: expected the name it is written under")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from siirl_dask.config import Config
 from siirl_dask.context import DeviceKind
-from siirl_dask.driver.doctor.devices import check_devices
+from siirl_dask.driver.doctor.devices import check_devices, check_plugin
 from siirl_dask.driver.doctor.finding import Finding, State, fault
 from siirl_dask.driver.doctor.machine import check_machine
 from siirl_dask.driver.doctor.packages import check_packages
@@ -27,6 +27,7 @@ def examine(config: Config | None) -> list[Finding]:
     here = 0 if cluster.exists or cluster.spec else cluster.workers
     with vllm_probe() as probe:
         findings = [
+            *_checked("devices", check_plugin),
             *_checked("packages", check_packages),
             *_checked("machine", lambda: check_machine(here, cluster.threads, chosen.data.spill_directory)),
             *_checked("devices", check_devices),

