@@ -14,6 +14,7 @@ import pytest
 
 from siirl_dask.config.file import shipped
 from tests.conftest import digits_overrides
+from tests.slowdown import Slowdown
 
 MARK = "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
 
@@ -27,6 +28,7 @@ class Started:
     mark: str
     family: list = field(default_factory=list)
     shared_memory: set = field(default_factory=set)
+    slowdown: float = 1.0  # what bounds of seconds are multiplied by: see tests/slowdown.py
 
     def steps(self):
         log = self.url / "metrics.jsonl"
@@ -67,11 +69,13 @@ class Started:
         """Seconds until it ended, and what it printed; whatever of it is still there fails the test."""
         began = time.monotonic()
         try:
-            out, err = self.process.communicate(timeout=timeout)
+            with Slowdown() as measured:
+                out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # faulthandler prints where every thread is
             pytest.fail(f"still running after {timeout} s:\n{self.process.communicate()[1]}")
         seconds = time.monotonic() - began
+        self.slowdown = measured.factor
         _, alive = psutil.wait_procs({*self.family, *self.processes()}, timeout=3)
         assert not alive, f"left over: {alive}"
         left = [name for name in self.shared_memory if Path(name).exists()]
