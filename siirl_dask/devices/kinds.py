@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 
 class DeviceKind(StrEnum):
@@ -31,6 +32,8 @@ class Traits:
     """Extra of this package that brings what a run wants there."""
     vllm: str
     """Package of vLLM for such devices."""
+    vllm_options: Mapping[str, Any] = MappingProxyType({})
+    """Options of that package's own (``additional_config``) without which it takes no new weights."""
     plugin: str | None = None
     """Package that adds the kind to torch; None where torch has it."""
     visible: str | None = None
@@ -73,6 +76,7 @@ _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
             gloo_takes=False,
             extra="npu",
             vllm="vllm-ascend",
+            vllm_options=MappingProxyType({"weight_nz_mode": 0}),  # weights in another layout cannot wake or be loaded
             plugin="torch_npu",
             visible="ASCEND_RT_VISIBLE_DEVICES",
             interface="HCCL_SOCKET_IFNAME",
