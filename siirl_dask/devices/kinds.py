@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ class Traits:
     """Extra of this package that brings what a run wants there."""
     vllm: str
     """Package of vLLM for such devices."""
-    vllm_options: Mapping[str, Any] = MappingProxyType({})
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of that package's own (``additional_config``) without which it takes no new weights."""
     plugin: str | None = None
     """Package that adds the kind to torch; None where torch has it."""

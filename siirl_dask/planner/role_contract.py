@@ -29,8 +29,8 @@ class RoleCost:
     together: str = ""
     """Roles with the same text hold together what it says: they are on the same workers, each of which has it once."""
     process: str = ""
-    """What the role makes of its workers' whole processes, such as a library that it patches there; roles that say
-    different things cannot be on one worker."""
+    """Change that the role makes to its workers' whole processes, such as a library that it patches there; roles that
+    say different things cannot be on one worker."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
     reads: tuple[str, ...] = ()

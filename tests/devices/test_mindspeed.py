@@ -145,7 +145,7 @@ def test_a_mindspeed_that_fails_or_lacks_something_is_refused(recorded, monkeypa
     ("error", "said"),
     [
         (ImportError("libascendcl.so: cannot open"), "ImportError: libascendcl.so: cannot open; source CANN's set_env"),
-        (AttributeError("no repatch"), r"AttributeError: no repatch; mend MindSpeed: install its source, branch core_r"),
+        (AttributeError("no repatch"), r"AttributeError: no repatch; mend MindSpeed: install its source, branch"),
     ],
 )
 def test_what_fails_inside_of_it_is_said_in_one_line(recorded, monkeypatch, error, said):
@@ -205,16 +205,21 @@ def test_what_is_not_installed_or_does_not_go_together_is_said(places, monkeypat
 
 
 def planned(digits_task, tmp_path, *options):
-    given = [*digits_overrides(digits_task, tmp_path / "run"), "trainer.backend=megatron", *options]
-    file = load_config_file(shipped("quickstart.yaml"), [*given, "cluster.device_memory=64GB", "cluster.workers=2"])
+    together = ["cluster.device_memory=64GB", "cluster.workers=2"]
+    together.append("cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1], critic: [0, 1]}")
+    backends = [f"{group}.backend=megatron" for group in ("trainer", "critic")]
+    given = [*digits_overrides(digits_task, tmp_path / "run"), *together, *backends, *options]
+    file = load_config_file(shipped("quickstart_ppo.yaml"), given)
     return describe_run(file.config, *dags(file))
 
 
 def test_a_plan_refuses_roles_of_one_worker_that_disagree(digits_task, tmp_path, monkeypatch):
     monkeypatch.setattr(layouts, "find_spec", lambda name: name)
     monkeypatch.setattr(layouts, "check_installed", lambda: None)
-    ppo = ["algorithm.advantage=siirl_dask.algorithms:gae", "critic.backend=megatron"]
-    norms = "trainer.operators={rms_norm: mindspeed}"
-    assert "== memory ==" in planned(digits_task, tmp_path, norms)
-    with pytest.raises(PlanError, match=r"would be made into megatron-core .*: give both the same options"):
-        planned(digits_task, tmp_path, norms, *ppo)
+    norms = [f"{group}.operators={{rms_norm: mindspeed}}" for group in ("trainer", "critic")]
+    apart = "cluster.placement={rollout: [0], reward: [0], policy: [0], critic: [1]}"
+    for options in (norms, [norms[0], apart]):
+        assert "== memory ==" in planned(digits_task, tmp_path, *options)
+    said = "'policy' and 'critic' are both on worker .* with MindSpeed's rms_norm and megatron-core as it is"
+    with pytest.raises(PlanError, match=said):
+        planned(digits_task, tmp_path, norms[0])

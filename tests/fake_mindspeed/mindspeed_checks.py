@@ -1,7 +1,7 @@
-"""Checks with MindSpeed and NPUs that are stood in for, each in a process of its own: MindSpeed patches the whole of it.
+"""Checks with MindSpeed and NPUs that are stood in for, each in a process of its own, which MindSpeed patches.
 
-``tests/devices/test_mindspeed.py`` runs them: ``python tests/fake_mindspeed/mindspeed_checks.py CHECK MODEL``. What they
-compare with, it has learned on a CPU.
+``tests/devices/test_mindspeed.py`` runs them: ``python tests/fake_mindspeed/mindspeed_checks.py CHECK MODEL``. It has
+learned on a CPU what they compare with.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """The door to MindSpeed, which replaces functions of megatron-core and of torch by those of an NPU's libraries.
 
 Its adaptor is imported before megatron-core, and patches the whole process as it is imported; ``repatch`` patches it
-again, once, with the options of the run. ``trainer.operators`` says which: docs/devices.md#mindspeed. Names are those of
-MindSpeed's branch core_r0.16.0, whose source was read; no NPU has run this.
+again, once, with the options of the run. ``trainer.operators`` says which: docs/devices.md#mindspeed. Names are those
+of its public source since it has a features manager, which was read; no NPU has run this.
 """
 
 from __future__ import annotations

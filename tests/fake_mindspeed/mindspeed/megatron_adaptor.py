@@ -10,7 +10,7 @@ TOO_LATE = "megatron.core" in sys.modules
 from mindspeed.args_utils import get_full_args  # noqa: E402
 
 repatched = []
-"""What ``repatch`` was called with."""
+"""Arguments of each call of ``repatch``."""
 _NORM, _ATTENTION = "megatron.core.transformer.torch_norm", "megatron.core.transformer.dot_product_attention"
 _ROPE, _SWIGLU = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.fusions.fused_bias_swiglu"
 
@@ -32,9 +32,7 @@ class RMSNorm(torch.nn.Module):
         return torch_npu.npu_rms_norm(hidden, self.weight, epsilon=self.epsilon)[0]
 
 
-def apply_rotary_pos_emb_bshd(
-    t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, **others
-):
+def apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, **others):
     cos, sin = ((each * mscale).to(t.dtype) for each in (freqs.cos(), freqs.sin()))
     return torch_npu.npu_rotary_mul(t.contiguous(), cos, sin)
 
