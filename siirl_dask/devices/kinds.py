@@ -53,6 +53,13 @@ class Traits:
     keeps_host_cache: bool = False
     """Whether torch keeps pinned memory of the host for later, and frees it when it is asked to."""
 
+    @property
+    def vllm_cure(self) -> str:
+        """Return what brings vLLM for such devices: the extra, or where a plug-in of it wants another torch, a page."""
+        if self.plugin is not None:
+            return "install it as docs/engines.md#vllm-on-npus says"
+        return f"pip install 'siirl_dask[{self.extra}]'"
+
 
 _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""vllm-ascend and the vLLM that it goes with, where they differ from vLLM 0.32: stand-ins have what their sources say."""
+"""vllm-ascend and the vLLM that it goes with, where they differ from vLLM 0.32; stand-ins follow their source."""
 
 from types import SimpleNamespace
 
