@@ -259,7 +259,7 @@ class TrainerConfig:
             raise ConfigError(
                 "trainer.liger=True with trainer.compile=True: both fuse the same operations; leave one of them out"
             )
-        check_operators(self.operators, liger=self.liger)
+        check_operators(self.operators, liger=self.liger, megatron=self.backend == Backend.megatron)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -289,7 +289,6 @@ class TrainerConfig:
             "freeze": bool(self.freeze),
             "liger": self.liger,
             "lora.rank": self.lora.rank,
-            "operators": bool(self.operators),
             "park": self.park,
             "visual_lr": self.visual_lr is not None,
         }

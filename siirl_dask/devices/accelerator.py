@@ -31,8 +31,11 @@ class VisibleDevices:
 
 
 def visible_devices() -> VisibleDevices:
-    """Return the devices visible to this process."""
-    found = next((kind for kind in DeviceKind if kind is not DeviceKind.CPU and _is_available(kind)), None)
+    """Return the devices visible to this process.
+
+    A plug-in's come first: MindSpeed, once it is imported, has torch.cuda answer for NPUs.
+    """
+    found = next((kind for kind in reversed(DeviceKind) if kind is not DeviceKind.CPU and _is_available(kind)), None)
     if found is None:
         return VisibleDevices()
     module = _module(found)

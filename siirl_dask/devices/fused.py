@@ -61,7 +61,7 @@ def attend_rows(
         value,
         query.shape[1],
         "TND",
-        atten_mask=_causal_mask(query.device),
+        atten_mask=causal_mask(query.device),
         scale=scale,
         actual_seq_qlen=list(ends),
         actual_seq_kvlen=list(ends),
@@ -90,7 +90,8 @@ def adamw(
 
 
 @cache
-def _causal_mask(device: torch.device) -> Tensor:
+def causal_mask(device: torch.device) -> Tensor:
+    """Return the compressed causal mask that npu_fusion_attention wants, whatever the rows' lengths."""
     return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu(1)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 
 class DeviceKind(StrEnum):
@@ -31,6 +32,8 @@ class Traits:
     """Extra of this package that brings what a run wants there."""
     vllm: str
     """Package of vLLM for such devices."""
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that package's own (``additional_config``) without which it takes no new weights."""
     plugin: str | None = None
     """Package that adds the kind to torch; None where torch has it."""
     visible: str | None = None
@@ -49,6 +52,13 @@ class Traits:
     """Whether kernels written in Triton, such as Liger's, run there."""
     keeps_host_cache: bool = False
     """Whether torch keeps pinned memory of the host for later, and frees it when it is asked to."""
+
+    @property
+    def vllm_cure(self) -> str:
+        """Return what brings vLLM for such devices: the extra, or where a plug-in of it wants another torch, a page."""
+        if self.plugin is not None:
+            return "install it as docs/engines.md#vllm-on-npus says"
+        return f"pip install 'siirl_dask[{self.extra}]'"
 
 
 _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
@@ -73,6 +83,7 @@ _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
             gloo_takes=False,
             extra="npu",
             vllm="vllm-ascend",
+            vllm_options=MappingProxyType({"weight_nz_mode": 0}),  # weights in another layout cannot wake or be loaded
             plugin="torch_npu",
             visible="ASCEND_RT_VISIBLE_DEVICES",
             interface="HCCL_SOCKET_IFNAME",

@@ -14,6 +14,7 @@ from siirl_dask.devices.kinds import DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
 
 TORCH, PLUGIN, LIGER, FLASH, FLEX = "torch", "torch_npu", "liger", "flash", "flex"
+MINDSPEED = "mindspeed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +36,35 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         LIGER: Library(("liger_kernel",), DeviceKind.CUDA, "pip install 'siirl_dask[liger]'"),
         FLASH: Library(("torch", "flash_attn_interface", "flash_attn"), DeviceKind.CUDA, "pip install flash-attn"),
         FLEX: Library(("triton",), DeviceKind.CUDA, "pip install triton"),
+        MINDSPEED: Library(
+            ("mindspeed",), DeviceKind.NPU, "install its source, branch core_r0.16.0 (docs/devices.md#mindspeed)"
+        ),
     }
 )
 OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "rotary": (TORCH, PLUGIN),
-        "rms_norm": (TORCH, PLUGIN, LIGER),
-        "swiglu": (TORCH, PLUGIN, LIGER),
-        "attention": (TORCH, PLUGIN, FLASH, FLEX),
+        "rotary": (TORCH, PLUGIN, MINDSPEED),
+        "rms_norm": (TORCH, PLUGIN, LIGER, MINDSPEED),
+        "swiglu": (TORCH, PLUGIN, LIGER, MINDSPEED),
+        "attention": (TORCH, PLUGIN, FLASH, FLEX, MINDSPEED),
         "adamw": (TORCH, PLUGIN),
     }
 )
 """Libraries that have each operator."""
+IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {**OPERATORS, **dict.fromkeys(("rotary", "rms_norm", "swiglu"), (TORCH, MINDSPEED))}
+)
+"""Libraries that have each operator in megatron-core's layers: its own functions, which are torch's, or MindSpeed's."""
 REFERENCE: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERATORS, TORCH))
 """Every operator by torch."""
 AUTO = "auto"
 """Attention's on GPUs: the best that runs there, see training/model/attention_kernels.py."""
 
 
-def check_operators(given: Mapping[str, str], *, liger: bool) -> None:
-    """Check ``trainer.operators``. ConfigError for unknown names, and for what ``trainer.liger=true`` contradicts."""
+def check_operators(given: Mapping[str, str], *, liger: bool, megatron: bool) -> None:
+    """Check ``trainer.operators``. ConfigError for unknown names, for what ``trainer.liger=true`` contradicts, and for
+    libraries that the backend does not have.
+    """
     for operator, library in given.items():
         if operator not in OPERATORS:
             near = did_you_mean(operator, OPERATORS)
@@ -68,14 +78,38 @@ def check_operators(given: Mapping[str, str], *, liger: bool) -> None:
             raise ConfigError(
                 f"trainer.operators.{operator}={library} with trainer.liger=true, which stands for liger: leave one out"
             )
+    _check_backend(given, megatron=megatron)
 
 
-def choose_operators(given: Mapping[str, str], kind: str, *, liger: bool) -> dict[str, str]:
-    """Return the library of each operator on a kind of device: those given, or the device's own, or torch."""
+def _check_backend(given: Mapping[str, str], *, megatron: bool) -> None:
+    for operator, library in given.items():
+        if megatron and library not in IN_MEGATRON[operator]:
+            raise ConfigError(
+                f"trainer.operators.{operator}={library} with trainer.backend=megatron: expected one of "
+                f"{', '.join(IN_MEGATRON[operator])}"
+            )
+        if library == MINDSPEED and not megatron:
+            raise ConfigError(
+                f"trainer.operators.{operator}={MINDSPEED}: MindSpeed replaces functions of megatron-core; take "
+                "trainer.backend=megatron, or leave it out"
+            )
+    if MINDSPEED in given.values() and given.get("rms_norm") != MINDSPEED:
+        raise ConfigError(
+            f"trainer.operators={dict(given)}: MindSpeed replaces megatron-core's norms wherever it is imported; add "
+            f"rms_norm: {MINDSPEED}, or take no operator of it"
+        )
+
+
+def choose_operators(given: Mapping[str, str], kind: str, *, liger: bool, megatron: bool = False) -> dict[str, str]:
+    """Return the library of each operator on a kind of device: those given, or the device's own where the backend has
+    it, or torch.
+    """
     own = PLUGIN if kind == DeviceKind.NPU else TORCH
     chosen = dict.fromkeys(OPERATORS, own)
     if kind == DeviceKind.CUDA:
         chosen["attention"] = AUTO
     if liger:
         chosen |= {operator: LIGER for operator, libraries in OPERATORS.items() if LIGER in libraries}
+    if megatron:
+        chosen |= {operator: TORCH for operator in chosen if chosen[operator] not in (*IN_MEGATRON[operator], AUTO)}
     return {**chosen, **given}

@@ -43,5 +43,9 @@ def _why(plugin: str, error: Exception) -> str:
     """Return one line: which plug-in fails, at what, and what to do."""
     first = str(error).strip().partition("\n")[0]
     what = f"torch cannot be imported, since its plug-in {plugin} fails: {type(error).__name__}: {first}"
-    needs = "source CANN's set_env.sh" if any(mark in str(error) for mark in _FROM_CANN) else f"mend {plugin}"
-    return f"{what}; {needs}, or set {AUTOLOAD}=0 to compute without it"
+    return f"{what}; {remedy(plugin, error)}, or set {AUTOLOAD}=0 to compute without it"
+
+
+def remedy(package: str, error: Exception) -> str:
+    """Return what to do where ``package``, which needs CANN's libraries, cannot be imported."""
+    return "source CANN's set_env.sh" if any(mark in str(error) for mark in _FROM_CANN) else f"mend {package}"

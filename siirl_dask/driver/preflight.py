@@ -62,6 +62,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
     _check_together(plan, costs)
+    _check_processes(plan, costs)
     footprints, accelerator = footprints_of(costs), device_memory(config)
     if refuse_devices:
         check_devices(accelerator, cards_of(plan, footprints))
@@ -112,6 +113,20 @@ def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
                 f"roles {other!r} and {role!r} hold {cost.together} together, and are on workers {places[other]} and "
                 f"{places[role]}: expected the same ones, in the same order; change cluster.placement"
             )
+
+
+def _check_processes(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
+    """Raise PlanError for roles on one worker that make different things of its process."""
+    told: dict[str, str] = {}
+    for role in (name for name, cost in costs.items() if cost.process):
+        for worker in plan.placement[role]:
+            other = told.setdefault(worker, role)
+            if costs[other].process != costs[role].process:
+                raise PlanError(
+                    f"roles {other!r} and {role!r} are both on worker {worker}, whose process would be made into "
+                    f"{costs[other].process} and {costs[role].process}: give both the same options "
+                    "(trainer.operators, critic.operators), or workers of their own (cluster.placement)"
+                )
 
 
 def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:

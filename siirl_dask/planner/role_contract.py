@@ -28,6 +28,9 @@ class RoleCost:
     """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
     together: str = ""
     """Roles with the same text hold together what it says: they are on the same workers, each of which has it once."""
+    process: str = ""
+    """Change that the role makes to its workers' whole processes, such as a library that it patches there; roles that
+    say different things cannot be on one worker."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
     reads: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ def _build(
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "
-            "vLLM is not installed (rollout.engine=auto); install the extra cpu, gpu or npu, or leave it at 1"
+            "vLLM is not installed (rollout.engine=auto); install the extra cpu or gpu, or leave it at 1"
         )
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
+
+from packaging.version import Version
 
 from siirl_dask.config import (
     Config,
@@ -22,6 +25,7 @@ from siirl_dask.config import (
     parse_bytes,
 )
 from siirl_dask.config.agents import check_adapters
+from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
@@ -42,14 +46,35 @@ def choose_engine(engine: Engine) -> Engine:
     installed = find_spec("vllm") is not None
     if engine is Engine.vllm and not installed:
         raise ConfigError(
-            "rollout.engine=vllm: vLLM is not installed; install the extra cpu, gpu or npu, as in "
-            "pip install 'siirl_dask[cpu]', or take rollout.engine=transformers"
+            "rollout.engine=vllm: vLLM is not installed; install the extra cpu or gpu, as in pip install "
+            "'siirl_dask[cpu]', on NPUs as docs/engines.md#vllm-on-npus says, or take rollout.engine=transformers"
         )
+    if installed and engine is not Engine.transformers:
+        check_plugins_of_vllm()
     if engine is not Engine.auto:
         return engine
     chosen = Engine.vllm if installed else Engine.transformers
     logger.info("rollout.engine=auto takes %s: vLLM is %sinstalled", chosen, "" if installed else "not ")
     return chosen
+
+
+def check_plugins_of_vllm() -> None:
+    """Check that a package that adds a kind of device to vLLM is of vLLM's own release. ConfigError if not."""
+    vllm = _release("vllm")
+    for name in (traits.vllm for traits in map(traits_of, DeviceKind) if traits.plugin is not None):
+        plugin = _release(name)
+        if vllm is not None and plugin is not None and vllm.release != plugin.release:
+            raise ConfigError(
+                f"rollout.engine: vllm {vllm} and {name} {plugin} do not go together: install {name}'s release of "
+                "vLLM, as docs/engines.md#vllm-on-npus says, or take rollout.engine=transformers"
+            )
+
+
+def _release(package: str) -> Version | None:
+    try:
+        return Version(version(package))
+    except PackageNotFoundError:
+        return None
 
 
 def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:

@@ -13,6 +13,7 @@ from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.planner import builds
+from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.preflight import (
     check_critic,
     check_reference,
@@ -168,7 +169,7 @@ def _megatron(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerCo
     hide()
     from siirl_dask.training.megatron.core import load
 
-    load()
+    load(operators_of(trainer, device.kind), device.kind)
     from siirl_dask.training.megatron.replica import Built
 
     model = local_model(model, device)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from siirl_dask.config import Backend, Config, DevicePreference, ModelConfig, TrainerConfig
 from siirl_dask.devices import DeviceKind, traits_of
-from siirl_dask.devices.operators import LIBRARIES, choose_operators
+from siirl_dask.devices.operators import LIBRARIES, MINDSPEED, choose_operators
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.training.megatron.families import check_model
-
-if TYPE_CHECKING:
-    import torch
+from siirl_dask.training.megatron.mindspeed import check_installed
 
 
 def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
@@ -69,9 +66,10 @@ def check_liger(trainer: TrainerConfig, config: Config) -> None:
             )
 
 
-def operators_of(trainer: TrainerConfig, device: torch.device) -> dict[str, str]:
-    """Return the library of each fused operator on a device."""
-    return choose_operators(trainer.operators, device.type, liger=trainer.liger)
+def operators_of(trainer: TrainerConfig, kind: str) -> dict[str, str]:
+    """Return the library of each fused operator on a kind of device."""
+    megatron = trainer.backend is Backend.megatron
+    return choose_operators(trainer.operators, kind, liger=trainer.liger, megatron=megatron)
 
 
 def check_libraries(trainer: TrainerConfig, config: Config) -> None:
@@ -90,6 +88,16 @@ def check_libraries(trainer: TrainerConfig, config: Config) -> None:
         there = DeviceKind.CPU if cluster.device is DevicePreference.cpu else visible_devices().kind
         if there is not library.kind:
             raise ConfigError(f"{given} runs on {library.kind} alone, and workers here have {there}: leave it out")
+    if MINDSPEED in trainer.operators.values():
+        check_installed()
+
+
+def process_of(trainer: TrainerConfig) -> str:
+    """Return what a role does to the whole process of its workers, where roles of one process must do the same."""
+    if trainer.backend is not Backend.megatron:
+        return ""
+    patched = sorted(name for name, library in trainer.operators.items() if library == MINDSPEED)
+    return f"megatron-core with MindSpeed's {', '.join(patched)}" if patched else "megatron-core as it is"
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:

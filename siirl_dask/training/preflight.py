@@ -29,7 +29,7 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.layouts import check_layout, check_libraries, check_liger
+from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, process_of
 from siirl_dask.training.memory import FROZEN, ModelOnWorkers, on_one_rank, passing_bytes, ranks_of_replica
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
@@ -77,15 +77,16 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     check_layout(trainer, model, len(workers))
     check_liger(trainer, config)
     check_libraries(trainer, config)
+    process = process_of(trainer)
     check_no_split_images(trainer, images)
     family_seen(model.path, images)
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost(reads=(model.path,))
+        return RoleCost(reads=(model.path,), process=process)
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(size, model, trainer, len(workers), config, "trainer", images, learns=False)
     memory = held + _gathered(size, trainer, learns=False)
-    return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,))
+    return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,), process=process)
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
@@ -133,7 +134,7 @@ def _check_learner(
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost(provides=provides, reads=(model.path,))
+        return RoleCost(provides=provides, reads=(model.path,), process=process_of(trainer))
     each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
@@ -149,6 +150,7 @@ def _check_learner(
         device=device,
         checkpoint_copy=copied,
         provides=provides,
+        process=process_of(trainer),
         reads=(model.path,),
     )
 

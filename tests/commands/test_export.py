@@ -79,7 +79,7 @@ def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path)
 
 @pytest.mark.parametrize("run", KINDS, indirect=True)
 def test_vllm_and_transformers_agree_on_the_exported_model(run, tmp_path):
-    pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+    pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
     url, base, _ = run
     export(url, str(tmp_path / "out"))
     prompts = [row[:n].tolist() for row, n in split_rows(ROWS)]

@@ -64,7 +64,7 @@ def expected(folder):
 )
 def test_each_agent_samples_with_its_own_adapters_whoever_acted_before(kind, folder, expected):
     if "vllm" in kind:
-        pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+        pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
     plain, first, second = expected
     device = Device("w")
     a, b, c = (build(folder, device, agent, AGENTS, **KINDS[kind]) for agent in AGENTS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 pytest.importorskip("peft", reason="peft is not installed: the extra lora brings it")
 
 import torch

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 import torch
 from safetensors.torch import load_file
@@ -84,7 +84,7 @@ class Recorder:
         self.calls.append(f"wake {' '.join(tags) if tags else 'all'}")
 
     def collective_rpc(self, method, kwargs):
-        self.calls.append(f"{method} of {len(list(kwargs['weights_iterator']))}")
+        self.calls.append(f"{method.__name__} of {len(list(kwargs['weights_iterator']))}")
 
     def reset_prefix_cache(self):
         self.calls.append("forget prefixes")
@@ -94,7 +94,7 @@ class Recorder:
 
 
 class Recorded(VllmEngine):
-    def _start(self, model, settings, given):
+    def _start(self, model, settings, given, kind):
         return Recorder()
 
     def calls(self):

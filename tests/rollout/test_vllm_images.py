@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,7 @@
 import psutil
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu, gpu and npu brings it")
+pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
 
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm

@@ -121,7 +121,8 @@ MEGATRON = (
     none("*.megatron.expert_*", "experts are not spread over workers"),
     none("*.megatron.use_dist_checkpointing *.megatron.dist_* *.megatron.distrib_*", "checkpoints are read on any "
          "number of workers as they are"),
-    none("*.megatron.override_transformer_config*", "see trainer.gradient_checkpointing for recomputation"),
+    none("*.megatron.override_transformer_config*", "see trainer.gradient_checkpointing for recomputation, "
+         "trainer.operators for what MindSpeed fuses"),
     none("*.megatron.seed", "run.seed seeds everything"),
 )  # fmt: skip
 

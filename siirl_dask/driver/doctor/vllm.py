@@ -37,7 +37,7 @@ def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
 
 def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: DeviceKind) -> Finding:
     """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
-    extra = f"pip install 'siirl_dask[{traits_of(kind).extra}]'"
+    extra = traits_of(kind).vllm_cure
     if process is None and engine is Engine.vllm:
         text = "it is not installed, and rollout.engine is vllm"
         return fault(_PART, text, f"{extra}, or rollout.engine=transformers")

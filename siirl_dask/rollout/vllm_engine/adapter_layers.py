@@ -20,6 +20,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import WEIGHT, A, Adapter, B
 from siirl_dask.rollout.adapter_choice import MOST, layer_rank
 from siirl_dask.rollout.base_weights import Adapters
+from siirl_dask.rollout.vllm_engine.releases import renames_of
 
 
 class Slots:
@@ -79,7 +80,7 @@ def put_adapters(model: nn.Module, adapters: Mapping[str, Adapter], scaling: flo
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
-        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        weights_mapper=None if mapper is None else renames_of(mapper),
     )
     known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
     if unknown := sorted(made.loras.keys() - known):

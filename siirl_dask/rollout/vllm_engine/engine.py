@@ -16,6 +16,7 @@ from torch import Tensor
 
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
+from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, RunError, SiirlError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.experts import each_expert
@@ -40,10 +41,10 @@ vllm_process.prepare()
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
+from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
@@ -85,7 +86,7 @@ class VllmEngine(HoldsNoGroups):
         self._on_cpu = device.kind is DeviceKind.CPU
         self._progress, self._note_cache = device.progress, device.engine_cache
         with vllm_process.named_stages(device.stage):
-            self._llm = self._start(model, settings, given_options(rollout, device))
+            self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         self._max_rows: int = settings["max_num_seqs"]
@@ -139,7 +140,7 @@ class VllmEngine(HoldsNoGroups):
         self._broken = True
         with self._eager(), vllm_process.untouched():
             try:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": each_expert(weights)})
+                self._llm.collective_rpc(reload_weights, kwargs={"weights_iterator": each_expert(weights)})
                 if self._on_cpu:
                     self._llm.apply_model(_pack)
             except SiirlError:
@@ -192,7 +193,7 @@ class VllmEngine(HoldsNoGroups):
             del self._llm, self._sleep
             gc.collect()  # an engine and its parts know each other
 
-    def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str) -> LLM:
+    def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str, kind: DeviceKind) -> LLM:
         """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``, when it cannot run."""
         gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
         gc.freeze()  # until it is closed: vLLM collects five times as it starts, through all that was imported
@@ -202,7 +203,7 @@ class VllmEngine(HoldsNoGroups):
                 "their own (cluster.placement), or take rollout.engine=transformers"
             )
         with self._world.entered():
-            self._ranks.join(current_platform.dist_backend)
+            self._ranks.join(traits_of(kind).backend)  # a platform of vLLM's may not say its own
         try:
             with self._world.entered(), vllm_process.untouched(self._ranks.host), self._eager():
                 return _build(model.path, settings)
@@ -233,7 +234,7 @@ class VllmEngine(HoldsNoGroups):
     def _tell_cache(self) -> None:
         """Say how full the KV cache is, and how many requests wait for room in it."""
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        self._note_cache(scheduler.get_kv_cache_usage(), scheduler.get_request_counts()[1])
+        self._note_cache(cache_usage(scheduler), scheduler.get_request_counts()[1])
 
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the KV cache."""
@@ -266,6 +267,7 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
         cleanup_dist_env_and_memory()
         raise
     try:
+        llm.collective_rpc(use_logprobs_mode, args=(settings["logprobs_mode"],))
         params = request_params(0, Sampling(max_tokens=1), [])
         llm.generate([TokensPrompt(prompt_token_ids=[0])], params, use_tqdm=False)
     except Exception:

@@ -12,6 +12,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniP
 
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, VllmConfig, parse_bytes
 from siirl_dask.context import Device, DeviceKind
+from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.engine import CPU_CACHE
@@ -75,7 +76,19 @@ def llm_arguments(
         layers = layer_arguments(lora, agents)
     # A picture of the largest size goes through the tower for it, and on a CPU no memory is measured.
     defaults = {"max_model_len": _LONGEST_THAT_FITS, "skip_mm_profiling": on_cpu}
-    return {**defaults, **layers, **ours, **rollout.vllm.engine_kwargs}
+    return {**defaults, **layers, **ours, **rollout.vllm.engine_kwargs, **_own_options(rollout, device)}
+
+
+def _own_options(rollout: RolloutConfig, device: Device) -> dict[str, Any]:
+    """Return the options of vLLM's package for this kind of device, where it wants any. ConfigError for others."""
+    needed = traits_of(device.kind).vllm_options
+    given = rollout.vllm.engine_kwargs.get("additional_config", {})
+    if wrong := [f"{name}={given[name]}" for name, value in needed.items() if given.get(name, value) != value]:
+        raise ConfigError(
+            f"rollout.vllm.engine_kwargs.additional_config: {', '.join(wrong)}: new weights need {dict(needed)}; leave "
+            "it out"
+        )
+    return {"additional_config": {**given, **needed}} if needed else {}
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from siirl_dask.devices.operators import MINDSPEED
 from siirl_dask.training.megatron.attention import PackedCoreAttention
 from siirl_dask.training.megatron.families import Sizes
 from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.mindspeed import options_of
+from siirl_dask.training.megatron.mindspeed_attention import MindSpeedCoreAttention
 from siirl_dask.training.model.attention import ends_for_kernels
 from siirl_dask.training.packing import MicroBatch, Packing
 
@@ -25,13 +29,26 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
     ``forward`` gives hidden states; those of the last stage are normalised and not multiplied with the head.
     """
 
-    def __init__(self, sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype, *, head: bool) -> None:
-        """Parameters are without values. Without ``head`` the last stage has no output layer."""
+    def __init__(
+        self,
+        sizes: Sizes,
+        grid: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        operators: Mapping[str, str],
+        *,
+        head: bool,
+    ) -> None:
+        """``operators`` are the libraries of fused operators. Parameters are without values. Without ``head`` the last
+        stage has no output layer.
+        """
         initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
         spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
-        spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        by_mindspeed = operators["attention"] == MINDSPEED
+        attention = MindSpeedCoreAttention if by_mindspeed else PackedCoreAttention
+        spec.submodules.self_attention.submodules.core_attention = attention
         super().__init__(
-            transformer_config(sizes, grid, device, dtype),
+            transformer_config(sizes, grid, device, dtype, operators),
             spec,
             vocab_size=sizes.vocabulary,
             max_sequence_length=0,
@@ -49,6 +66,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         self.to(device)
         self.device = device
         self.padding: int | None = None
+        self._attention = operators["attention"]
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
         self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
 
@@ -63,6 +81,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         packing = Packing(
             part.runs,
             ends=ends_for_kernels(part.runs, self.device),
+            library=self._attention,
             shared=None if part.shared is None else part.shared.to(self.device),
         )
         hidden: Tensor = self.decoder(
@@ -80,15 +99,16 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def transformer_config(sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype) -> TransformerConfig:
-    """Return megatron-core's description of the decoder. Kernels that need other libraries are off."""
+def transformer_config(
+    sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype, operators: Mapping[str, str]
+) -> TransformerConfig:
+    """Return megatron-core's description of the decoder. Kernels of other libraries than ``operators`` says are off."""
     on_cpu = device.type == "cpu"
     fusions = (
-        "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
-        "apply_rope_fusion",
+        "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
     )  # fmt: skip
     options: dict[str, Any] = dict.fromkeys(fusions, False)
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
         num_attention_heads=sizes.heads,
@@ -115,5 +135,9 @@ def transformer_config(sizes: Sizes, grid: Grid, device: torch.device, dtype: to
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the default takes no variable lengths
         batch_p2p_comm=not on_cpu,
         calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
+        bias_activation_fusion=operators["swiglu"] == MINDSPEED,  # through the function that MindSpeed replaces
         **options,
     )
+    for name, value in (options_of(operators) or {}).items():
+        setattr(config, name, value)  # where MindSpeed's functions look for them
+    return config

@@ -22,6 +22,7 @@ from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import class_of_config, refused_by_name
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import parameter_names
+from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.learner import Passes, See, Weighing
 from siirl_dask.training.megatron.core import on_device, quietly
 from siirl_dask.training.megatron.families import check_division, sizes_of
@@ -31,6 +32,7 @@ from siirl_dask.training.megatron.rows import joined_rows
 from siirl_dask.training.megatron.scores import shared_logprobs
 from siirl_dask.training.megatron.weights import StageWeights
 from siirl_dask.training.model.layers import recompute
+from siirl_dask.training.model.operators import say
 from siirl_dask.training.packing import MicroBatch, micro_batches
 from siirl_dask.training.trainer import Batch, PackedRows
 
@@ -65,8 +67,10 @@ class Replica:
         self.grid = Grid(built.rank, megatron.tensor_parallel, megatron.pipeline_parallel, self.device)
         self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
         self.dtype = torch.bfloat16 if built.model.dtype is Dtype.bfloat16 else torch.float32
+        operators = operators_of(built.trainer, self.device.type)
+        say(operators)
         with on_device(self.device), quietly():
-            self.stage = Stage(sizes, self.grid, self.device, self.dtype, head=temperature is not None)
+            self.stage = Stage(sizes, self.grid, self.device, self.dtype, operators, head=temperature is not None)
         meta = _meta_model(path)
         self.stage.padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
         shapes = {name: tuple(each.shape) for name, each in meta.named_parameters()}

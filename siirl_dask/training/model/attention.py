@@ -94,9 +94,8 @@ def _attend_rows(
 ) -> Tensor:
     """Attend within all rows by torch_npu. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
-    ends = accumulate(chain.from_iterable(repeat(length, count) for count, length in packing.runs))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return fused.attend_rows(q, k, v, [*ends], scale, window)
+    return fused.attend_rows(q, k, v, ends_on_host(packing.runs), scale, window)
 
 
 def _ends(packing: Packing, query: Tensor) -> Tensor:
@@ -106,6 +105,11 @@ def _ends(packing: Packing, query: Tensor) -> Tensor:
 def ends_for_kernels(runs: Runs, device: torch.device) -> Tensor | None:
     """Return ``row_ends`` on a device whose kernels may want them; None on a CPU, which has no such kernel."""
     return None if device.type == "cpu" else row_ends(runs, device)
+
+
+def ends_on_host(runs: Runs) -> list[int]:
+    """Return where each row ends, on the host."""
+    return [*accumulate(chain.from_iterable(repeat(length, count) for count, length in runs))]
 
 
 def row_ends(runs: Runs, device: torch.device) -> Tensor:

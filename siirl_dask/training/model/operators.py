@@ -57,6 +57,11 @@ def use_operators(modules: Iterable[nn.Module], chosen: Mapping[str, str]) -> No
             module.forward = partial(_forward_feed_forward, module, fused.swiglu)
         elif "rotary" in own and (forward := rotating(module, _rotary)) is not None:
             module.forward = forward
+    say(chosen)
+
+
+def say(chosen: Mapping[str, str]) -> None:
+    """Log which library computes which operator, each choice once."""
     _say(", ".join(f"{operator} by {library}" for operator, library in chosen.items()))
 
 

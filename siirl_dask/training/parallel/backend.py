@@ -74,7 +74,7 @@ class ReplicatedBackend:
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)
         network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16, inputs=inputs)
-        use_packed_attention(network, path, operators_of(self._trainer, self.device))
+        use_packed_attention(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:

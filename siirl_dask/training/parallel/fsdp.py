@@ -94,7 +94,7 @@ class FsdpBackend:
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
         load_safetensors(network, self._model.path, renamed, self._progress)
-        use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device))
+        use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device.type))
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
         return network

@@ -69,13 +69,15 @@ def npu_fusion_attention(
     gen_mask_parallel=True,
     sync=False,
 ):
-    """Attention of rows in one tensor, layout TND, causal (mode 3) or in a band (mode 4). [T, N, D] three times."""
+    """Attention of rows in one tensor, layout TND, causal (mode 2 or 3, which differ where a row has more keys than
+    queries) or in a band (mode 4). [T, N, D] three times.
+    """
     _check("npu_fusion_attention", query, key, value)
     lengths = [actual_seq_qlen, actual_seq_kvlen]
     if input_layout != "TND" or not all(isinstance(each, list | tuple) for each in lengths) or keep_prob != 1.0:
         raise RuntimeError("npu_fusion_attention: the stand-in takes TND with lengths on the host, and no dropout")
-    if sparse_mode not in (3, 4) or atten_mask is None or atten_mask.shape != (2048, 2048):
-        raise RuntimeError("npu_fusion_attention: modes 3 and 4 take the compressed mask [2048, 2048]")
+    if sparse_mode not in (2, 3, 4) or atten_mask is None or atten_mask.shape != (2048, 2048):
+        raise RuntimeError("npu_fusion_attention: modes 2 to 4 take the compressed mask [2048, 2048]")
     if atten_mask.dtype not in (torch.bool, torch.uint8) or not bool(atten_mask[0, 1]) or bool(atten_mask[1, 0]):
         raise RuntimeError("npu_fusion_attention: expected a mask that is true above the diagonal")
     if head_num != query.shape[1] or query.shape[1] % key.shape[1]:
@@ -89,7 +91,7 @@ def npu_fusion_attention(
         q, k, v = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
         distance = torch.arange(stop - start, device=query.device)
         distance = distance[:, None] - distance
-        mask = (distance >= (0 if sparse_mode == 3 else -next_tockens)) & (
+        mask = (distance >= (0 if sparse_mode in (2, 3) else -next_tockens)) & (
             distance <= (pre_tockens if sparse_mode == 4 else stop - start)
         )
         one = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
