@@ -15,6 +15,7 @@ from siirl_dask.driver.doctor.finding import Finding, State, fault
 from siirl_dask.driver.doctor.machine import check_machine
 from siirl_dask.driver.doctor.packages import check_packages
 from siirl_dask.driver.doctor.storage import check_storage
+from siirl_dask.driver.doctor.topology import check_topology
 from siirl_dask.driver.doctor.vllm import judge_vllm, vllm_probe
 
 __all__ = ["Finding", "State", "examine"]
@@ -31,6 +32,7 @@ def examine(config: Config | None) -> list[Finding]:
             *_checked("packages", check_packages),
             *_checked("machine", lambda: check_machine(here, cluster.threads, chosen.data.spill_directory)),
             *_checked("devices", check_devices),
+            *_checked("topology", lambda: check_topology(cluster)),
         ]
         if config is not None:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
