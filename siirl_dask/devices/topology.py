@@ -54,14 +54,15 @@ class Topology:
     order: tuple[int, ...] = ()
     """All cards, those with fast links next to each other."""
     faults: tuple[str, ...] = field(default=(), compare=False)
-    """What could not be read, and why: a sentence each."""
+    """Sentences on what could not be read, and why."""
 
 
 def read_topology(places: Sequence[CardPlace], traits: Traits, root: Path = SYSFS, ask: Ask = ask) -> Topology:
     """Return the topology of cards of one kind on this host."""
     count, faults = len(places), list[str]()
     matrix, numbers = LinkMatrix(), list[int | None]([None] * count)
-    if traits.links and count <= _MOST_CARDS:
+    alone = count == 1 and bool(places[0].address)  # which has no links, and whose node sysfs tells
+    if traits.links and not alone and count <= _MOST_CARDS:
         matrix, faults = _matrix(traits, ask)
         numbers = _numbers(places, traits, matrix, ask) if matrix.numbers else numbers
     by_node = numa_nodes(root)
@@ -72,7 +73,7 @@ def read_topology(places: Sequence[CardPlace], traits: Traits, root: Path = SYSF
         if nodes[index] is None and told:
             nodes[index] = next((node for node, cpus in by_node.items() if told <= cpus), None)
         node = nodes[index]
-        near.append((by_node.get(node) if node is not None else None) or told)
+        near.append(told or (by_node.get(node, frozenset()) if node is not None else frozenset()))
     paths = [_bridges(place, root) for place in places]
     links = tuple(
         tuple(

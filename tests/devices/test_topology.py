@@ -31,7 +31,7 @@ def answering(answers):
 
 
 def listed(addresses):
-    """What nvidia-smi prints of addresses: with eight digits of the domain, in capitals."""
+    """Print addresses as nvidia-smi does: with eight digits of the domain, in capitals."""
     return "".join(f"{number}, 0000{address.upper()}\n" for number, address in enumerate(addresses))
 
 
@@ -83,7 +83,8 @@ def test_npus_of_a_container_are_those_of_the_matrix_in_its_order(tmp_path):
     text = npu(links(2, lambda one, two: "SIO"), ["0-3", "4-7"], "Phy-ID").replace("Phy-ID1", "Phy-ID13")
     found = read_topology(NUMBERS[:2], NPU, tmp_path, answering({NPU.links: text.replace("Phy-ID0", "Phy-ID12")}))
     assert found.links[0] == ("X", "SIO")
-    assert found.near == (frozenset(range(8)),) * 2, "the node that has the CPUs that the program names"
+    assert found.near == (frozenset(range(4)), frozenset(range(4, 8)))
+    assert found.nodes == (0, 0), "the node that has the CPUs that the program names"
     other = read_topology(NUMBERS[:3], NPU, tmp_path, answering({NPU.links: text}))
     assert other.links[0] == ("X", "", ""), "three cards are not two of another program's"
 

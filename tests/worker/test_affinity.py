@@ -19,6 +19,7 @@ from siirl_dask.devices import traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus
 from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
+from siirl_dask.errors import PeerError
 from siirl_dask.worker import affinity
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker.devices import announcement_of, assign, exchange, read_visible
@@ -115,17 +116,12 @@ def test_workers_of_other_hosts_and_on_cpus_take_nothing_away(topology):
     st.integers(1, 3),
 )
 def test_no_share_leaves_the_given_cpus_and_all_are_fair(workers, given, threads):
-    visible_to = {
-        str(rank): VisibleDevices(
-            CUDA,
-            tuple(f"{host}{card}" for card in range(cards)),
-            (),
-            tuple(range(cards)),
-            tuple(given & {*range(8 * (card % 2), 8 * (card % 2) + 8)} for card in range(cards)),
-            host,
-        )
-        for rank, (host, cards) in enumerate(workers)
-    }
+    nodes = [given & {*range(8)}, given & {*range(8, 16)}]
+    visible_to = {}
+    for rank, (host, count) in enumerate(workers):
+        cards = tuple(f"{host}{card}" for card in range(count))
+        near = tuple(nodes[card % 2] for card in range(count))
+        visible_to[str(rank)] = VisibleDevices(CUDA, cards, (), tuple(range(count)), near, host)
     devices = assign(visible_to)
     found = shares(visible_to, threads)
     for name, cpus in found.items():
@@ -151,8 +147,6 @@ def test_what_is_announced_is_read_back_unchanged(topology):
     ],
 )  # fmt: skip
 def test_a_peer_that_announces_anything_else_is_named(said):
-    from siirl_dask.errors import PeerError
-
     whole = {"kind": "npu", "cards": ["a", "b"], "memory": [], "order": [1, 0], "near": ["0", "1"], "host": "h"}
     assert read_visible("w", json.dumps(whole).encode()).order == (1, 0)
     with pytest.raises(PeerError, match="worker 'w' announced"):
@@ -191,6 +185,33 @@ binding.undo()
 off = find_devices("w0", ["w0"], None, 1, StopFlag())["w0"]
 print(json.dumps([device.torch_name, sorted(device.cpus), bound, sorted(os.sched_getaffinity(0)), sorted(off.cpus)]))
 """
+
+
+CHILDREN = """
+import asyncio, os, sys
+from types import SimpleNamespace
+from siirl_dask.devices.cpus import CpuBinding, given_cpus
+from siirl_dask.rewards.process_pool import Pool
+from siirl_dask.rollout.endpoint.programs import Program
+
+code = "import os; print(len(os.sched_getaffinity(0)))"
+CpuBinding().bind(frozenset({max(given_cpus())}))
+pool = Pool(lambda prompt: len(__import__("os").sched_getaffinity(0)), 1)
+with pool.child() as child:
+    print(child.call({"prompt": ""}, 60)[0])
+pool.close()
+client = SimpleNamespace(base_url="", api_key="", model="", seed=0)
+print(asyncio.run(Program([sys.executable, "-c", "import sys; sys.stdin.read(); " + code])(client, {})))
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
+def test_rewards_and_agents_in_processes_have_all_cpus_of_a_worker_that_is_bound():
+    done = subprocess.run([sys.executable, "-c", CHILDREN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    here = str(len(given_cpus()))
+    assert done.stdout.split() == [here, here, "1"]
 
 
 @pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
