@@ -12,6 +12,7 @@ from siirl_dask.config import Config, DevicePreference
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
+from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
@@ -35,7 +36,8 @@ def describe_run(
     number of workers on each, the roles on them and the bytes between them as well. ``devices`` is the number of
     accelerators of each host; None: one for each worker. ``timing`` asks for seconds of a step. UserError for all
     mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``; but of accelerators that are
-    too small it says so, and what to change.
+    too small it says so, and what to change. Where a run would start its workers on accelerators of this machine, it
+    shows their links, NUMA nodes and CPUs.
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
@@ -51,14 +53,16 @@ def describe_run(
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
     seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
+    places = find_places(config.cluster, workers) if placed is None else None
     match form:
         case "json":
             plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
+            where = {} if places is None else {"topology": places_as_data(places, phases[Phase.TRAIN][0])}
             return json.dumps(
-                {"version": 1, "notes": notes, "phases": plans, "memory": memory, **device, **time}, indent=1
+                {"version": 1, "notes": notes, "phases": plans, "memory": memory, **device, **time, **where}, indent=1
             )
         case "svg":
             return draw(shown)
@@ -69,6 +73,8 @@ def describe_run(
     texts.append(_memory(config, checked.memory, workers, on_cpu=accelerator is None))
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
+    if places is not None:
+        texts.append(f"== topology ==\n\n{describe_places(places, phases[Phase.TRAIN][0])}")
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 

@@ -22,6 +22,7 @@ from siirl_dask.config.rollout import (
     WeightSync,
 )
 from siirl_dask.config.run import (
+    Affinity,
     CheckpointConfig,
     ClusterConfig,
     DevicePreference,
@@ -46,6 +47,7 @@ from siirl_dask.config.training import (
 from siirl_dask.errors import ConfigError
 
 __all__ = [
+    "Affinity",
     "AgentConfig",
     "AlgorithmConfig",
     "Backend",

@@ -77,6 +77,15 @@ class DevicePreference(StrEnum):
     """The CPU, whatever else there is."""
 
 
+class Affinity(StrEnum):
+    """Places of workers with accelerators on their host."""
+
+    auto = "auto"
+    """Near their accelerators, and neighbours on accelerators with fast links."""
+    none = "none"
+    """Wherever they were started, on accelerators as torch numbers them."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """``cluster``: the workers, the placement of roles on them, and timeouts."""
@@ -110,6 +119,10 @@ class ClusterConfig:
     device_memory: str | None = None
     """Memory of each worker's accelerator, such as ``80GB``; a run whose estimate is higher is refused. None: what the
     workers find.
+    """
+    affinity: Affinity = Affinity.auto
+    """Places of workers with accelerators: ``auto`` binds each to CPUs of its accelerator's NUMA node, and gives
+    neighbours in rank order accelerators with fast links; ``none`` does neither.
     """
     start_timeout: float = 120.0
     """Most seconds until every worker is up, and then of silence while its roles are built."""

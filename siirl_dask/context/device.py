@@ -43,6 +43,8 @@ class Device:
     """Number of workers of the run that compute on it, this one included."""
     memory: int = field(default=0, compare=False)
     """Bytes of the accelerator's memory; 0 on a CPU, and where they are not known."""
+    cpus: frozenset[int] = field(default=frozenset(), compare=False)
+    """CPUs near the accelerator to which the worker's process is bound; empty where it is not bound."""
     room: int = field(default=0, compare=False)
     """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is not known."""
     fill: int = field(default=0, compare=False)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from siirl_dask.devices.kinds import DeviceKind, traits_of
+from siirl_dask.devices.topology import CardPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,12 @@ class VisibleDevices:
     """Names of the accelerators, unique in the run, in the worker's own order; empty on a CPU."""
     memory: tuple[int, ...] = ()
     """Bytes of each accelerator; empty where they are not known."""
+    order: tuple[int, ...] = ()
+    """All of them, those with fast links next to each other; empty: as they are."""
+    near: tuple[frozenset[int], ...] = ()
+    """CPUs near each of them that the worker may use, none where not known; empty where no process is to be bound."""
+    host: str = ""
+    """Name of the kernel that numbers these CPUs; empty where no process is to be bound."""
 
 
 def visible_devices() -> VisibleDevices:
@@ -48,14 +55,37 @@ def visible_devices() -> VisibleDevices:
     return VisibleDevices(found, names_on_host(found, socket.gethostname(), count, visible), memory)
 
 
+def card_places(kind: DeviceKind) -> tuple[CardPlace, ...]:
+    """Return the places of this process's accelerators on the host, as their driver tells them."""
+    module = _module(kind)
+    count = module.device_count()
+    addresses = [_address_of(module.get_device_properties(index)) for index in range(count)]
+    indices = host_indices(count, os.environ.get(traits_of(kind).visible or ""))
+    return tuple(
+        CardPlace(address, None if address else int(index) if index.isdecimal() else None)
+        for address, index in zip(addresses, indices, strict=True)
+    )
+
+
+def _address_of(properties: Any) -> str:
+    """Return a PCI address; empty where torch's plug-in does not tell it."""
+    if not all(hasattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")):
+        return ""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
 def names_on_host(kind: DeviceKind, host: str, count: int, visible: str | None) -> tuple[str, ...]:
     """Return names of this process's devices, made of host and index, for a kind without an id of its own.
 
     ``visible`` is the variable of visible devices: the indices on the host of the ``count`` visible ones.
     """
+    return tuple(f"{host}/{kind}{index}" for index in host_indices(count, visible))
+
+
+def host_indices(count: int, visible: str | None) -> list[str]:
+    """Return the host's indices of the ``count`` visible devices; ``visible`` as for ``names_on_host``."""
     listed = [index.strip() for index in visible.split(",")] if visible else []
-    indices = listed if len(listed) == count else range(count)
-    return tuple(f"{host}/{kind}{index}" for index in indices)
+    return listed if len(listed) == count else [str(index) for index in range(count)]
 
 
 def bind(kind: DeviceKind, index: int) -> None:

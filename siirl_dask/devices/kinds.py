@@ -46,6 +46,10 @@ class Traits:
     """Maker's name, and where the operating system shows the driver's version and the devices."""
     driver: Path = Path("/nonexistent")
     node: re.Pattern[str] = re.compile(r"(?!)")
+    links: tuple[str, ...] = ()
+    """Command of the maker's that prints how the host's devices are linked."""
+    addresses: tuple[str, ...] = ()
+    """Command that prints the number of each device in these links, and its PCI address."""
     has_uuids: bool = False
     """Whether a device has a name of its own in the whole world; others are told apart by host and index."""
     runs_triton: bool = False
@@ -74,6 +78,8 @@ _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
             maker="nvidia",
             driver=Path("/proc/driver/nvidia/version"),
             node=re.compile(r"nvidia\d+"),
+            links=("nvidia-smi", "topo", "-m"),
+            addresses=("nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader"),
             has_uuids=True,
             runs_triton=True,
             keeps_host_cache=True,
@@ -91,6 +97,7 @@ _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
             maker="ascend",
             driver=Path("/usr/local/Ascend/driver/version.info"),
             node=re.compile(r"davinci\d+"),
+            links=("npu-smi", "info", "-t", "topo"),
         ),
     }
 )

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
 
+from siirl_dask.devices.cpus import unbind
 from siirl_dask.errors import ConfigError
 
 Outcome = tuple[Any, str | None]
@@ -56,6 +57,7 @@ class Child:
                 start_new_session=True,  # so that what it starts can be killed with it
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
+        unbind(self._process.pid)
         self._connection = Connection(ours.detach())
         self._lock = Lock()
         self.alive = True

@@ -18,6 +18,7 @@ from siirl_storage import set_retry_seconds
 
 from siirl_dask.context import Device
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
@@ -97,6 +98,7 @@ class DAGWorker(WorkerPlugin):
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
+        self._cpus = CpuBinding()
         self._meter: WorkerMeter | None = None
         self._polls: frozenset[int] = frozenset()
         self._began = False
@@ -167,7 +169,9 @@ class DAGWorker(WorkerPlugin):
         self._began = True
         groups.leave()  # an earlier run that failed in this process may not have done so
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
-            joined = join_groups(self.spec, self.worker_name, plan, self._store, self._plane.transport, self.stop)
+            joined = join_groups(
+                self.spec, self.worker_name, plan, self._store, self._plane.transport, self.stop, self._cpus
+            )
         self._device, self._polls = joined.device, joined.polls
         device, ranks = joined.device, joined.ranks
         kept, self._built = self._built.on(device) if self._built else {}, None
@@ -314,6 +318,7 @@ class DAGWorker(WorkerPlugin):
             groups.leave()
 
     def _forget(self) -> None:
+        self._cpus.undo()
         self._loaders.close()
         self.tracing.close()
         if self._runtime is not None:

@@ -12,17 +12,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from siirl_dask.context import Device
 from siirl_dask.devices import DeviceKind, accelerator
 from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
+from siirl_dask.devices.cpus import CpuBinding, read_cpus, show_cpus
 from siirl_dask.errors import PeerError
+from siirl_dask.worker.affinity import on_host, share_of_worker
 from siirl_dask.worker.stop import StopFlag
 
 logger = logging.getLogger("siirl_dask.worker")
 _SLICE = 0.1  # seconds between two looks whether all workers have announced their devices
-_MAX_DEVICES, _MAX_NAME, _MAX_BYTES = 256, 200, 2**16  # limits on a peer's announcement
+_MAX_DEVICES, _MAX_NAME, _MAX_BYTES = 256, 200, 2**18  # limits on a peer's announcement
 _MOST_MEMORY = 2**50  # bytes of an accelerator
 
 
@@ -43,17 +46,27 @@ def find_devices(
     stop: StopFlag,
     *,
     cpu: bool = False,
+    binding: CpuBinding | None = None,
+    threads: int = 1,
 ) -> dict[str, Device]:
     """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
 
-    ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``store`` may be None for a
-    single worker. PeerError when another worker has not announced its devices within ``timeout`` seconds.
+    ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``binding`` binds the process
+    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch.
+    ``store`` may be None for a single worker. PeerError when another worker has not announced its devices within
+    ``timeout`` seconds.
     """
     visible = VisibleDevices() if cpu else visible_devices()
+    if binding is not None:
+        visible = on_host(visible)
     visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
     devices = assign(visible_to)
     own = devices[worker]
     bind(own)
+    if binding is not None and (cpus := share_of_worker(worker, visible_to, devices, threads)):
+        binding.bind(cpus)
+        own = devices[worker] = replace(own, cpus=cpus)
+        logger.info("worker %r runs on CPUs %s, near %s", worker, show_cpus(cpus), own.torch_name)
     if own.shared_by > 1:
         others = own.shared_by - 1
         logger.warning("worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others)
@@ -70,14 +83,18 @@ def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
 
     Workers with the fewest visible devices choose first, others in the order of the run. Where every worker sees all
     devices of its host, in any order, or one of them, no device is shared while another one visible to a sharer is
-    free.
+    free. Workers that see the same devices in the same order go by their links; a launcher that shows each worker the
+    devices in another order has said which one it is to take.
     """
     takers: Counter[str] = Counter()
     chosen: dict[str, int] = {}
+    alike = Counter(visible.cards for visible in visible_to.values())
     for worker in sorted(visible_to, key=lambda name: len(visible_to[name].cards)):
-        cards = visible_to[worker].cards
+        visible = visible_to[worker]
+        cards = visible.cards
         if cards:
-            chosen[worker] = min(range(len(cards)), key=lambda index: (takers[cards[index]], index))
+            order = visible.order if alike[cards] > 1 and visible.order else range(len(cards))
+            chosen[worker] = min(order, key=lambda index: takers[cards[index]])
             takers[cards[chosen[worker]]] += 1
     return {worker: _device(worker, visible, chosen, takers) for worker, visible in visible_to.items()}
 
@@ -99,7 +116,7 @@ def exchange(
     set meanwhile.
     """
     keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
-    store.set(keys[worker], json.dumps({"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}))
+    store.set(keys[worker], announcement_of(visible))
     announced, deadline = store.add("announced", 1), time.monotonic() + timeout
     while announced < len(workers):
         if time.monotonic() > deadline:
@@ -111,13 +128,24 @@ def exchange(
     return {name: read_visible(name, text) for name, text in zip(keys, raw, strict=True)}
 
 
+def announcement_of(visible: VisibleDevices) -> str:
+    """Return what a worker tells the others of its devices; ``read_visible`` reads it."""
+    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}
+    near = [show_cpus(cpus) for cpus in visible.near]
+    placed = {"order": visible.order, "near": near, "host": visible.host}
+    return json.dumps(said | placed if visible.host else said)
+
+
 def read_visible(worker: str, raw: bytes) -> VisibleDevices:
     """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized announcement."""
     try:
         announcement: Any = json.loads(raw) if len(raw) <= _MAX_BYTES else None
         kind, cards, memory = DeviceKind(announcement["kind"]), announcement["cards"], announcement["memory"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        order, host = tuple(announcement.get("order", ())), announcement.get("host", "")
+        near = tuple(map(read_cpus, announcement.get("near", ())))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         kind, cards, memory = DeviceKind.CPU, None, None
+        order, near, host = (), (), ""
     if (
         not isinstance(cards, list)
         or len(cards) > _MAX_DEVICES
@@ -127,6 +155,11 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or not isinstance(memory, list)
         or len(memory) not in (0, len(cards))
         or not all(type(size) is int and 0 < size < _MOST_MEMORY for size in memory)
+        or not all(type(index) is int for index in order)
+        or (order and sorted(order) != [*range(len(cards))])
+        or len(near) not in (0, len(cards))
+        or not isinstance(host, str)
+        or len(host) > _MAX_NAME
     ):
         raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
-    return VisibleDevices(kind, tuple(cards), tuple(memory))
+    return VisibleDevices(kind, tuple(cards), tuple(memory), order, near, host)

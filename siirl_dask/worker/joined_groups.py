@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from distributed.comm.addressing import get_address_host
 
+from siirl_dask.config import Affinity
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.transport.messages import Transport
+from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.planner import Plan
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker import stuck_collectives
@@ -33,13 +35,23 @@ class JoinedGroups:
 
 
 def join_groups(
-    spec: RunSpec, worker: str, plan: Plan, store: GroupStore, transport: Transport, stop: StopFlag
+    spec: RunSpec,
+    worker: str,
+    plan: Plan,
+    store: GroupStore,
+    transport: Transport,
+    stop: StopFlag,
+    binding: CpuBinding,
 ) -> JoinedGroups:
-    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers call it at once."""
+    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers call it at once.
+
+    ``binding`` binds the worker's process to CPUs near its device, where the run asks for that.
+    """
     workers, timeout = list(spec.members), groups.longest_wait(spec.data.stall_timeout)
     host = get_address_host(spec.members[worker])
     joined = store.join(transport, host, timeout, stop) if len(workers) > 1 else None
-    devices = find_devices(worker, workers, joined, timeout, stop, cpu=spec.cpu)
+    near = binding if spec.affinity is Affinity.auto else None
+    devices = find_devices(worker, workers, joined, timeout, stop, cpu=spec.cpu, binding=near, threads=spec.threads)
     devices = share_devices(devices, plan.placement, spec.footprints, spec.device_memory)
     if joined is None:
         return JoinedGroups(devices[worker], groups.single_ranks(plan.placement))

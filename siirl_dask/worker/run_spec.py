@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, DevicePreference, Durability, OnNan, ProfileConfig, parse_bytes
+from siirl_dask.config import Affinity, Config, DevicePreference, Durability, OnNan, ProfileConfig, parse_bytes
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
@@ -48,6 +48,8 @@ class RunSpec:
     """Bytes of each worker's accelerator; None: as the workers find."""
     cpu: bool = False
     """Whether workers compute on their CPUs, whatever else they see."""
+    affinity: Affinity = Affinity.auto
+    """``cluster.affinity``."""
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
     """Memory of each role on an accelerator, as far as it is known."""
     durability: Durability = Durability.asynchronous
@@ -101,6 +103,7 @@ class RunSpec:
             retry_seconds=config.storage.retry_seconds,
             device_memory=None if memory is None else parse_bytes("cluster.device_memory", memory),
             cpu=config.cluster.device is DevicePreference.cpu,
+            affinity=config.cluster.affinity,
             footprints=dict(footprints),
             durability=config.storage.durability,
             attempt=attempt,

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from siirl_dask.devices.cpus import given_cpus
+from tests.devices.hosts import install, links, npu
 from tests.settings import digits_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +70,27 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
     assert total["hccl.broadcast_"] > 0, "weights go to the engine over hccl"
     assert total["profile.Level0"] > 0
     assert sum(each.get("set_device", 0) > 0 for each in first) == 3, "each worker binds a device"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
+def test_workers_of_a_run_are_bound_and_their_rewards_are_not(digits_task, tmp_path):
+    """Every worker says what its processes may use: a reward in a process of its own all that there is."""
+    one, here = max(given_cpus()), len(given_cpus())
+    (tmp_path / "topo").write_text(npu(links(64, lambda one, two: "HCCS"), [str(one)] * 64))
+    install(tmp_path / "bin", "npu-smi", f"cat {tmp_path / 'topo'}")
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def cpus(prompt, response, answer, **extra):\n"
+        "    parent = len(os.sched_getaffinity(os.getppid()))\n"
+        "    return {'reward': len(os.sched_getaffinity(0)), 'parent': parent}\n"
+    )
+    variables = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    given = ["run.steps=1", f"rewards.function={tmp_path / 'mine.py'}:cpus", "rewards.processes=1"]
+    for name, overrides, parent in (("near", [], 1), ("anywhere", ["cluster.affinity=none"], here)):
+        (taken := tmp_path / f"{name}-taken").mkdir()
+        train(digits_task, tmp_path / name, *given, *overrides, npus=4, **variables, FAKE_NPU_TAKEN=str(taken))
+        rows = samples(tmp_path / name, 1)
+        assert {*rows["reward"].to_pylist()} == {float(here)}
+        assert {part["parent"] for part in map(dict, rows["reward_parts"].to_pylist())} == {float(parent)}

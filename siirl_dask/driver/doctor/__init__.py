@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from siirl_dask.config import Config
+from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.context import DeviceKind
 from siirl_dask.driver.doctor.devices import check_devices, check_plugin
 from siirl_dask.driver.doctor.finding import Finding, State, fault
@@ -31,6 +31,7 @@ def examine(config: Config | None) -> list[Finding]:
             *_checked("packages", check_packages),
             *_checked("machine", lambda: check_machine(here, cluster.threads, chosen.data.spill_directory)),
             *_checked("devices", check_devices),
+            *_checked("topology", lambda: _topology(cluster)),
         ]
         if config is not None:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
@@ -38,6 +39,12 @@ def examine(config: Config | None) -> list[Finding]:
         kinds = [kind for kind in DeviceKind if any(each.part.startswith(f"{kind}:") for each in findings)]
         kind = kinds[0] if kinds else DeviceKind.CPU
         return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, chosen.rollout.engine, kind)])]
+
+
+def _topology(cluster: ClusterConfig) -> Iterable[Finding]:
+    from siirl_dask.driver.doctor.topology import check_topology  # torch, which the first check tries to import
+
+    return check_topology(cluster)
 
 
 def _cluster(config: Config) -> Iterable[Finding]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from siirl_dask.devices.cpus import unbind
 from siirl_dask.rollout.endpoint.agents import Client
 
 _KEPT = 64 * 1024  # bytes at the end of what a program prints
@@ -74,6 +75,7 @@ class Program:
             env={**os.environ, **given},
             start_new_session=True,  # so that what it starts can be killed with it
         )
+        unbind(process.pid)
         try:
             text = json.dumps(dict(row), default=str).encode()
             _, said, complaint = await asyncio.gather(
