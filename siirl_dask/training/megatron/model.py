@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from siirl_dask.training.megatron.attention import PackedCoreAttention
+from siirl_dask.training.megatron.experts import Experts
 from siirl_dask.training.megatron.families import Sizes
 from siirl_dask.training.megatron.grid import Grid
 from siirl_dask.training.model.attention import ends_for_kernels
@@ -30,9 +35,13 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
         spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
         spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        first = grid.stage * sizes.layers // grid.pipeline
+        mixed = [sizes.has_experts(first + layer) for layer in range(sizes.layers // grid.pipeline)]
         super().__init__(
             transformer_config(sizes, grid, device, dtype),
-            spec,
+            TransformerBlockSubmodules(
+                [_without_mlp(spec) if each else spec for each in mixed], spec.submodules.input_layernorm
+            ),
             vocab_size=sizes.vocabulary,
             max_sequence_length=0,
             pre_process=grid.first,
@@ -46,6 +55,9 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             del self.output_layer
         elif grid.last and grid.first and sizes.tied:
             self.output_layer.weight = self.embedding.word_embeddings.weight
+        for layer in compress(self.decoder.layers, mixed):
+            assert sizes.mixture is not None
+            layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
         self.to(device)
         self.device = device
         self.padding: int | None = None
@@ -80,6 +92,11 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
+def _without_mlp(spec: ModuleSpec) -> ModuleSpec:
+    """Return the layer with nothing where its experts go: megatron-core builds none but its own from a description."""
+    return replace(spec, submodules=replace(spec.submodules, mlp=IdentityOp))
+
+
 def transformer_config(sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype) -> TransformerConfig:
     """Return megatron-core's description of the decoder. Kernels that need other libraries are off."""
     on_cpu = device.type == "cpu"
@@ -112,7 +129,7 @@ def transformer_config(sizes: Sizes, grid: Grid, device: torch.device, dtype: to
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # weights are read, each rank its own part
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but the default takes no variable lengths
+        moe_token_dispatcher_type="alltoall",  # experts are not its own, but the default takes no variable lengths
         batch_p2p_comm=not on_cpu,
         calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
         **options,
