@@ -1,4 +1,4 @@
-"""What ranks do that share a model, and a single process does as well, to be compared: learn, save and resume."""
+"""Ranks that share a model learn, save and resume here as a single process does, to be compared with it."""
 
 from functools import partial
 
