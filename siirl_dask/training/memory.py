@@ -234,7 +234,7 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (stream + FLOAT32) * one.hidden
     last = (FLOAT32 + 2 * stream + 2 * narrow) * one.hidden  # the final norm, and the states that predict
     if model.trainer.gradient_checkpointing:
-        return stream * one.hidden * one.layers + layer + temporary + last
+        return stream * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
     return layer * one.layers + temporary + last
 
 
@@ -253,7 +253,7 @@ def layer_bytes(model: ModelOnWorkers) -> int:
     product. Experts also keep the token that each of them gets, and what it gives before that is weighed.
     """
     one, narrow, split = model.architecture, model.narrow, _split(model)
-    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden
+    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden // _token_parts(model)
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
     heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
     feed_forward = narrow * (4 * one.inner + 2 * one.chosen * one.hidden)
@@ -268,6 +268,12 @@ def _split(model: ModelOnWorkers) -> int:
             return model.trainer.fsdp.tensor_parallel
         case Backend.megatron:
             return model.trainer.megatron.tensor_parallel
+
+
+def _token_parts(model: ModelOnWorkers) -> int:
+    """Return the workers that split the tokens of a micro-batch between attention and MLP."""
+    split = model.trainer.backend is Backend.megatron and model.trainer.megatron.sequence_parallel
+    return _split(model) if split else 1
 
 
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:

@@ -29,6 +29,8 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "2 x 1, 2 replicas": (2, 1, 4, "untied", {}),
     "1 x 2, 2 replicas": (1, 2, 4, "tied", {}),
     "1 x 4": (1, 4, 4, "tied", {}),
+    "2 x 1, tokens split": (2, 1, 2, "tied", {"tokens": True}),
+    "2 x 2, tokens split": (2, 2, 4, "untied", {"tokens": True, "gradient_checkpointing": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
 }
@@ -77,8 +79,9 @@ def in_each_rank(folders, root, world):
             )  # fmt: skip
             results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
-    values = critic(folders["tied"], config_of(2, 2), Rank(world.rank, 4, world.group))
-    results["critic"] = learn_values(values, world)
+    for name, tokens in {"critic": False, "critic, tokens split": True}.items():
+        values = critic(folders["tied"], config_of(2, 2, tokens=tokens), Rank(world.rank, 4, world.group))
+        results[name] = learn_values(values, world)
     results["skipped"] = skipped(*trained["2 x 2"])
     results["resumed"] = resumed(trained, MOVES, root)
     return results
@@ -137,17 +140,16 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(seen, alone):
         assert_close(result["logprobs"], seen[rank]["2 x 2"]["logprobs"], atol=0.07, rtol=0)
 
 
-def test_a_divided_critic_learns_like_a_single_process(seen, alone):
+@pytest.mark.parametrize("name", ["critic", "critic, tokens split"])
+def test_a_divided_critic_learns_like_a_single_process(name, seen, alone):
     expected = alone["critic"]
     for rank in range(4):
-        result = seen[rank]["critic"]
+        result = seen[rank][name]
         for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
         for key, weight in expected["weights"].items():
             assert_close(result["weights"][key], weight, atol=1e-4, rtol=0)
-    assert_close(
-        torch.cat([seen[rank]["critic"]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0
-    )
+    assert_close(torch.cat([seen[rank][name]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0)
 
 
 def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(seen):

@@ -34,6 +34,8 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "over 4 replicas": (1, 1, 4, 4, "all", {}),
     "2 x 1, over 2 replicas": (2, 1, 4, 4, "all", {}),
     "1 x 2, over 2 replicas": (1, 2, 2, 4, "some", {}),
+    "2 x 1, tokens split": (2, 1, None, 2, "all", {"tokens": True}),
+    "2 x 1, tokens split, over 2 replicas": (2, 1, 4, 4, "some", {"tokens": True}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
 }

@@ -89,6 +89,11 @@ def test_experts_that_ranks_cannot_share_are_refused(digits_config, tmp_path, th
         check({"trainer": megatron(2, 2, 2)}, workers, digits_config)
 
 
+def test_tokens_without_ranks_to_split_them_are_refused():
+    with pytest.raises(ConfigError, match=r"sequence_parallel=true with trainer\.megatron\.tensor_parallel=1"):
+        MegatronConfig(pipeline_parallel=2, sequence_parallel=True)
+
+
 def test_a_model_without_experts_spreads_none(digits_config, there):
     with pytest.raises(ConfigError, match=r"expert_parallel=2: .* has no experts"):
         check_trainer({"trainer": megatron(experts=2)}, ["w0", "w1"], digits_config)
@@ -153,6 +158,23 @@ def test_each_rank_is_planned_with_its_share_of_the_experts(digits_config, tmp_p
         assert sum(held.values()) == pytest.approx(16 * (rest / tensor + size.experts / pipeline / over), rel=1e-3)
         linked = tensor * pipeline * max(1, over // tensor)
         assert max(trainer_groups({"trainer": config}, 4).values()) == linked
+
+
+def test_split_tokens_keep_a_part_of_norms_and_layer_inputs(digits_config, tmp_path, there):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
+    for checkpointing, each in ((False, 2 * (4 + 4 + 4) * 64), (True, 4 * 64)):  # two norms in float32, or an input
+        working = []
+        for split in (False, True):
+            parallel = MegatronConfig(tensor_parallel=2, sequence_parallel=split)
+            config = TrainerConfig(
+                backend=Backend.megatron, megatron=parallel, gradient_checkpointing=checkpointing,
+                max_tokens_per_micro_batch=32,
+            )  # fmt: skip
+            footprint = check_trainer({"trainer": config}, ["w0", "w1"], digits_config).device
+            working.append(sum(footprint.working.values()))
+        norms = 2 * (4 + 4 + 4) * 64 if checkpointing else 0  # of the layer that is computed again
+        tokens = next(int(part.split()[2]) for part in footprint.working if part.startswith("activations of"))
+        assert working[0] - working[1] == tokens * (4 * each + norms) // 2
 
 
 def test_a_run_with_megatron_is_planned(digits_task, tmp_path, there):

@@ -112,7 +112,9 @@ MEGATRON = (
     none(" ".join(f"{part}.megatron.{one}_offload" for part in ("actor_rollout_ref.actor", "critic")
                   for one in ("param", "grad", "optimizer")), "with Megatron weights and optimizer stay on the device: "
          "trainer.park is of torch and fsdp"),
-    always("*.megatron.sequence_parallel *.megatron.use_distributed_optimizer *.megatron.use_mbridge "
+    rule("actor_rollout_ref.actor.megatron.sequence_parallel critic.megatron.sequence_parallel",
+         "trainer.megatron.sequence_parallel, critic.megatron.sequence_parallel"),
+    always("*.megatron.use_distributed_optimizer *.megatron.use_mbridge "
            "*.megatron.vanilla_mbridge *.megatron.use_remove_padding *.megatron.param_dtype *.megatron.pad_*",
            "rows are packed, the optimizer's state is sharded, and weights are read from the model's own folder"),
     none("*.megatron.virtual_pipeline_model_parallel_size", "a stage has one run of layers (1F1B)"),

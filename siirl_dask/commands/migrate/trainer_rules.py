@@ -73,6 +73,11 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
             draft.set(f"{ours}.megatron.{key}_parallel", ranks, f"{prefix}.{option}")
         draft.hold(f"{prefix}.{option}", "the default here")
     _set_experts(draft, ours, prefix)
+    tokens = f"{prefix}.sequence_parallel"
+    if draft.flag(tokens, default=False) and draft.number(f"{prefix}.tensor_model_parallel_size", 1) > 1:
+        draft.set(f"{ours}.megatron.sequence_parallel", True, tokens)
+    else:
+        draft.hold(tokens, "tokens are not split, or there are no tensor-parallel workers to do so")
     reason = "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
     for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
         (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)

@@ -42,6 +42,14 @@ def load() -> None:
         raise ConfigError(f"trainer.backend=megatron needs megatron-core ({error}): {NEEDED}") from error
 
 
+def share_buffer() -> None:
+    """Give megatron-core's layers the buffer in which they gather tokens: the one thing they keep for a process."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -25,8 +25,8 @@ from siirl_dask.training.parallel.all_to_all import exchange
 class Experts(nn.Module):
     """The layer of this rank. No token is dropped, however many choose the same expert.
 
-    The ranks that share a layer's other parameters all have its tokens: each takes an equal part of them to the
-    experts, and gets the results of all.
+    Of the ranks that share a layer's other parameters each takes an equal part of its tokens to the experts. Unless
+    they split them anyway, they all have all tokens, and get the results of all.
     """
 
     def __init__(self, mixture: Mixture, hidden: int, grid: Grid, device: torch.device, dtype: torch.dtype) -> None:
@@ -45,15 +45,15 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Return the weighted sums of what each token's experts compute, and no bias. [T, 1, D] -> [T, 1, D]."""
         tokens, group = hidden.flatten(0, 1), self._grid.tp
-        count = len(tokens)
-        if self._grid.tensor > 1:  # all parts are equal: tokens of zeros fill up the last one
+        count, has_all = len(tokens), self._grid.tensor > 1 and not self._grid.split_tokens
+        if has_all:  # all parts are equal: tokens of zeros fill up the last one
             tokens = pad(tokens, (0, 0, 0, -count % self._grid.tensor))
         weights, chosen = self._route(tokens)
-        if self._grid.tensor > 1:
+        if has_all:
             tokens, weights = (scatter_to_sequence_parallel_region(each, group) for each in (tokens, weights))
             chosen = chosen.chunk(self._grid.tensor)[self._grid.part]
         result = self._by_experts(tokens, weights, chosen)
-        if self._grid.tensor > 1:
+        if has_all:
             result = gather_from_sequence_parallel_region(result, tensor_parallel_output_grad=False, group=group)
         return result[:count].view_as(hidden), None
 

@@ -2,7 +2,7 @@
 
 A replica has neighbouring ranks, stage after stage, and the ranks that share a stage's layers are neighbours. Experts
 are spread over neighbours among all ranks that have the same stage, replica after replica, as in megatron-core with an
-expert tensor parallelism of 1. All groups are subgroups of the role's; nothing of megatron-core's global state is used.
+expert tensor parallelism of 1. All groups are subgroups of the role's; none of megatron-core's global state is used.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Grid:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
         tensor, pipeline = megatron.tensor_parallel, megatron.pipeline_parallel
         self.tensor, self.pipeline, self.role = tensor, pipeline, rank
+        self.split_tokens = megatron.sequence_parallel
+        """Whether the ranks that share a layer have a part of the tokens each between attention and MLP."""
         self.replica, place = divmod(rank.rank, tensor * pipeline)
         self.stage, self.part = divmod(place, tensor)
         self.first, self.last = self.stage == 0, self.stage == pipeline - 1

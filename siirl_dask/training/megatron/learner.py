@@ -17,6 +17,7 @@ from siirl_dask.config import TrainerConfig
 from siirl_dask.training.learner import Learner, Passes
 from siirl_dask.training.megatron.replica import Replica
 from siirl_dask.training.megatron.rows import joined_batch
+from siirl_dask.training.megatron.weights import VALUES
 from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite
 
 B = TypeVar("B", bound=Batch)
@@ -71,13 +72,19 @@ class MegatronLearner(Learner):
         grid, shared = self._grid, self._weights.shared_at_ends
         with self._waiting():
             for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True):
-                if name.endswith(_OF_HEADS) and grid.tensor > 1:  # each rank has that of its own heads
+                if grid.tensor > 1 and self._in_parts(name):
                     dist.all_reduce(gradient, group=grid.tp)
                 if name == shared:
                     dist.all_reduce(gradient, group=grid.ends)
             self._gradients.reduce(self._group, self._shared)
             self._gradients.reduce(grid.edp, self._of_experts)
             return sqrt(sum(grid.gather_linked(self._squares())))
+
+    def _in_parts(self, parameter: str) -> bool:
+        """Return whether ranks that all have a parameter each have its gradient from their own heads or tokens."""
+        if self._grid.split_tokens:
+            return not self._weights.is_shared(parameter) and not parameter.startswith(VALUES)
+        return parameter.endswith(_OF_HEADS)
 
     def _squares(self) -> float:
         """Sum the squares of this rank's gradients, each of the model's once: one rank counts what several have."""

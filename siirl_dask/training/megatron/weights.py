@@ -20,7 +20,7 @@ from siirl_dask.training.megatron.names import EMBEDDING, OUTPUT, Place, layer_o
 from siirl_dask.training.parallel.dtensor import local
 
 Shapes = Mapping[str, tuple[int, ...]]
-_VALUES = "value_head."
+VALUES = "value_head."
 _TIED = "model.embed_tokens.weight"
 
 
@@ -36,7 +36,7 @@ class StageWeights:
         """
         self._stage, self._sizes, self._grid, self._shapes = stage, sizes, grid, shapes
         self._per_stage = sizes.layers // grid.pipeline
-        self._scores = not any(name.startswith(_VALUES) for name in shapes)  # tokens of the vocabulary
+        self._scores = not any(name.startswith(VALUES) for name in shapes)  # tokens of the vocabulary
         self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
         """Where each Hugging Face parameter of this stage lies."""
         of_experts = {place.parameter for place in self.places.values() if place.of_experts}
@@ -62,7 +62,7 @@ class StageWeights:
         files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
         if _TIED not in files and self._sizes.tied and "lm_head.weight" in files:
             files[_TIED] = files["lm_head.weight"]
-        heads = {name for name in self.places if name.startswith(_VALUES)}
+        heads = {name for name in self.places if name.startswith(VALUES)}
         if missing := sorted(self.places.keys() - files.keys() - heads):
             raise ConfigError(
                 f"{subject}: its *.safetensors lack {missing}; trainer.backend=torch may know them by others"
