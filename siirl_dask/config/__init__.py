@@ -10,6 +10,7 @@ from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageCo
 from siirl_dask.config.endpoint import EndpointConfig
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
+from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -39,7 +40,6 @@ from siirl_dask.config.training import (
     Backend,
     FsdpConfig,
     LoraConfig,
-    MegatronConfig,
     Part,
     Schedule,
     TrainerConfig,

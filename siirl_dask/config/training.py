@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.devices.operators import check_operators
 from siirl_dask.errors import ConfigError
 
@@ -124,32 +125,6 @@ class FsdpConfig:
             "tensor_parallel": self.tensor_parallel if self.tensor_parallel > 1 else None,
         }
         return [f"trainer.fsdp.{name}={value}" for name, value in options.items() if value is not None]
-
-
-@dataclass(kw_only=True, slots=True)
-class MegatronConfig:
-    """``trainer.megatron``: options of the backend megatron."""
-
-    tensor_parallel: int = 1
-    """Ranks that share each layer, and the vocabulary; a divisor of the model's key heads. Together with
-    ``pipeline_parallel`` ranks it makes a replica of the model, whose ranks are a divisor of the role's."""
-    pipeline_parallel: int = 1
-    """Stages, each with as many layers, through which micro-batches pass one after the other (1F1B); a divisor of the
-    model's layers."""
-
-    def __post_init__(self) -> None:
-        at_least("trainer.megatron", 1, tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of a replica of the model."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-    @property
-    def needs_megatron(self) -> list[str]:
-        """Options in use, as ``trainer.megatron.tensor_parallel=2``."""
-        options = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-        return [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -96,7 +96,7 @@ def _shards_fit(trainer: TrainerConfig, workers: int) -> bool:
         trainer.fsdp.shard_size or 1,
         trainer.fsdp.sequence_parallel,
         trainer.fsdp.tensor_parallel,
-        trainer.megatron.ranks,
+        trainer.megatron.ranks * trainer.megatron.linked_replicas,
     )
     return not any(workers % size for size in sizes)
 

@@ -58,6 +58,15 @@ class Architecture:
     """Whether embeddings and head are one parameter."""
     normed_heads: bool = False
     """Whether queries and keys are normalised head by head, as in Qwen3."""
+    chosen: int = 0
+    """Experts that compute each token in a layer of a mixture; 0: there are none."""
+    expert: int = 0
+    """Width of an expert."""
+
+    @property
+    def inner(self) -> int:
+        """Width of a layer's MLP, or of all experts that compute a token."""
+        return self.chosen * self.expert or self.intermediate
 
     @property
     def queries(self) -> int:
@@ -146,7 +155,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     )
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
-    return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed)
+    chosen, expert = (text.get(key) for key in ("num_experts_per_tok", "moe_intermediate_size"))
+    mixture = {"chosen": chosen, "expert": expert} if isinstance(chosen, int) and isinstance(expert, int) else {}
+    return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed, **mixture)
 
 
 def _tower(config: Mapping[str, Any]) -> Tower | None:

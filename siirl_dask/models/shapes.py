@@ -23,6 +23,7 @@ from siirl_dask.models.cache import open_model
 from siirl_dask.models.remote import reached, tag_of
 
 _LAYER = re.compile(r"^.*\blayers\.\d+\.")
+_OF_EXPERTS = ".experts."
 _STREAMS = 8  # headers read at once
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -41,6 +42,8 @@ class ModelSize:
     """Elements of the largest tensor."""
     layer: int = 0
     """Elements of the largest layer; 0 where names do not tell layers apart."""
+    experts: int = 0
+    """Elements of the experts of mixtures, without their routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ def count_parameters(path: str) -> ModelSize | None:
         if match := _LAYER.search(name):
             layers[match[0]] = layers.get(match[0], 0) + size
     layer = max(layers.values(), default=0)
-    return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer) if sizes else None
+    experts = sum(size for name, size in sizes.items() if _OF_EXPERTS in name)
+    return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer, experts) if sizes else None
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:

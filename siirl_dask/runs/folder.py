@@ -65,6 +65,8 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "trainer.fsdp.gather_size",
     "trainer.megatron.tensor_parallel",
     "trainer.megatron.pipeline_parallel",
+    "trainer.megatron.expert_parallel",
+    "trainer.megatron.sequence_parallel",
     "trainer.max_skipped_steps",
     "critic.max_skipped_steps",
 }

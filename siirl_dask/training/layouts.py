@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from siirl_dask.config import Backend, Config, DevicePreference, ModelConfig, TrainerConfig
+from siirl_dask.config import Backend, Config, DevicePreference, MegatronConfig, ModelConfig, TrainerConfig
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import LIBRARIES, MINDSPEED, choose_operators
 from siirl_dask.errors import ConfigError
@@ -32,14 +32,24 @@ def check_megatron(trainer: TrainerConfig, path: str, workers: int) -> None:
     """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ConfigError("trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'")
-    megatron = trainer.megatron
+    check_ranks(trainer.megatron, workers)
+    check_model(trainer, path)
+
+
+def check_ranks(megatron: MegatronConfig, workers: int) -> None:
+    """Check that replicas, and the ranks that share experts, divide a role's workers. ConfigError if they do not."""
     if workers % megatron.ranks:
         raise ConfigError(
             f"trainer.megatron.tensor_parallel={megatron.tensor_parallel} and "
             f"trainer.megatron.pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, "
             f"expected a divisor of the role's {workers} workers"
         )
-    check_model(trainer, path)
+    of_stage = workers // megatron.pipeline_parallel
+    if of_stage % megatron.experts_over:
+        raise ConfigError(
+            f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of the {of_stage} ranks "
+            f"that have the same layers, of the role's {workers} workers"
+        )
 
 
 def check_liger(trainer: TrainerConfig, config: Config) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from siirl_dask.config import Backend, Dtype, MegatronConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import Backend, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.models.architecture import Architecture, Tower
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
+from siirl_dask.training.megatron.memory import on_one_rank
 
 FLOAT32, BFLOAT16 = 4, 2
 GRADIENTS = "gradients"
@@ -94,14 +95,6 @@ def ranks_of_replica(trainer: TrainerConfig, workers: int) -> int:
             return trainer.fsdp.shard_size or workers
         case Backend.megatron:
             return trainer.megatron.ranks
-
-
-def on_one_rank(size: ModelSize, megatron: MegatronConfig) -> int:
-    """Count the parameters of the rank that has most: of the layers of a stage, and of the embeddings at one end."""
-    stage = (
-        size.total if megatron.pipeline_parallel == 1 else -(-size.total // megatron.pipeline_parallel) + size.largest
-    )
-    return -(-stage // megatron.tensor_parallel)
 
 
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
@@ -235,13 +228,13 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     each layer, and the values of one. A pass without gradient has the values of one layer only.
     """
     one, narrow, stream = model.architecture, model.narrow, model.stream
-    inner = one.intermediate // _split(model)
+    inner = one.inner // _split(model)
     if not model.learns:
         return (2 * stream + narrow + FLOAT32) * one.hidden + 3 * narrow * inner
     layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (stream + FLOAT32) * one.hidden
     last = (FLOAT32 + 2 * stream + 2 * narrow) * one.hidden  # the final norm, and the states that predict
     if model.trainer.gradient_checkpointing:
-        return stream * one.hidden * one.layers + layer + temporary + last
+        return stream * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
     return layer * one.layers + temporary + last
 
 
@@ -257,13 +250,14 @@ def layer_bytes(model: ModelOnWorkers) -> int:
 
     Each of the two norms keeps its input in float32, its normalised value, and its output, which a product reads.
     Attention keeps queries, keys, values and its result after their rotation; the MLP gate, its SiLU, up and their
-    product.
+    product. Experts also keep the token that each of them gets, and what it gives before that is weighed.
     """
     one, narrow, split = model.architecture, model.narrow, _split(model)
-    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden
+    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden // _token_parts(model)
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
     heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
-    return norms + (attention + heads + narrow * 4 * one.intermediate) // split
+    feed_forward = narrow * (4 * one.inner + 2 * one.chosen * one.hidden)
+    return norms + (attention + heads + feed_forward) // split
 
 
 def _split(model: ModelOnWorkers) -> int:
@@ -274,6 +268,12 @@ def _split(model: ModelOnWorkers) -> int:
             return model.trainer.fsdp.tensor_parallel
         case Backend.megatron:
             return model.trainer.megatron.tensor_parallel
+
+
+def _token_parts(model: ModelOnWorkers) -> int:
+    """Return the workers that split the tokens of a micro-batch between attention and MLP."""
+    split = model.trainer.backend is Backend.megatron and model.trainer.megatron.sequence_parallel
+    return _split(model) if split else 1
 
 
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:

@@ -136,6 +136,7 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
 
 
+_ALL = slice(None)
 _BUCKET = 16 * 2**20  # elements; messages of 64 MiB of float32 bound the copies that a collective backend makes
 
 
@@ -165,9 +166,9 @@ class FlatGradients:
         """Set all gradients to 0."""
         self.flat.zero_()
 
-    def reduce(self, group: Any) -> None:
-        """Sum the gradients over the group, in messages of bounded size."""
-        for bucket in self.flat.split(_BUCKET):
+    def reduce(self, group: Any, part: slice = _ALL) -> None:
+        """Sum the gradients, or a part of them all, over the group, in messages of bounded size."""
+        for bucket in self.flat[part].split(_BUCKET):
             all_reduce(bucket, group)
 
     def squares(self, ranks: int = 1) -> Tensor:

@@ -30,7 +30,8 @@ from siirl_dask.models.architecture import read_architecture, read_config, read_
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, process_of
-from siirl_dask.training.memory import FROZEN, ModelOnWorkers, on_one_rank, passing_bytes, ranks_of_replica
+from siirl_dask.training.megatron.memory import on_one_rank
+from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes, ranks_of_replica
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
 
@@ -93,10 +94,12 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
     """Return the sizes of the groups in which the ranks of a trained model speak with each other, by config key."""
     trainer: TrainerConfig = options["trainer"]
     if trainer.backend is Backend.megatron:
+        megatron = trainer.megatron
+        linked = {"trainer.megatron.expert_parallel": megatron.ranks * megatron.linked_replicas}
         return {
-            "trainer.megatron.tensor_parallel": trainer.megatron.tensor_parallel,
-            "trainer.megatron.tensor_parallel x pipeline_parallel": trainer.megatron.ranks,
-        }
+            "trainer.megatron.tensor_parallel": megatron.tensor_parallel,
+            "trainer.megatron.tensor_parallel x pipeline_parallel": megatron.ranks,
+        } | (linked if megatron.linked_replicas > 1 else {})
     if trainer.backend is not Backend.fsdp:
         return {}
     fsdp = trainer.fsdp

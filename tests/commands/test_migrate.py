@@ -112,6 +112,16 @@ def test_megatrons_layout_is_megatrons_here(config_of):
     assert {name for name, fate in done.fates.items() if fate.lost} == {word.partition("=")[0] for word in unknown}
 
 
+@pytest.mark.parametrize(("cut", "spread"), [([], 8), (["expert_tensor_parallel_size=1"], 4)])
+def test_megatrons_experts_are_spread_over_as_many_ranks_as_share_them(config_of, cut, spread):
+    megatron = "actor_rollout_ref.actor.megatron"
+    layout = ["tensor_model_parallel_size=2", "expert_model_parallel_size=4", "sequence_parallel=True", *cut]
+    options = [f"{megatron}.{option}" for option in layout]
+    config, done = config_of("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.strategy=megatron", *options)
+    assert (config.trainer.megatron.expert_parallel, config.trainer.megatron.sequence_parallel) == (spread, True)
+    assert not any(fate.lost for fate in done.fates.values())
+
+
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov"])
 def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")

@@ -8,20 +8,20 @@ from siirl_dask.tasks.tiny_model import tiny_model
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
 pytestmark = pytest.mark.slow
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], reference: [2, 3]}"
-CASES = {"tensor": ["trainer.megatron.tensor_parallel=2"], "stages": ["trainer.megatron.pipeline_parallel=2"]}
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=32)
+CASES = {  # family of the model, options
+    "tensor": ("qwen3", ["trainer.megatron.tensor_parallel=2"]),
+    "stages": ("qwen3", ["trainer.megatron.pipeline_parallel=2"]),
+    "experts": ("qwen3_moe", ["trainer.megatron.expert_parallel=2"]),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, model, case):
-    config = shipped("grpo_kl")
+def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, tmp_path, case):
+    family, layout = CASES[case]
+    config, model = shipped("grpo_kl"), tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=32, family=family)
     options = [APART, f"model.path={model}", "cluster.workers=4"]
     whole = train("whole", *options, config_file=config)
-    divided = train("divided", *options, "trainer.backend=megatron", *CASES[case], config_file=config)
+    divided = train("divided", *options, "trainer.backend=megatron", *layout, config_file=config)
     for expected, got in zip(whole.records(), divided.records(), strict=True):
         for metric in ("policy/loss", "policy/entropy", "reward/mean"):
             assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), metric

@@ -8,15 +8,14 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
-from siirl_dask.config import Backend, Dtype, MegatronConfig, TrainerConfig
+from siirl_dask.config import Backend, Dtype
 from siirl_dask.context import Rank
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs
+from siirl_dask.testing.rows import LENGTHS, signs
 from siirl_dask.training import TrainBatch, ValueBatch
-from siirl_dask.training.files.checkpoint import DistributedCheckpoint
-from siirl_dask.training.parallel.dtensor import local
 from tests.settings import trainer_config
+from tests.training.dividing import SETTINGS, advance, assert_learned, config_of, copied, learn, own_rows, resumed
 from tests.training.roles import critic, policy
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
@@ -30,12 +29,13 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "2 x 1, 2 replicas": (2, 1, 4, "untied", {}),
     "1 x 2, 2 replicas": (1, 2, 4, "tied", {}),
     "1 x 4": (1, 4, 4, "tied", {}),
+    "2 x 1, tokens split": (2, 1, 2, "tied", {"tokens": True}),
+    "2 x 2, tokens split": (2, 2, 4, "untied", {"tokens": True, "gradient_checkpointing": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
 }
 EXACT = [name for name in CASES if name not in ("2 x 2, bfloat16", "fsdp")]
 MOVES = (("2 x 2", "1 x 2"), ("1 x 2", "2 x 2"), ("2 x 1", "fsdp"), ("fsdp", "2 x 2"), ("1 x 4", "1 x 1, 2 replicas"))
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "ema_decay": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -79,47 +79,12 @@ def in_each_rank(folders, root, world):
             )  # fmt: skip
             results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
-    values = critic(folders["tied"], config_of(2, 2), Rank(world.rank, 4, world.group))
-    results["critic"] = learn_values(values, world)
+    for name, tokens in {"critic": False, "critic, tokens split": True}.items():
+        values = critic(folders["tied"], config_of(2, 2, tokens=tokens), Rank(world.rank, 4, world.group))
+        results[name] = learn_values(values, world)
     results["skipped"] = skipped(*trained["2 x 2"])
-    results["resumed"] = resumed(trained, root)
+    results["resumed"] = resumed(trained, MOVES, root)
     return results
-
-
-def config_of(tensor, pipeline, dtype=None, backend=Backend.megatron, **settings):
-    megatron = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
-    return TrainerConfig(**SETTINGS | settings, backend=backend, megatron=megatron)
-
-
-def learn(trainer, rank):
-    """Take three updates. Rank 0 has most rows, the last of four has none."""
-    seen = {"metrics": [advance(trainer, rank, at) for at in range(3)]}
-    scores = trainer.logprobs(own_rows(rank, LENGTHS))
-    seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
-    seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
-    seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
-    return seen
-
-
-def copied(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.weights()}
-
-
-def advance(trainer, rank, at):
-    rows = own_rows(rank, LENGTHS[at:])
-    logprobs = trainer.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
-    return trainer.update([batch], partial(ppo_with_entropy, clip_low=0.2, clip_high=0.2))
-
-
-def ppo_with_entropy(inputs, **clips):
-    loss = ppo_clip(inputs, **clips)
-    return TokenLoss(loss=loss.loss - 0.01 * inputs.entropy, metrics={**loss.metrics, "entropy": inputs.entropy})
-
-
-def own_rows(rank, lengths):
-    ends = [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)] if rank.size > 1 else [0, len(lengths)]
-    return random_rows(lengths, range(ends[rank.rank], ends[rank.rank + 1]))
 
 
 def learn_values(critic, rank):
@@ -143,39 +108,10 @@ def skipped(trainer, rank):
     return metrics["skipped_steps"], {name: [*at] for name, at in found[0].rows.items()}, same
 
 
-def resumed(trained, root):
-    """Resume in one layout what another trained. Returns the weights and the metrics of the next update."""
-    for old in {old for old, _ in MOVES}:
-        if old in trained:
-            trainer, rank = trained[old]
-            DistributedCheckpoint().save(str(root / old), trainer.state(), rank.side_group).result()
-    dist.barrier()  # else one of two ranks could load before four have saved
-    results = {}
-    for old, new in MOVES:
-        if new in trained:
-            trainer, rank = trained[new]
-            load_state(trainer, root / old, rank)
-            results[f"{old} to {new}"] = copied(trainer), advance(trainer, rank, 3)
-    return results
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_a_divided_policy_learns_like_a_single_process(name, seen, alone):
     _, _, size, model, _ = CASES[name]
-    expected = alone[model]
-    for rank in range(size):
-        result = seen[rank][name]
-        for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
-            assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
-        for kind in ("weights", "averages"):
-            assert list(result[kind]) == list(expected[kind])
-            for key, weight in expected[kind].items():
-                assert_close(result[kind][key], weight, atol=1e-4, rtol=0)
-        for key, weight in result["weights"].items():
-            assert torch.equal(weight, seen[0][name]["weights"][key])
-    for score, tolerance in (("logprobs", 1e-4), ("entropy", 1e-4)):
-        together = torch.cat([seen[rank][name][score] for rank in range(size)])
-        assert_close(together, expected[score], atol=tolerance, rtol=0)
+    assert_learned(name, size, seen, alone[model])
 
 
 def test_a_rank_holds_its_part_of_weights_and_moments(seen, alone):
@@ -204,17 +140,16 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(seen, alone):
         assert_close(result["logprobs"], seen[rank]["2 x 2"]["logprobs"], atol=0.07, rtol=0)
 
 
-def test_a_divided_critic_learns_like_a_single_process(seen, alone):
+@pytest.mark.parametrize("name", ["critic", "critic, tokens split"])
+def test_a_divided_critic_learns_like_a_single_process(name, seen, alone):
     expected = alone["critic"]
     for rank in range(4):
-        result = seen[rank]["critic"]
+        result = seen[rank][name]
         for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
         for key, weight in expected["weights"].items():
             assert_close(result["weights"][key], weight, atol=1e-4, rtol=0)
-    assert_close(
-        torch.cat([seen[rank]["critic"]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0
-    )
+    assert_close(torch.cat([seen[rank][name]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0)
 
 
 def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(seen):

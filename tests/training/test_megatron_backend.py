@@ -16,8 +16,6 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 's
 
 
 class TestMegatronTrainer(TrainerTests):
-    families = ("qwen3", "qwen2", "llama")
-
     @classmethod
     def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
         return policy(folder, replace(config, backend=Backend.megatron), temperature=temperature, rank=rank)

@@ -34,8 +34,8 @@ def there(monkeypatch):
     monkeypatch.setattr(layouts, "find_spec", lambda name: name)
 
 
-def megatron(tensor=1, pipeline=1, **settings):
-    parallel = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
+def megatron(tensor=1, pipeline=1, experts=None, **settings):
+    parallel = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=experts)
     return TrainerConfig(backend=Backend.megatron, megatron=parallel, **settings)
 
 
@@ -72,6 +72,38 @@ def test_a_grid_that_does_not_divide_workers_or_model_is_refused(digits_config, 
             check({"trainer": megatron(**settings)}, [f"w{number}" for number in range(6)], digits_config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"experts": 3}, r"expert_parallel=3: expected a divisor of the 4 experts of each layer"),
+        ({"experts": 8}, r"expert_parallel=8: expected a divisor of the 12 ranks that have the same layers"),
+        ({"experts": 4, "pipeline": 2}, r"expert_parallel=4: expected a divisor of the 6 ranks"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(digits_config, tmp_path, there, settings, message):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=4, family="qwen3_moe"))
+    workers = [f"w{number}" for number in range(12)]
+    for check in (check_trainer, check_reference):
+        with pytest.raises(ConfigError, match=message):
+            check({"trainer": megatron(**settings)}, workers, digits_config)
+        check({"trainer": megatron(2, 2, 2)}, workers, digits_config)
+
+
+def test_tokens_without_ranks_to_split_them_are_refused():
+    with pytest.raises(ConfigError, match=r"sequence_parallel=true with trainer\.megatron\.tensor_parallel=1"):
+        MegatronConfig(pipeline_parallel=2, sequence_parallel=True)
+
+
+def test_a_model_without_experts_spreads_none(digits_config, there):
+    with pytest.raises(ConfigError, match=r"expert_parallel=2: .* has no experts"):
+        check_trainer({"trainer": megatron(experts=2)}, ["w0", "w1"], digits_config)
+
+
+def test_experts_over_part_of_the_tensor_ranks_and_others_are_refused():
+    with pytest.raises(ConfigError, match=r"expert_parallel=3: expected a divisor or .*tensor_parallel=2"):
+        MegatronConfig(tensor_parallel=2, expert_parallel=3)
+
+
 def test_images_are_refused(digits_config, there):
     options = {"trainer": megatron(), "images": ImagesConfig(column="picture")}
     with pytest.raises(ConfigError, match=r"trainer\.backend=megatron with images\.column='picture'"):
@@ -82,7 +114,6 @@ def test_images_are_refused(digits_config, there):
     "change",
     [
         {"model_type": "gemma2"},
-        {"model_type": "qwen3_moe"},
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
         {"use_sliding_window": True},
         {"attention_bias": True},
@@ -113,6 +144,37 @@ def test_the_planned_memory_is_that_of_the_rank_with_most(digits_config, tmp_pat
     digits_config.model.dtype = Dtype.bfloat16
     held = check_trainer({"trainer": megatron(2, 2)}, workers, digits_config).device.held
     assert sum(held.values()) == pytest.approx(18 * most, rel=1e-3)
+
+
+def test_each_rank_is_planned_with_its_share_of_the_experts(digits_config, tmp_path, there):
+    folder = tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4, family="qwen3_moe")
+    digits_config.model.path = str(folder)
+    size, workers = count_parameters(str(folder)), ["w0", "w1", "w2", "w3"]
+    assert size.experts == 4 * 4 * 3 * 64 * 64
+    for tensor, pipeline, experts, over in ((1, 1, None, 1), (1, 1, 4, 4), (2, 1, 1, 1), (2, 1, 4, 4), (1, 2, 2, 2)):
+        rest = (size.total - size.experts) / pipeline + (size.largest if pipeline > 1 else 0)
+        config = megatron(tensor, pipeline, experts)
+        held = check_trainer({"trainer": config}, workers, digits_config).device.held
+        assert sum(held.values()) == pytest.approx(16 * (rest / tensor + size.experts / pipeline / over), rel=1e-3)
+        linked = tensor * pipeline * max(1, over // tensor)
+        assert max(trainer_groups({"trainer": config}, 4).values()) == linked
+
+
+def test_split_tokens_keep_a_part_of_norms_and_layer_inputs(digits_config, tmp_path, there):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
+    for checkpointing, each in ((False, 2 * (4 + 4 + 4) * 64), (True, 4 * 64)):  # two norms in float32, or an input
+        working = []
+        for split in (False, True):
+            parallel = MegatronConfig(tensor_parallel=2, sequence_parallel=split)
+            config = TrainerConfig(
+                backend=Backend.megatron, megatron=parallel, gradient_checkpointing=checkpointing,
+                max_tokens_per_micro_batch=32,
+            )  # fmt: skip
+            footprint = check_trainer({"trainer": config}, ["w0", "w1"], digits_config).device
+            working.append(sum(footprint.working.values()))
+        norms = 2 * (4 + 4 + 4) * 64 if checkpointing else 0  # of the layer that is computed again
+        tokens = next(int(part.split()[2]) for part in footprint.working if part.startswith("activations of"))
+        assert working[0] - working[1] == tokens * (4 * each + norms) // 2
 
 
 def test_a_run_with_megatron_is_planned(digits_task, tmp_path, there):

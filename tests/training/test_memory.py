@@ -194,13 +194,13 @@ WIDE = {"hidden": 256, "layers": 3, "heads": 8, "kv_heads": 2, "intermediate": 1
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    families = ("qwen2", "qwen3", "llama")
+    families = ("qwen2", "qwen3", "qwen3_moe", "llama")
     return {family: tiny_model(tmp_path_factory.mktemp(family) / "m", family=family, **WIDE) for family in families}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", Dtype)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing):
     """The tensors that a forward pass saves for its backward pass, each storage once, parameters aside."""
     path = str(wide[family])

@@ -112,13 +112,18 @@ MEGATRON = (
     none(" ".join(f"{part}.megatron.{one}_offload" for part in ("actor_rollout_ref.actor", "critic")
                   for one in ("param", "grad", "optimizer")), "with Megatron weights and optimizer stay on the device: "
          "trainer.park is of torch and fsdp"),
-    always("*.megatron.sequence_parallel *.megatron.use_distributed_optimizer *.megatron.use_mbridge "
+    rule("actor_rollout_ref.actor.megatron.sequence_parallel critic.megatron.sequence_parallel",
+         "trainer.megatron.sequence_parallel, critic.megatron.sequence_parallel"),
+    always("*.megatron.use_distributed_optimizer *.megatron.use_mbridge "
            "*.megatron.vanilla_mbridge *.megatron.use_remove_padding *.megatron.param_dtype *.megatron.pad_*",
            "rows are packed, the optimizer's state is sharded, and weights are read from the model's own folder"),
     none("*.megatron.virtual_pipeline_model_parallel_size", "a stage has one run of layers (1F1B)"),
     none("*.megatron.context_parallel_size *.megatron.dynamic_context_parallel", "take trainer.backend=fsdp "
          "with trainer.fsdp.sequence_parallel, where workers share the tokens of a row"),
-    none("*.megatron.expert_*", "experts are not spread over workers"),
+    rule("actor_rollout_ref.actor.megatron.expert_model_parallel_size critic.megatron.expert_model_parallel_size "
+         "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size critic.megatron.expert_tensor_parallel_size",
+         "trainer.megatron.expert_parallel, critic.megatron.expert_parallel",
+         "their product: here each expert is whole"),
     none("*.megatron.use_dist_checkpointing *.megatron.dist_* *.megatron.distrib_*", "checkpoints are read on any "
          "number of workers as they are"),
     none("*.megatron.override_transformer_config*", "see trainer.gradient_checkpointing for recomputation, "

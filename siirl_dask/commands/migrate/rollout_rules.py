@@ -37,7 +37,7 @@ def set_rollout(draft: Draft, workers: int) -> None:
     length = draft.first(("data.max_response_length", f"{_R}.response_length"), "data.max_response_length")
     draft.set("rollout.max_response_length", int(draft.number(length, 512)), length)
     draft.hold(f"{_R}.response_length", "it follows data.max_response_length")
-    size = int(draft.number(f"{_R}.tensor_model_parallel_size", 2 if draft.given.system == "verl" else 1))
+    size = max(1, int(draft.number(f"{_R}.tensor_model_parallel_size", 2 if draft.given.system == "verl" else 1)))
     if engine == "transformers" or workers % size:
         draft.lose(f"{_R}.tensor_model_parallel_size", f"engine {engine} on {workers} workers takes no {size} for each")
         size = 1

@@ -72,9 +72,29 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         if (ranks := int(draft.number(f"{prefix}.{option}", 1))) > 1:
             draft.set(f"{ours}.megatron.{key}_parallel", ranks, f"{prefix}.{option}")
         draft.hold(f"{prefix}.{option}", "the default here")
+    _set_experts(draft, ours, prefix)
+    tokens = f"{prefix}.sequence_parallel"
+    if draft.flag(tokens, default=False) and draft.number(f"{prefix}.tensor_model_parallel_size", 1) > 1:
+        draft.set(f"{ours}.megatron.sequence_parallel", True, tokens)
+    else:
+        draft.hold(tokens, "tokens are not split, or there are no tensor-parallel workers to do so")
     reason = "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
     for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
         (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)
+
+
+def _set_experts(draft: Draft, ours: str, prefix: str) -> None:
+    """Spread experts over as many ranks as share one's parameters there, whole or in parts."""
+    spread, cut = f"{prefix}.expert_model_parallel_size", f"{prefix}.expert_tensor_parallel_size"
+    tensor = max(1, int(draft.number(f"{prefix}.tensor_model_parallel_size", 1)))
+    ranks = max(1, int(draft.number(spread, 1)) * int(draft.number(cut, tensor)))
+    if ranks == tensor:
+        for name in (spread, cut):
+            draft.hold(name, "experts are spread over the tensor-parallel ranks")
+    elif ranks % tensor and tensor % ranks:
+        draft.lose(spread, f"experts over {ranks} ranks: expected a divisor or a multiple of {tensor} tensor ranks")
+    else:
+        draft.set(f"{ours}.megatron.expert_parallel", ranks, spread, cut, note="each expert is whole")
 
 
 def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:

@@ -46,6 +46,14 @@ def load(operators: Mapping[str, str], kind: str) -> None:
         raise ConfigError(f"trainer.backend=megatron needs megatron-core ({error}): {NEEDED}") from error
 
 
+def share_buffer() -> None:
+    """Give megatron-core's layers the buffer in which they gather tokens: the one thing they keep for a process."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
 class _On(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -10,7 +10,23 @@ from siirl_dask.config import MegatronConfig, TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
 
-_FAMILIES = ("llama", "qwen2", "qwen3")
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_EXPERTS = ("num_experts", "num_local_experts")  # as Qwen's folders name them, and as transformers 5 writes them
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Sizes of layers whose feed-forward part is a mixture of experts."""
+
+    experts: int
+    chosen: int
+    """Experts that compute each token."""
+    width: int
+    """Width of an expert."""
+    normed: bool
+    """Whether a token's weights of its experts sum up to 1."""
+    dense_layers: frozenset[int]
+    """Layers that have an MLP instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,12 @@ class Sizes:
     """Whether queries and keys are normalised head by head, as in Qwen3."""
     qkv_bias: bool
     """Whether queries, keys and values have a bias, as in Qwen2."""
+    mixture: Mixture | None = None
+    """Experts of the layers; None: all have an MLP."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer is a mixture of experts."""
+        return self.mixture is not None and layer not in self.mixture.dense_layers
 
 
 def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
@@ -66,8 +88,22 @@ def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
         epsilon=float(config.get("rms_norm_eps", 1e-6)),
         rope_base=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         tied=bool(config.get("tie_word_embeddings", False)),
-        normed_heads=kind == "qwen3",
+        normed_heads=kind in ("qwen3", "qwen3_moe"),
         qkv_bias=kind == "qwen2",
+        mixture=_mixture(config) if kind == "qwen3_moe" else None,
+    )
+
+
+def _mixture(config: Mapping[str, Any]) -> Mixture:
+    """Read what transformers reads for a Qwen3-MoE, with its rule for layers that have no experts."""
+    layers, step = range(int(config["num_hidden_layers"])), int(config.get("decoder_sparse_step", 1))
+    without = set(config.get("mlp_only_layers") or ())
+    return Mixture(
+        experts=int(next(config[name] for name in _EXPERTS if name in config)),
+        chosen=int(config["num_experts_per_tok"]),
+        width=int(config["moe_intermediate_size"]),
+        normed=bool(config.get("norm_topk_prob", False)),
+        dense_layers=frozenset(layer for layer in layers if layer in without or (layer + 1) % step),
     )
 
 
@@ -77,9 +113,10 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
     shared = {
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
-        "intermediate_size": sizes.intermediate,
         "vocab_size": sizes.vocabulary,
     }
+    if sizes.mixture is None or sizes.mixture.dense_layers:
+        shared["intermediate_size"] = sizes.intermediate
     for key, width in shared.items():
         if width % tensor:
             raise ConfigError(
@@ -89,6 +126,21 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
         raise ConfigError(
             f"trainer.megatron.pipeline_parallel={pipeline}: expected a divisor of num_hidden_layers={sizes.layers} "
             f"of {path!r}"
+        )
+    _check_experts(megatron, sizes.mixture, path)
+
+
+def _check_experts(megatron: MegatronConfig, mixture: Mixture | None, path: str) -> None:
+    if mixture is None:
+        if megatron.expert_parallel is not None:
+            raise ConfigError(
+                f"trainer.megatron.expert_parallel={megatron.expert_parallel}: {path!r} has no experts; leave it out"
+            )
+    elif mixture.experts % megatron.experts_over:
+        option = "tensor_parallel" if megatron.expert_parallel is None else "expert_parallel"
+        raise ConfigError(
+            f"trainer.megatron.{option}={megatron.experts_over}: expected a divisor of the {mixture.experts} experts "
+            f"of each layer of {path!r}, which are spread over as many ranks"
         )
 
 

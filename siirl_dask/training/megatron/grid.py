@@ -1,7 +1,8 @@
 """The grid of a role's ranks: replicas of the model, its pipeline stages, and the parts of each layer.
 
-A replica has neighbouring ranks, stage after stage, and the ranks that share a stage's layers are neighbours. All
-groups are subgroups of the role's; nothing of megatron-core's global state is used.
+A replica has neighbouring ranks, stage after stage, and the ranks that share a stage's layers are neighbours. Experts
+are spread over neighbours among all ranks that have the same stage, replica after replica, as in megatron-core with an
+expert tensor parallelism of 1. All groups are subgroups of the role's; none of megatron-core's global state is used.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from siirl_dask.collectives import all_gather_bytes, new_subgroup
+from siirl_dask.config import MegatronConfig
 from siirl_dask.context import Rank
-from siirl_dask.training.layouts import check_divides
+from siirl_dask.training.layouts import check_ranks
 from siirl_dask.training.parallel.mesh import even_out, group_of_one, one_axis
 
 T = TypeVar("T")
@@ -24,16 +26,23 @@ T = TypeVar("T")
 class Grid:
     """This rank's place among the ranks of the role, and its groups. All ranks of the role must make one."""
 
-    def __init__(self, rank: Rank, tensor: int, pipeline: int, device: torch.device) -> None:
-        """ConfigError when a replica of ``tensor`` x ``pipeline`` ranks does not divide the role."""
-        check_divides("trainer.megatron.tensor_parallel x pipeline_parallel", tensor * pipeline, rank.size)
+    def __init__(self, rank: Rank, megatron: MegatronConfig, device: torch.device) -> None:
+        """ConfigError when a replica, or the ranks that share experts, do not divide the role."""
+        check_ranks(megatron, rank.size)
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
+        tensor, pipeline = megatron.tensor_parallel, megatron.pipeline_parallel
         self.tensor, self.pipeline, self.role = tensor, pipeline, rank
+        self.split_tokens = megatron.sequence_parallel
+        """Whether the ranks that share a layer have a part of the tokens each between attention and MLP."""
         self.replica, place = divmod(rank.rank, tensor * pipeline)
         self.stage, self.part = divmod(place, tensor)
         self.first, self.last = self.stage == 0, self.stage == pipeline - 1
         self.in_replica = place
+        self.experts, self.linked = megatron.experts_over, megatron.linked_replicas
+        """Ranks over which experts are spread, and neighbouring replicas that they are of."""
+        self.of_experts = (self.replica * tensor + self.part) % self.experts
+        """This rank's place among those."""
         if rank.group is None:
             self._alone(device)
         else:
@@ -53,6 +62,11 @@ class Grid:
         """Return this rank among those of all replicas that hold the same part of the model."""
         return Rank(self.replica, self.replicas, self.dp, cpu_group=self._dp_cpu)
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether no rank before this one among the linked replicas has the same experts."""
+        return self.part < self.experts
+
     def collection(self) -> Any:
         """Return megatron-core's collection of process groups."""
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -67,14 +81,22 @@ class Grid:
             return [value]
         return [pickle.loads(each) for each in all_gather_bytes(self._mp_cpu, pickle.dumps(value))]
 
+    def gather_linked(self, value: T) -> list[T]:
+        """Return what each rank of the linked replicas gives, in their order. All of them must call."""
+        if self.linked == 1:
+            return self.gather(value)
+        return [pickle.loads(each) for each in all_gather_bytes(self._linked_cpu, pickle.dumps(value))]
+
     def from_scores(self, value: T) -> T:
         """Return what the rank with ``scores_here`` gives, on every rank of the replica. All of them must call."""
         return self.gather(value)[(self.pipeline - 1) * self.tensor]
 
     def _alone(self, device: torch.device) -> None:
         self.tp = self.pp = self.mp = self.ends = self.one = group_of_one(device.type)
-        self.dp = self._dp_cpu = self._mp_cpu = None
+        self.ep = self.one
+        self.dp = self.edp = self._dp_cpu = self._mp_cpu = self._linked_cpu = None
         self.mesh: DeviceMesh | None = None
+        self.expert_mesh: DeviceMesh | None = None
 
     def _groups(self, rank: Rank, device: torch.device) -> None:
         """Make each kind of group once, in one order, on every rank."""
@@ -96,3 +118,23 @@ class Grid:
             self._dp_cpu = new_subgroup(ranks[:, self.stage, self.part].tolist(), rank.cpu_group)
             self._mp_cpu = new_subgroup(replica.flatten().tolist(), rank.cpu_group)
         self.mesh = one_axis(self.tp, device, "tensor") if self.tensor > 1 else None
+        self._expert_groups(rank, ranks, device)
+
+    def _expert_groups(self, rank: Rank, ranks: torch.Tensor, device: torch.device) -> None:
+        """Make the groups of experts where they are not spread over the ranks that share a stage's other layers."""
+        self.ep, self.edp, self._linked_cpu, self.expert_mesh = self.tp, self.dp, self._mp_cpu, self.mesh
+        if self.experts == self.tensor:
+            return
+        same_stage = ranks[:, self.stage].flatten()
+        self.ep = new_subgroup(same_stage.view(-1, self.experts)[self._experts_row].tolist(), rank.group)
+        """Group of the ranks that share a layer's experts."""
+        self.edp = new_subgroup(same_stage[self.of_experts :: self.experts].tolist(), rank.group)
+        """Group of the ranks that have the same experts."""
+        if self.linked > 1:
+            linked = ranks.view(-1, self.linked * self.pipeline * self.tensor)[self.replica // self.linked]
+            self._linked_cpu = new_subgroup(linked.tolist(), rank.cpu_group)
+        self.expert_mesh = one_axis(self.ep, device, "experts") if self.experts > 1 else None
+
+    @property
+    def _experts_row(self) -> int:
+        return (self.replica * self.tensor + self.part) // self.experts

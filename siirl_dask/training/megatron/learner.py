@@ -17,6 +17,7 @@ from siirl_dask.config import TrainerConfig
 from siirl_dask.training.learner import Learner, Passes
 from siirl_dask.training.megatron.replica import Replica
 from siirl_dask.training.megatron.rows import joined_batch
+from siirl_dask.training.megatron.weights import VALUES
 from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite
 
 B = TypeVar("B", bound=Batch)
@@ -38,8 +39,12 @@ class MegatronLearner(Learner):
         self._weights = replica.weights
         self._of_replica = range(grid.tensor * grid.pipeline)
         self._own: Sequence[slice] = ()
-        shards = None if len(self._of_replica) == 1 else self._of_replica
+        alone = len(self._of_replica) * grid.linked == 1
+        shards = None if alone else self._of_replica
         super().__init__(replica.weights.parameters, config, grid.of_replicas(), shard_ranks=shards, waiting=waiting)
+        self._first_of_experts = len(self._gradients.parts) - replica.weights.experts
+        end = sum(part.numel() for part in self._gradients.parts[: self._first_of_experts])
+        self._shared, self._of_experts = slice(0, end), slice(end, None)
 
     def update(
         self,
@@ -63,27 +68,42 @@ class MegatronLearner(Learner):
             return self._grid.from_scores(values)
 
     def _norm(self) -> float:
-        """Put the gradients of all ranks together, and return the norm of those of one replica."""
+        """Put the gradients of all ranks together, and return the norm of those of the model."""
         grid, shared = self._grid, self._weights.shared_at_ends
         with self._waiting():
             for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True):
-                if name.endswith(_OF_HEADS) and grid.tensor > 1:  # each rank has that of its own heads
+                if grid.tensor > 1 and self._in_parts(name):
                     dist.all_reduce(gradient, group=grid.tp)
                 if name == shared:
                     dist.all_reduce(gradient, group=grid.ends)
-            self._gradients.reduce(self._group)
-            squares = [sum(grid.gather(self._squares()))]
-        return sqrt(squares[0])
+            self._gradients.reduce(self._group, self._shared)
+            self._gradients.reduce(grid.edp, self._of_experts)
+            return sqrt(sum(grid.gather_linked(self._squares())))
+
+    def _in_parts(self, parameter: str) -> bool:
+        """Return whether ranks that all have a parameter each have its gradient from their own heads or tokens."""
+        if self._grid.split_tokens:
+            return not self._weights.is_shared(parameter) and not parameter.startswith(VALUES)
+        return parameter.endswith(_OF_HEADS)
 
     def _squares(self) -> float:
-        """Sum the squares of this rank's gradients, each of a replica's once: one rank counts what several have."""
+        """Sum the squares of this rank's gradients, each of the model's once: one rank counts what several have."""
+        named = zip(self._weights.parameters, self._gradients.parts, strict=True)
         counted = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True)
-            if (self._grid.part == 0 or self._weights.is_shared(name))
-            and (self._grid.first or name != self._weights.shared_at_ends)
+            for at, (name, gradient) in enumerate(named)
+            if (self._grid.counts_experts if at >= self._first_of_experts else self._counts(name))
         ]
         return float(torch.stack(counted).square().sum()) if counted else 0.0
+
+    def _counts(self, parameter: str) -> bool:
+        """Return whether this rank counts a parameter that is not one of experts."""
+        grid, weights = self._grid, self._weights
+        return (
+            grid.replica % grid.linked == 0
+            and (grid.part == 0 or weights.is_shared(parameter))
+            and (grid.first or parameter != weights.shared_at_ends)
+        )
 
     def _examine(
         self,

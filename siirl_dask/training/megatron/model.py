@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from siirl_dask.devices.operators import MINDSPEED
-from siirl_dask.training.megatron.attention import PackedCoreAttention
+from siirl_dask.training.megatron.attention import CoreRows, PackedCoreAttention
+from siirl_dask.training.megatron.core import share_buffer
+from siirl_dask.training.megatron.experts import Experts
 from siirl_dask.training.megatron.families import Sizes
 from siirl_dask.training.megatron.grid import Grid
 from siirl_dask.training.megatron.mindspeed import options_of
@@ -42,14 +49,14 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         """``operators`` are the libraries of fused operators. Parameters are without values. Without ``head`` the last
         stage has no output layer.
         """
+        if grid.split_tokens:
+            share_buffer()
         initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
-        spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
-        by_mindspeed = operators["attention"] == MINDSPEED
-        attention = MindSpeedCoreAttention if by_mindspeed else PackedCoreAttention
-        spec.submodules.self_attention.submodules.core_attention = attention
+        first = grid.stage * sizes.layers // grid.pipeline
+        mixed = [sizes.has_experts(first + layer) for layer in range(sizes.layers // grid.pipeline)]
         super().__init__(
             transformer_config(sizes, grid, device, dtype, operators),
-            spec,
+            _layers(sizes, operators, mixed),
             vocab_size=sizes.vocabulary,
             max_sequence_length=0,
             pre_process=grid.first,
@@ -63,21 +70,23 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             del self.output_layer
         elif grid.last and grid.first and sizes.tied:
             self.output_layer.weight = self.embedding.word_embeddings.weight
+        for layer in compress(self.decoder.layers, mixed):
+            assert sizes.mixture is not None
+            layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
         self.to(device)
-        self.device = device
+        self.device, self._grid = device, grid
         self.padding: int | None = None
         self._attention = operators["attention"]
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
         self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
 
     def forward(self, part: MicroBatch) -> Tensor:
-        """Return the hidden states after this stage's layers, [T, 1, D]."""
-        embedded = None
-        if self.pre_process:
-            ids = part.input_ids.to(self.device)
-            embedded = self.embedding(input_ids=ids, position_ids=None)
-            if self.padding is not None:  # as in transformers, whose embedding of padding learns nothing
-                embedded = torch.where((ids == self.padding).T[..., None], embedded.detach(), embedded)
+        """Return the hidden states after this stage's layers, [T, 1, D]. Where ranks split tokens, they are those of
+        this rank's part before the last stage.
+        """
+        tokens = part.position_ids.shape[1]
+        fill = -tokens % self._grid.tensor if self._grid.split_tokens else 0  # so that all parts are equal
+        embedded = self._embed(pad(part.input_ids, (0, fill)).to(self.device)) if self.pre_process else None
         packing = Packing(
             part.runs,
             ends=ends_for_kernels(part.runs, self.device),
@@ -85,9 +94,25 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             shared=None if part.shared is None else part.shared.to(self.device),
         )
         hidden: Tensor = self.decoder(
-            hidden_states=embedded, attention_mask=packing, rotary_pos_emb=self._angles(part.position_ids)
+            hidden_states=embedded,
+            attention_mask=CoreRows(packing, tokens),
+            rotary_pos_emb=self._angles(pad(part.position_ids, (0, fill))),
         )
+        if self._grid.split_tokens and self.post_process:  # every rank scores all tokens, and has each one's gradient
+            group = self._grid.tp
+            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+            hidden = whole[:tokens]
         return hidden
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Embed tokens. [1, T] -> [T, 1, D], or this rank's part of it."""
+        embedded: Tensor = self.embedding(input_ids=ids, position_ids=None)
+        if self.padding is None:
+            return embedded
+        if self._grid.split_tokens:
+            ids = ids.chunk(self._grid.tensor, dim=1)[self._grid.part]
+        # as in transformers, whose embedding of padding learns nothing
+        return torch.where((ids == self.padding).T[..., None], embedded.detach(), embedded)
 
     def layers(self) -> list[nn.Module]:
         """Return the layers of this stage."""
@@ -97,6 +122,28 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1, T]."""
         angles = positions[0].to(self.device).float()[:, None] * self._frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+class Norm(nn.RMSNorm):
+    """The norm of layers and heads. megatron-core's own refuses parts of the tokens, which it would norm alike."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+
+def _layers(sizes: Sizes, operators: Mapping[str, str], mixed: Sequence[bool]) -> TransformerBlockSubmodules:
+    """Return the stage's layers, those that are ``mixed`` with nothing where their experts go: megatron-core builds
+    none but its own from a description.
+    """
+    spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = MindSpeedCoreAttention if operators["attention"] == MINDSPEED else PackedCoreAttention
+    norm = spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm  # it has replaced that one
+    if sizes.normed_heads:
+        attention.q_layernorm = attention.k_layernorm = norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    without_mlp = replace(spec, submodules=replace(spec.submodules, mlp=IdentityOp))
+    return TransformerBlockSubmodules([without_mlp if each else spec for each in mixed], norm)
 
 
 def transformer_config(
@@ -125,6 +172,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tensor,
+        sequence_parallel=grid.split_tokens,
         pipeline_model_parallel_size=grid.pipeline,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -132,7 +180,7 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # weights are read, each rank its own part
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but the default takes no variable lengths
+        moe_token_dispatcher_type="alltoall",  # experts are not its own, but the default takes no variable lengths
         batch_p2p_comm=not on_cpu,
         calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
         bias_activation_fusion=operators["swiglu"] == MINDSPEED,  # through the function that MindSpeed replaces

@@ -7,7 +7,7 @@ rank's part of a parameter is a slice of it along one dimension, or all of it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ class Place:
     """Dimension along which the ranks of a stage share it; None: each has all of it."""
     piece: str = ""
     """Which piece of a joined parameter it is; empty: all of it."""
+    of_experts: bool = False
+    """Whether those who share it are the ranks over which experts are spread."""
 
 
 _ENDS = {
@@ -50,6 +52,9 @@ _IN_LAYER = {
     "mlp.gate_proj.weight": Place("mlp.linear_fc1.weight", 0, _GATE),
     "mlp.up_proj.weight": Place("mlp.linear_fc1.weight", 0, _UP),
     "mlp.down_proj.weight": Place("mlp.linear_fc2.weight", 1),
+    "mlp.gate.weight": Place("mlp.gate.weight"),
+    "mlp.experts.gate_up_proj": Place("mlp.gate_up_proj", 0, of_experts=True),
+    "mlp.experts.down_proj": Place("mlp.down_proj", 0, of_experts=True),
     "input_layernorm.weight": Place("input_layernorm.weight"),
     "post_attention_layernorm.weight": Place("pre_mlp_layernorm.weight"),
 }
@@ -70,7 +75,7 @@ def place_of(name: str, first_layer: int) -> Place:
     if match is None:
         return _ENDS[name]
     place = _IN_LAYER[match[2]]
-    return Place(f"decoder.layers.{int(match[1]) - first_layer}.{place.parameter}", place.split, place.piece)
+    return replace(place, parameter=f"decoder.layers.{int(match[1]) - first_layer}.{place.parameter}")
 
 
 def piece_of(held: Tensor, place: Place, sizes: Sizes) -> Tensor:

@@ -33,7 +33,7 @@ from siirl_dask.training.megatron.scores import shared_logprobs
 from siirl_dask.training.megatron.weights import StageWeights
 from siirl_dask.training.model.layers import recompute
 from siirl_dask.training.model.operators import say
-from siirl_dask.training.packing import MicroBatch, micro_batches
+from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.trainer import Batch, PackedRows
 
 B = TypeVar("B", bound=Batch)
@@ -64,7 +64,7 @@ class Replica:
         path, megatron = built.model.path, built.trainer.megatron
         sizes = sizes_of(read_config(path) or {}, path)
         check_division(megatron, sizes, path)
-        self.grid = Grid(built.rank, megatron.tensor_parallel, megatron.pipeline_parallel, self.device)
+        self.grid = Grid(built.rank, megatron, self.device)
         self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
         self.dtype = torch.bfloat16 if built.model.dtype is Dtype.bfloat16 else torch.float32
         operators = operators_of(built.trainer, self.device.type)
@@ -90,10 +90,10 @@ class Replica:
     def score(self, rows: PackedRows) -> list[Tensor]:
         """Score this rank's response tokens: log-prob and entropy, or values. [K] float32 each, on the CPU."""
         joined, own = joined_rows(rows, self.grid)
-        parts = micro_batches(joined, self._trainer.max_tokens_per_micro_batch)
+        parts = self._parts(joined)
         count = 1 if self._temperature is None else 2
         scores: list[Tensor] = [torch.empty(0, device=self.device)] * count
-        if joined.tokens.numel():
+        if parts:
             found = self._run(parts, lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden)))
             scores = [torch.cat(each) for each in zip(*found, strict=True)]
         if self.grid.pipeline > 1:
@@ -112,11 +112,11 @@ class Replica:
         """
 
         def passes(batch: B, weigh: Weighing, see: See | None) -> None:
-            parts = micro_batches(batch.rows, self._trainer.max_tokens_per_micro_batch)
-            if not batch.rows.tokens.numel():
+            parts = self._parts(batch.rows)
+            if not parts:
                 if self.grid.last:
                     none = [torch.empty(0, device=self.device)] * (1 if self._temperature is None else 2)
-                    weigh(*evaluate(batch, parts[0], none))
+                    weigh(*evaluate(batch, idle_batch(batch.rows), none))
                 return
             newest: list[tuple[TokenLoss, Tensor]] = []
 
@@ -130,6 +130,14 @@ class Replica:
                     see(*newest[0])
 
         return passes
+
+    def _parts(self, rows: PackedRows) -> list[MicroBatch]:
+        """Cut the replica's rows into micro-batches; none without rows. Linked replicas take part in each pass, so that
+        one with fewer gets idle ones as well.
+        """
+        parts = micro_batches(rows, self._trainer.max_tokens_per_micro_batch) if rows.tokens.numel() else []
+        most = len(parts) if self.grid.linked == 1 else max(self.grid.gather_linked(len(parts)))
+        return parts + [idle_batch(rows)] * (most - len(parts))
 
     def _run(
         self,

@@ -20,7 +20,7 @@ from siirl_dask.training.megatron.names import EMBEDDING, OUTPUT, Place, layer_o
 from siirl_dask.training.parallel.dtensor import local
 
 Shapes = Mapping[str, tuple[int, ...]]
-_VALUES = "value_head."
+VALUES = "value_head."
 _TIED = "model.embed_tokens.weight"
 
 
@@ -36,11 +36,15 @@ class StageWeights:
         """
         self._stage, self._sizes, self._grid, self._shapes = stage, sizes, grid, shapes
         self._per_stage = sizes.layers // grid.pipeline
-        self._scores = not any(name.startswith(_VALUES) for name in shapes)  # tokens of the vocabulary
-        self.parameters = {name: _in_float32(each, learns) for name, each in stage.named_parameters()}
-        """Parameters that learn, by megatron-core's names."""
+        self._scores = not any(name.startswith(VALUES) for name in shapes)  # tokens of the vocabulary
         self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
         """Where each Hugging Face parameter of this stage lies."""
+        of_experts = {place.parameter for place in self.places.values() if place.of_experts}
+        in_order = sorted(stage.named_parameters(), key=lambda named: named[0] in of_experts)
+        self.parameters = {name: _in_float32(each, learns) for name, each in in_order}
+        """Parameters that learn, by megatron-core's names: those of experts last."""
+        self.experts = sum(name in of_experts for name in self.parameters)
+        """Number of parameters of experts."""
 
     @property
     def shared_at_ends(self) -> str | None:
@@ -58,7 +62,7 @@ class StageWeights:
         files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
         if _TIED not in files and self._sizes.tied and "lm_head.weight" in files:
             files[_TIED] = files["lm_head.weight"]
-        heads = {name for name in self.places if name.startswith(_VALUES)}
+        heads = {name for name in self.places if name.startswith(VALUES)}
         if missing := sorted(self.places.keys() - files.keys() - heads):
             raise ConfigError(
                 f"{subject}: its *.safetensors lack {missing}; trainer.backend=torch may know them by others"
@@ -92,7 +96,7 @@ class StageWeights:
         for name, shape in self._shapes.items():
             owner = self._stage_of(name)
             if grid.stage == owner:
-                whole = self._joined(self._part(held, name).to(dtype), self.places[name].split)
+                whole = self._joined(self._part(held, name).to(dtype), self.places[name])
             else:
                 whole = torch.empty(shape, dtype=dtype, device=self._stage.device)
             if grid.pipeline > 1:
@@ -137,11 +141,12 @@ class StageWeights:
 
     def _own(self, name: str, place: Place) -> tuple[slice, ...]:
         """Return which part of a full parameter is this rank's."""
-        shape = self._shapes[name]
+        shape, grid = self._shapes[name], self._grid
         own = [slice(0, size) for size in shape]
         if place.split is not None:
-            size = shape[place.split] // self._grid.tensor
-            own[place.split] = slice(self._grid.part * size, (self._grid.part + 1) * size)
+            at, parts = (grid.of_experts, grid.experts) if place.of_experts else (grid.part, grid.tensor)
+            size = shape[place.split] // parts
+            own[place.split] = slice(at * size, (at + 1) * size)
         return tuple(own)
 
     def _part(self, held: Mapping[str, Tensor], name: str) -> Tensor:
@@ -150,15 +155,17 @@ class StageWeights:
         shape = [each.stop - each.start for each in self._own(name, place)]
         return piece_of(held[place.parameter].detach(), place, self._sizes).reshape(shape)
 
-    def _joined(self, part: Tensor, split: int | None) -> Tensor:
-        if split is None or self._grid.tensor == 1:
+    def _joined(self, part: Tensor, place: Place) -> Tensor:
+        group = self._grid.ep if place.of_experts else self._grid.tp
+        if place.split is None or group.size() == 1:
             return part.contiguous()
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._grid.tensor)]
-        dist.all_gather(parts, part.contiguous(), group=self._grid.tp)
-        return torch.cat(parts, dim=split)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=place.split)
 
     def _as_sharded(self, name: str, part: Tensor) -> Tensor:
-        if self._grid.mesh is None:
+        mesh = self._grid.expert_mesh if self.places[name].of_experts else self._grid.mesh
+        if mesh is None:
             return part
         if part.untyped_storage().nbytes() != part.nbytes:  # DCP takes no DTensor that begins within other memory
             part = part.to("cpu", copy=True)
@@ -166,7 +173,7 @@ class StageWeights:
         split = self.places[name].split
         layout = Replicate() if split is None else Shard(split)
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
-        return DTensor(part, DTensorSpec(self._grid.mesh, (layout,), tensor_meta=meta), requires_grad=False)
+        return DTensor(part, DTensorSpec(mesh, (layout,), tensor_meta=meta), requires_grad=False)
 
 
 def _in_float32(parameter: nn.Parameter, learns: bool) -> nn.Parameter:

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from siirl_dask.context import Rank
+from siirl_dask.training.parallel.all_to_all import exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, ranks: Rank) -> tuple[Te
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
     shapes = [(each.shape[1] // ranks.size, each.shape[3]) for each in (query, key, value)]
     parts = [each[0].transpose(0, 1).unflatten(1, (ranks.size, -1)).flatten(2) for each in (query, key, value)]
-    received = _exchange(torch.cat(parts, dim=-1).transpose(0, 1), [1] * ranks.size, [1] * ranks.size, ranks)
+    received = exchange(torch.cat(parts, dim=-1).transpose(0, 1), [1] * ranks.size, [1] * ranks.size, ranks.group)
     of_heads = received.flatten(0, 1).split([heads * width for heads, width in shapes], dim=-1)
     q, k, v = (part.unflatten(-1, shape).transpose(0, 1)[None] for part, shape in zip(of_heads, shapes, strict=True))
     return q, k, v
@@ -55,37 +53,10 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, ranks: Rank) -> tuple[Te
 def to_tokens(output: Tensor, ranks: Rank) -> Tensor:
     """Exchange attention's output of this rank's heads for this rank's tokens. [T, H/n, D] -> [T/n, H, D]."""
     parts = output.unflatten(0, (ranks.size, -1))
-    return _exchange(parts, [1] * ranks.size, [1] * ranks.size, ranks).transpose(0, 1).flatten(1, 2)
+    return exchange(parts, [1] * ranks.size, [1] * ranks.size, ranks.group).transpose(0, 1).flatten(1, 2)
 
 
 def to_owners(scores: Sequence[Tensor], route: Route) -> list[Tensor]:
     """Exchange the scores computed here for those of this rank's rows. [C] each -> [K] each."""
-    received = _exchange(torch.stack(list(scores), dim=1), route.sent, route.received, route.ranks)
+    received = exchange(torch.stack(list(scores), dim=1), route.sent, route.received, route.ranks.group)
     return [column.clone() for column in received[route.order.to(received.device)].unbind(1)]  # FSDP forbids views
-
-
-def _exchange(tensor: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Rank) -> Tensor:
-    """Send ``sent[i]`` entries along the first dimension to rank i and receive ``received[i]`` from it, in order."""
-    apply: Any = _AllToAll.apply
-    result: Tensor = apply(tensor, list(sent), list(received), ranks.group)
-    return result
-
-
-class _AllToAll(torch.autograd.Function):
-    """A differentiable all-to-all: torch's own is deprecated, and its replacement private."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.reverse = received, sent, group
-        return _all_to_all(tensor, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(gradient, *ctx.reverse), None, None, None
-
-
-def _all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    result = tensor.new_empty(sum(received), *tensor.shape[1:])
-    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
-    return result

@@ -1,0 +1,68 @@
+"""Options of the backend megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from siirl_dask.config.checks import at_least
+from siirl_dask.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class MegatronConfig:
+    """``trainer.megatron``: options of the backend megatron."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each layer, and the vocabulary; a divisor of the model's key heads. Together with
+    ``pipeline_parallel`` ranks it makes a replica of the model, whose ranks are a divisor of the role's."""
+    pipeline_parallel: int = 1
+    """Stages, each with as many layers, through which micro-batches pass one after the other (1F1B); a divisor of the
+    model's layers."""
+    expert_parallel: int | None = None
+    """Ranks over which the experts of a mixture's layer are spread, neighbours among those of its stage in all
+    replicas; a divisor of the experts, and a divisor or a multiple of ``tensor_parallel``. None: as many as that."""
+
+    sequence_parallel: bool = False
+    """Let each of the ``tensor_parallel`` ranks of a stage have a part of the tokens between attention and MLP, not all
+    of them: norms and what layers hand on take less memory, for as many bytes sent."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.megatron", 1, tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "trainer.megatron.sequence_parallel=true with trainer.megatron.tensor_parallel=1: there are no ranks "
+                "to share a layer's tokens; leave it out, or give tensor_parallel more"
+            )
+        if self.expert_parallel is None:
+            return
+        at_least("trainer.megatron", 1, expert_parallel=self.expert_parallel)
+        if self.expert_parallel % self.tensor_parallel and self.tensor_parallel % self.expert_parallel:
+            raise ConfigError(
+                f"trainer.megatron.expert_parallel={self.expert_parallel}: expected a divisor or a multiple of "
+                f"trainer.megatron.tensor_parallel={self.tensor_parallel}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a replica of the model."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.expert_parallel or self.tensor_parallel
+
+    @property
+    def linked_replicas(self) -> int:
+        """Neighbouring replicas that run their micro-batches together, because their ranks share experts."""
+        return max(1, self.experts_over // self.tensor_parallel)
+
+    @property
+    def needs_megatron(self) -> list[str]:
+        """Options in use, as ``trainer.megatron.tensor_parallel=2``."""
+        options = {
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+            "expert_parallel": self.expert_parallel or 1,
+        }
+        return [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]
