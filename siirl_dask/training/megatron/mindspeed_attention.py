@@ -13,28 +13,29 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.functional import pad
 
 from siirl_dask.devices.fused import causal_mask
+from siirl_dask.training.megatron.attention import CoreRows
 from siirl_dask.training.model.attention import ends_on_host
-from siirl_dask.training.packing import Packing
 
 
 class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core may not be here
-    """A core attention for megatron-core's ``SelfAttention``. Rows are told by a Packing, in place of a mask."""
+    """A core attention for megatron-core's ``SelfAttention``. Rows are told by CoreRows, in place of a mask."""
 
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Packing,
+        attention_mask: CoreRows,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attend within each packed row. [T, 1, H, D], [T, 1, H_kv, D] twice -> [T, 1, H * D]."""
-        packing = attention_mask
-        heads = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        rows, packing = attention_mask, attention_mask.packing
+        heads = [each[: rows.tokens].permute(1, 2, 0, 3) for each in (query, key, value)]
         if packing.shared is not None:
             heads = packing.shared.spread(heads)
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in heads)
@@ -50,4 +51,4 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
         output = output.reshape(q.shape)
         if packing.shared is not None:
             output = packing.shared.gather(output)
-        return output.flatten(1)[:, None].contiguous()
+        return pad(output.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - rows.tokens)).contiguous()
