@@ -25,6 +25,7 @@ from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
+from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
@@ -63,6 +64,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
     _check_images(options.get("images"), config.images, model.path)
+    if rollout.router_replay:
+        _check_replay(options.get("images"), model.path)
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)
@@ -169,6 +172,18 @@ def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> 
             f"{images.source}: build_engine with model.path={path!r} is given no images, and would take "
             "their places in prompts for text; give it images: ${images}, or for texts alone images: {column: null}"
         )
+
+
+def _check_replay(images: ImagesConfig | None, path: str) -> None:
+    """Raise ConfigError for prompts with images, and for a model whose routes cannot be replayed; one that is elsewhere
+    passes.
+    """
+    if images is not None and images.used:
+        raise ConfigError(
+            f"rollout.router_replay=true with {images.source}: routes are recorded of prompts of text alone; leave one "
+            "of them out"
+        )
+    read_routing(path)
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from siirl_dask.config import Backend, Config, DevicePreference, ModelConfig, TrainerConfig
+from siirl_dask.config import (
+    Backend,
+    Config,
+    DevicePreference,
+    ImagesConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import LIBRARIES, choose_operators
 from siirl_dask.errors import ConfigError
@@ -90,6 +98,24 @@ def check_libraries(trainer: TrainerConfig, config: Config) -> None:
         there = DeviceKind.CPU if cluster.device is DevicePreference.cpu else visible_devices().kind
         if there is not library.kind:
             raise ConfigError(f"{given} runs on {library.kind} alone, and workers here have {there}: leave it out")
+
+
+def check_replay(trainer: TrainerConfig, rollout: RolloutConfig, images: ImagesConfig | None = None) -> None:
+    """Check that a policy can replay routes, if ``rollout.router_replay`` asks for it. ConfigError if it cannot."""
+    sequence = trainer.fsdp.sequence_parallel
+    refused = {
+        f"trainer.backend={trainer.backend}": trainer.backend is Backend.megatron,
+        f"trainer.fsdp.sequence_parallel={sequence}": sequence > 1,
+        f"trainer.fsdp.tensor_parallel={trainer.fsdp.tensor_parallel}": trainer.fsdp.tensor_parallel > 1,
+        "trainer.compile=true": trainer.compile,
+        "images": images is not None and images.used,
+    }
+    for option, given in refused.items():
+        if given and rollout.router_replay:
+            raise ConfigError(
+                f"rollout.router_replay=true with {option}: routes are replayed by trainer.backend=torch and fsdp, "
+                "each rank with its own rows of text, uncompiled; leave one of them out"
+            )
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:

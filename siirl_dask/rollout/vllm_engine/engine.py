@@ -19,6 +19,7 @@ from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import ConfigError, RunError, SiirlError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.experts import each_expert
+from siirl_dask.models.routing import needed_routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -44,6 +45,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
+from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
@@ -87,6 +89,8 @@ class VllmEngine(HoldsNoGroups):
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device))
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
+        self.routing = needed_routing(model.path) if rollout.router_replay else None
+        self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
@@ -121,7 +125,7 @@ class VllmEngine(HoldsNoGroups):
                         if output.finished:
                             ticket, request = running.pop(output.request_id)
                             check_read(output, request.prompt)
-                            queue.complete(ticket, self._generation(output))
+                            queue.complete(ticket, self._generation(output, len(request.prompt)))
                     self._tell_cache()
         finally:
             if running:
@@ -246,7 +250,7 @@ class VllmEngine(HoldsNoGroups):
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
-    def _generation(self, output: RequestOutput) -> Generation:
+    def _generation(self, output: RequestOutput, prompt: int) -> Generation:
         """Return vLLM's output as a Generation. RunError for a log-probability that is not finite."""
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
@@ -255,7 +259,9 @@ class VllmEngine(HoldsNoGroups):
         if not all(map(isfinite, logprobs)):
             raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
         reason = FinishReason.STOP if sample.finish_reason == "stop" else FinishReason.LENGTH
-        return Generation(tokens, logprobs, reason)
+        known = prompt + len(tokens) - 1
+        routes = None if self._routes is None else self._routes.take(output.request_id, known)
+        return Generation(tokens, logprobs, reason, routes)
 
 
 def _build(path: str, settings: Mapping[str, Any]) -> LLM:

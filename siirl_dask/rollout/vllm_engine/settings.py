@@ -50,12 +50,14 @@ def llm_arguments(
         "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else _own_cache(device),
         "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,
         "max_num_batched_tokens": rollout.vllm.max_num_batched_tokens,
-        "enforce_eager": on_cpu if rollout.vllm.enforce_eager is None else rollout.vllm.enforce_eager,
+        "enforce_eager": _eager(rollout, on_cpu=on_cpu),
         "enable_prefix_caching": rollout.vllm.enable_prefix_caching,
         "use_tqdm_on_load": False,
         "enable_sleep_mode": bool(rollout.vllm.sleep_level) and not on_cpu,
         "tensor_parallel_size": ranks.size,
     }
+    if rollout.router_replay:
+        ours["async_scheduling"] = False  # a request's places in the cache are looked up when it ends
     if device.index or ranks.size > 1:
         ours["distributed_executor_backend"] = _executor(device.index, ranks)
     if ranks.size > 1:
@@ -76,6 +78,12 @@ def llm_arguments(
     # A picture of the largest size goes through the tower for it, and on a CPU no memory is measured.
     defaults = {"max_model_len": _LONGEST_THAT_FITS, "skip_mm_profiling": on_cpu}
     return {**defaults, **layers, **ours, **rollout.vllm.engine_kwargs}
+
+
+def _eager(rollout: RolloutConfig, *, on_cpu: bool) -> bool:
+    """Return whether vLLM runs without compiled graphs, of which a router tells nothing."""
+    chosen = rollout.vllm.enforce_eager
+    return on_cpu or rollout.router_replay if chosen is None else chosen
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:
