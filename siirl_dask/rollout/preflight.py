@@ -65,7 +65,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     rollout: RolloutConfig = options.get("rollout", config.rollout)
     _check_images(options.get("images"), config.images, model.path)
     if rollout.router_replay:
-        _check_replay(options.get("images"), model.path)
+        read_routing(model.path)
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)
@@ -172,18 +172,6 @@ def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> 
             f"{images.source}: build_engine with model.path={path!r} is given no images, and would take "
             "their places in prompts for text; give it images: ${images}, or for texts alone images: {column: null}"
         )
-
-
-def _check_replay(images: ImagesConfig | None, path: str) -> None:
-    """Raise ConfigError for prompts with images, and for a model whose routes cannot be replayed; one that is elsewhere
-    passes.
-    """
-    if images is not None and images.used:
-        raise ConfigError(
-            f"rollout.router_replay=true with {images.source}: routes are recorded of prompts of text alone; leave one "
-            "of them out"
-        )
-    read_routing(path)
 
 
 def _check_workers(size: int, workers: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ def build_trainer(
     this worker holds once for all their roles; ``agent`` is this one's. With ``rollout.router_replay`` it goes by the
     engine's routes.
     """
-    check_replay(trainer, rollout, images)
+    check_replay(trainer, rollout)
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronPolicy

@@ -9,7 +9,6 @@ from siirl_dask.config import (
     Backend,
     Config,
     DevicePreference,
-    ImagesConfig,
     ModelConfig,
     RolloutConfig,
     TrainerConfig,
@@ -100,21 +99,20 @@ def check_libraries(trainer: TrainerConfig, config: Config) -> None:
             raise ConfigError(f"{given} runs on {library.kind} alone, and workers here have {there}: leave it out")
 
 
-def check_replay(trainer: TrainerConfig, rollout: RolloutConfig, images: ImagesConfig | None = None) -> None:
+def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     """Check that a policy can replay routes, if ``rollout.router_replay`` asks for it. ConfigError if it cannot."""
     sequence = trainer.fsdp.sequence_parallel
     refused = {
-        f"trainer.backend={trainer.backend}": trainer.backend is Backend.megatron,
+        f"trainer.backend={trainer.backend}": trainer.backend == Backend.megatron,
         f"trainer.fsdp.sequence_parallel={sequence}": sequence > 1,
         f"trainer.fsdp.tensor_parallel={trainer.fsdp.tensor_parallel}": trainer.fsdp.tensor_parallel > 1,
         "trainer.compile=true": trainer.compile,
-        "images": images is not None and images.used,
     }
     for option, given in refused.items():
         if given and rollout.router_replay:
             raise ConfigError(
                 f"rollout.router_replay=true with {option}: routes are replayed by trainer.backend=torch and fsdp, "
-                "each rank with its own rows of text, uncompiled; leave one of them out"
+                "each rank with its own rows, uncompiled; leave one of them out"
             )
 
 

@@ -70,7 +70,7 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
 
 def _check_replay(options: Mapping[str, Any], config: Config, trainer: TrainerConfig) -> None:
     rollout: RolloutConfig = options.get("rollout", config.rollout)
-    check_replay(trainer, rollout, options.get("images"))
+    check_replay(trainer, rollout)
     if rollout.router_replay:
         model: ModelConfig = options.get("model", config.model)
         read_routing(model.path)
