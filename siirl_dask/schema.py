@@ -59,6 +59,10 @@ ROLLOUT_LOGPROBS = "rollout_logprobs"
 """list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the
 temperature).
 """
+ROUTED_EXPERTS = "routed_experts"
+"""list<uint8>. Experts that the engine chose for each token of prompt and response but the last, which it never saw:
+token after token, of each layer that has experts, as many as a token goes to there.
+"""
 FINISH_REASON = "finish_reason"
 """string. ``stop`` (the model ended it) or ``length`` (the limit did). Of an episode also ``turns`` (it had as many as
 it may), ``environment`` (the environment ended it) or ``failed`` (a call of the environment did; its reward is null).
@@ -139,6 +143,7 @@ TYPES: Mapping[str, pa.DataType] = {
     PROMPT_TEXT: pa.large_string(),
     RESPONSE: pa.large_string(),
     ROLLOUT_LOGPROBS: pa.large_list(pa.float32()),
+    ROUTED_EXPERTS: pa.large_list(pa.uint8()),
     FINISH_REASON: pa.large_string(),
     WEIGHTS_VERSION: pa.int64(),
     TOKEN_VERSIONS: pa.large_list(pa.int64()),

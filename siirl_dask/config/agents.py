@@ -68,6 +68,11 @@ def check_agents(agents: Mapping[str, AgentConfig], rollout: RolloutConfig, batc
         for key in RUN_WIDE:
             if getattr(agent.rollout, key) != getattr(rollout, key):
                 raise ConfigError(f"agents.{name}.rollout.{key}: it is one for the whole run; set rollout.{key}")
+        if agent.rollout.router_replay:
+            raise ConfigError(
+                f"agents.{name}.rollout.router_replay=true: an agent's turn goes on to the next agent without its "
+                "routes; leave rollout.router_replay out"
+            )
         if agent.algorithm.minibatches > batch_size:
             raise ConfigError(
                 f"agents.{name}.algorithm.minibatches={agent.algorithm.minibatches}: expected at most "

@@ -163,6 +163,9 @@ class RolloutConfig:
     work_stealing: bool | None = None
     """Let a worker that has nothing left to begin take over rows that wait at others, beyond their ``max_rows``. None:
     on, except with ``tensor_parallel_size`` above 1."""
+    router_replay: bool = False
+    """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
+    arXiv:2510.11370)."""
     tensor_parallel_size: int = 1
     """Number of consecutive workers of the role that form one vLLM engine, each with a slice of the model."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -203,6 +206,8 @@ class RolloutConfig:
             self.prompt_placement = PromptPlacement.balanced if known else PromptPlacement.anywhere
         self._check_steps_ahead()
         self._check_engine()
+        if self.router_replay:
+            self._check_replay()
 
     def _check_engine(self) -> None:
         size = self.tensor_parallel_size
@@ -228,6 +233,18 @@ class RolloutConfig:
                 f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and rollout.engine is "
                 "transformers; leave them out or take rollout.engine=vllm"
             )
+
+    def _check_replay(self) -> None:
+        refused = {
+            "partial=true": self.partial and "tokens of a response would have routes of several weights",
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
+            and "routes are recorded in engines of one worker",
+            "vllm.enforce_eager=false": self.vllm.enforce_eager is False
+            and "routers tell their choices outside of compiled graphs alone",
+        }
+        for option, reason in refused.items():
+            if reason:
+                raise ConfigError(f"rollout.router_replay=true with rollout.{option}: {reason}; leave one of them out")
 
     def _check_steps_ahead(self) -> None:
         if self.partial != (self.max_tokens_per_step is not None):

@@ -24,17 +24,19 @@ from siirl_dask.config import Config, Dtype, ModelConfig, WeightSync, parse_byte
 from siirl_dask.coordinator.source import Dataset, Source, open_source
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import PlanError
+from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
 from siirl_dask.planner import Node, Phase, Plan, RoleCost, Sizes, Usage, usage
 from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.explain.tables import readable_bytes, worker_ranges
 from siirl_dask.planner.reloads import always_reloaded
-from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.schema import PARAMETER_DATA, ROUTED_EXPERTS
 from siirl_dask.training.preflight import count_adapters
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
+_ROW_END = 8  # bytes that Arrow spends on where a list ends
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # advice by the largest part
     "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
@@ -205,6 +207,7 @@ def sizes_of(
         prompts=rows,
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.rollout.max_response_length,
+        widths=_route_widths(config),
         totals={name: size.total * each + size.tensors * _ROW for name, (size, each) in weights.items()},
         pieces={name: (size.tensors, size.largest * each + _ROW) for name, (size, each) in weights.items()},
         part=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
@@ -212,6 +215,15 @@ def sizes_of(
         minibatches=config.algorithm.minibatches,
         quadratic_from=config.data.quadratic_from,
     )
+
+
+def _route_widths(config: Config) -> dict[str, int]:
+    """Return the bytes of a row's routes, a byte for each expert that a token goes to; none where they are unknown."""
+    routing = read_routing(config.model.path) if config.rollout.router_replay else None
+    if routing is None:
+        return {}
+    tokens = config.data.max_prompt_length + config.rollout.max_response_length - 1
+    return {ROUTED_EXPERTS: _ROW_END + tokens * routing.width}
 
 
 def _rows(source: Source) -> int:

@@ -20,6 +20,7 @@ from siirl_dask.coordinator.blobs import rows_at, rows_where
 from siirl_dask.nodes.generate import generate
 from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
 from siirl_dask.nodes.reward import begin_scores, score
+from siirl_dask.nodes.routes import route_columns
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.planner import Changes
 from siirl_dask.planner import columns as declares
@@ -49,7 +50,8 @@ def _changes(
     **options: object,
 ) -> Changes:
     own = prompt_columns(rollout=rollout, images=images)
-    return replace(own, reads=(*own.reads, *columns), neighbour=scorer, draws=True)
+    writes = {**own.writes, **route_columns(rollout)}
+    return replace(own, reads=(*own.reads, *columns), writes=writes, neighbour=scorer, draws=True)
 
 
 @declares(

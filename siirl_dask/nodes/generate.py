@@ -12,6 +12,7 @@ from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
 from siirl_dask.nodes.partial_rollout import generate_partial, pack_kept, unpack_kept
 from siirl_dask.nodes.prompts import MAX_TOKENS
+from siirl_dask.nodes.routes import add_routes, route_columns
 from siirl_dask.nodes.sampling import EARLY, SAMPLED, add_samples, generate_all, make_requests
 from siirl_dask.planner import Changes, Groups, KeptRows, columns
 from siirl_dask.rollout import Sampling
@@ -26,10 +27,16 @@ def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options:
     unpack_kept(ctx, table, [sampling_of(rollout)] * rollout.n)
 
 
-def _of_partial_rollouts(*, rollout: RolloutConfig, **options: object) -> Changes:
+def _changes(*, rollout: RolloutConfig, **options: object) -> Changes:
     kept = KeptRows(_pack, _unpack)
     groups = Groups.NEW  # some are of earlier steps
-    return Changes(writes=fields(TOKEN_VERSIONS), carries=kept, groups=groups) if rollout.partial else Changes()
+    if rollout.partial:
+        return Changes(writes=fields(TOKEN_VERSIONS), carries=kept, groups=groups)
+    return Changes(writes=route_columns(rollout))
+
+
+def _changes_of_routes(*, rollout: RolloutConfig, **options: object) -> Changes:
+    return Changes(writes=route_columns(rollout))
 
 
 @columns(
@@ -37,7 +44,7 @@ def _of_partial_rollouts(*, rollout: RolloutConfig, **options: object) -> Change
     optional=[MAX_TOKENS],
     if_written=[IMAGES],
     writes=SAMPLED,
-    depends_on_options=_of_partial_rollouts,
+    depends_on_options=_changes,
     expand="rollout.rows_per_prompt",
     groups="kept",
     early=EARLY,
@@ -51,7 +58,7 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     samplings = [sampling_of(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
         return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
-    return _generate(ctx, table, samplings)
+    return _generate(ctx, table, samplings, routes=rollout.router_replay)
 
 
 @columns(
@@ -59,13 +66,15 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     optional=[MAX_TOKENS],
     if_written=[IMAGES],
     writes=SAMPLED | fields(GREEDY),
+    depends_on_options=_changes_of_routes,
     expand="rollout.n_and_greedy",
     groups="kept",
     early=EARLY,
 )
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample as ``generate`` does, and add each prompt's greedy response, which the column ``greedy`` marks."""
-    rows = _generate(ctx, table, [*[sampling_of(rollout)] * rollout.n, _greedy(rollout)])
+    samplings = [*[sampling_of(rollout)] * rollout.n, _greedy(rollout)]
+    rows = _generate(ctx, table, samplings, routes=rollout.router_replay)
     marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
     return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
 
@@ -112,6 +121,8 @@ def _greedy(rollout: RolloutConfig) -> Sampling:
     )
 
 
-def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling]) -> pa.Table:
+def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling], *, routes: bool = False) -> pa.Table:
     rows, requests = make_requests(ctx, table, samplings)
-    return add_samples(ctx, rows, generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows))
+    sampled = generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows)
+    rows = add_samples(ctx, rows, sampled)
+    return add_routes(ctx.resource, rows, sampled) if routes else rows

@@ -10,6 +10,7 @@ import pyarrow as pa
 from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows
+from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     IMAGES,
@@ -18,6 +19,7 @@ from siirl_dask.schema import (
     PROMPT_IDS,
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
+    ROUTED_EXPERTS,
     TYPES,
     VALUES,
     fields,
@@ -25,9 +27,15 @@ from siirl_dask.schema import (
 from siirl_dask.training import Critic, Trainer
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(OLD_LOGPROBS))
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    if_written=[IMAGES, OBSERVED_IMAGES, ROUTED_EXPERTS],
+    writes=fields(OLD_LOGPROBS),
+)
 def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the log-probs under the policy before this step's update."""
+    """Add the log-probs under the policy before this step's update, with ``rollout.router_replay`` on the engine's
+    routes.
+    """
     return _logprobs(ctx, table, OLD_LOGPROBS)
 
 
@@ -54,7 +62,7 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False) -> pa.Table:
     ctx.free_device()
     trainer: Trainer = ctx.resource
-    packed = pack_rows(table)
+    packed = pack_rows(table, None if column != OLD_LOGPROBS else packed_routes(table))
     scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
     return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
 

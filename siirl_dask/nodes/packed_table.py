@@ -52,8 +52,11 @@ class PackedTable:
         return self.column(table, name) if name in table.column_names else None
 
 
-def pack_rows(table: pa.Table) -> PackedTable:
-    """Pack each row's prompt and response, one after the other, and the images that the prompts show, if any."""
+def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
+    """Pack each row's prompt and response, one after the other, and the images that the prompts show, if any.
+
+    ``routes`` are those of the rows (see ``routes.py``).
+    """
     prompts, prompt_offsets = packed(table[PROMPT_IDS])
     responses, response_offsets = packed(table[RESPONSE_IDS])
     offsets = prompt_offsets + response_offsets
@@ -64,7 +67,7 @@ def pack_rows(table: pa.Table) -> PackedTable:
     is_response[offsets[:-1].repeat_interleave(lengths) + within] = False
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
-    return PackedTable(PackedRows(tokens, offsets, lengths, row_images(table)), response_offsets)
+    return PackedTable(PackedRows(tokens, offsets, lengths, row_images(table), routes), response_offsets)
 
 
 def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:

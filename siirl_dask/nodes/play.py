@@ -79,6 +79,10 @@ def _try(*, rollout: RolloutConfig, **options: object) -> None:
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an engine begin all rows "
             "together, and an episode's next turn is not known before its environment has answered; leave it at 1"
         )
+    if rollout.router_replay:
+        raise ConfigError(
+            "rollout.router_replay=true: an episode's rows have no routes of what its environment said; leave it out"
+        )
 
 
 def _try_play(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object) -> None:

@@ -60,6 +60,8 @@ def _try(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an engine begin all rows "
             "together, and an agent's next request is not known before it has an answer; leave it at 1"
         )
+    if rollout.router_replay:
+        raise ConfigError("rollout.router_replay=true: the rows of an agent's episode have no routes; leave it out")
     if rollout.partial:
         raise ConfigError("rollout.partial=true: an episode ends in the step in which it began; leave it out")
 

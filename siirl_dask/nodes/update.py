@@ -16,6 +16,7 @@ from siirl_dask.errors import TrainingError
 from siirl_dask.nodes.episodes import EPISODE, places_of
 from siirl_dask.nodes.nonfinite import decide
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
+from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.schema import (
@@ -32,6 +33,7 @@ from siirl_dask.schema import (
     RESPONSE_MASK,
     RETURNS,
     ROLLOUT_LOGPROBS,
+    ROUTED_EXPERTS,
     ROW_ID,
     VALUES,
     WEIGHTS_VERSION,
@@ -86,7 +88,7 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
     optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION, *EPISODE],
-    if_written=[IMAGES, OBSERVED_IMAGES],
+    if_written=[IMAGES, OBSERVED_IMAGES, ROUTED_EXPERTS],
     depends_on_options=reads_option("columns"),
     trial=_try_policy,
 )
@@ -199,7 +201,7 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
 
 
 def _train_batch(table: pa.Table, episodes: EpisodeSpans | None, columns: tuple[str, ...]) -> TrainBatch:
-    packed = pack_rows(table)
+    packed = pack_rows(table, packed_routes(table))
     return TrainBatch(
         rows=packed.rows,
         episodes=episodes,

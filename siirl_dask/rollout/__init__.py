@@ -11,6 +11,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
+from siirl_dask.models.routing import needed_routing
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
@@ -103,6 +104,8 @@ def _build(
         )
     from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
 
+    routing = needed_routing(model.path) if rollout.router_replay else None
+
     with device.stage("the loading of weights"):
         return TransformersEngine(
             model,
@@ -110,6 +113,7 @@ def _build(
             max_rows=rollout.max_rows,
             progress=device.progress,
             processor=processor,
+            routing=routing,
         )
 
 

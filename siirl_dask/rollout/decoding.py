@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
+from siirl_dask.rollout.route_recording import RouteRecorder
 
 logger = logging.getLogger("siirl_dask.rollout")
 DECODING = "siirl_decoding"
@@ -217,10 +218,12 @@ def decode(
     pad_token: int,
     choose: Choose,
     images: Sequence[PromptImages | None] = (),
+    recorder: RouteRecorder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample until each row has an end token or as many tokens as its limit, at least one.
 
     ``images`` are those of each prompt, if any has some; rows with the same ids and images have the same object.
+    ``recorder`` has the rows' routes afterwards.
 
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
     """
@@ -229,6 +232,8 @@ def decode(
     of_prompt = [places.setdefault((tuple(prompt), of), len(places)) for prompt, of in zip(prompts, shown, strict=True)]
     decoder = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
     logits = decoder.logits()
+    if recorder is not None:
+        recorder.read_prompts(of_prompt, [*map(len, prompts)])
     if len(places) < len(prompts):
         decoder.select(of_prompt)
         logits = logits[torch.as_tensor(of_prompt, device=logits.device)]
@@ -248,6 +253,8 @@ def decode(
             decoder.select(left := np.flatnonzero(~ended))
             rows, ended = rows[left], ended[left]
         logits = decoder.logits()
+        if recorder is not None:
+            recorder.read_tokens(rows)
     return torch.from_numpy(tokens[: at + 1].T), torch.from_numpy(logprobs[: at + 1].T)
 
 

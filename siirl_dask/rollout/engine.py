@@ -66,6 +66,8 @@ class Generation:
     Greedy sampling counts as temperature 1.
     """
     finish_reason: FinishReason
+    routes: bytes | None = None
+    """Experts of each token of prompt and response but the last, as ``models/routing.py`` says; None: not recorded."""
 
 
 class Tokenizer(Protocol):

@@ -29,6 +29,7 @@ from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
+from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
@@ -88,6 +89,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
     _check_images(options.get("images"), config.images, model.path)
+    if rollout.router_replay:
+        read_routing(model.path)
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)

@@ -100,16 +100,28 @@ def pack_sampled(sampled: Sampled) -> dict[str, Any]:
     """Return a sample as plain data."""
     sample = sampled.generation
     tokens, logprobs = np.asarray(sample.token_ids, "<i8").tobytes(), np.asarray(sample.logprobs, "<f8").tobytes()
-    return {"tokens": tokens, "logprobs": logprobs, "reason": str(sample.finish_reason), "worker": sampled.worker}
+    return {
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "reason": str(sample.finish_reason),
+        "worker": sampled.worker,
+        "routes": sample.routes,
+    }
 
 
 def read_sampled(value: object) -> Sampled:
     """Return the sample in ``value``. PeerError for anything else."""
     match value:
-        case {"tokens": bytes(tokens), "logprobs": bytes(logprobs), "reason": str(reason), "worker": str(worker)}:
+        case {
+            "tokens": bytes(tokens),
+            "logprobs": bytes(logprobs),
+            "reason": str(reason),
+            "worker": str(worker),
+            "routes": None | bytes() as routes,
+        }:
             ids, scores = _numbers(tokens, "<i8"), _numbers(logprobs, "<f8")
             if len(ids) == len(scores) and all(map(isfinite, scores)) and reason in list(FinishReason):
-                return Sampled(Generation(ids, scores, FinishReason(reason)), worker)
+                return Sampled(Generation(ids, scores, FinishReason(reason), routes), worker)
     raise PeerError(f"received {short(value)}, which is no sample")
 
 

@@ -20,6 +20,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
+from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.engine import (
@@ -35,6 +36,7 @@ from siirl_dask.rollout.engine import (
 )
 from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.plain_generate import generate
+from siirl_dask.rollout.route_recording import RouteRecorder
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.weight_loading import WeightLoader
@@ -51,9 +53,10 @@ class TransformersEngine(HoldsNoGroups):
         max_rows: int = 256,
         progress: Callable[[], None] = lambda: None,
         processor: ImageProcessor | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """``progress`` is called for each token, and each weight that is loaded. Without a
-        ``processor`` requests with images are refused.
+        ``processor`` requests with images are refused. With ``routing`` samples have their routes.
         """
         self._model, tokenizer = _load(model, device)
         self.tokenizer: Tokenizer = tokenizer
@@ -66,11 +69,14 @@ class TransformersEngine(HoldsNoGroups):
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self._decodes = use_decoding(self._model)
-        if processor is not None and not self._decodes:
+        if (processor is not None or routing is not None) and not self._decodes:
             raise ConfigError(
                 f"model.path={model.path!r}: a {type(self._model).__name__} generates with transformers' own loop "
-                "alone, which is not given images here; take rollout.engine=vllm, or another model"
+                "alone, which is not given images here and records no routes; take rollout.engine=vllm, or another "
+                "model"
             )
+        self.routing = routing
+        self._recorder = None if routing is None else RouteRecorder(self._model, routing)
         self.processor = processor
         self._reader = None if processor is None else PromptImageReader(self._model, processor)
         self.context_length: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
@@ -143,8 +149,13 @@ class TransformersEngine(HoldsNoGroups):
 
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
-        tokens, logprobs = decode(*given, shown) if self._decodes else generate(*given)
-        return [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
+        tokens, logprobs = decode(*given, shown, self._recorder) if self._decodes else generate(*given)
+        cut = [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
+        if self._recorder is None:
+            return cut
+        return [
+            replace(sample, routes=self._recorder.routes(row, len(sample.token_ids))) for row, sample in enumerate(cut)
+        ]
 
     def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
         """Cut a row after its end token or at its limit. RunError for a log-probability that is not finite."""

@@ -12,8 +12,9 @@ from siirl_dask.config import Backend, ImagesConfig, ModelConfig, RolloutConfig,
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
+from siirl_dask.models.routing import needed_routing
 from siirl_dask.planner import builds
-from siirl_dask.training.layouts import operators_of
+from siirl_dask.training.layouts import check_replay, operators_of
 from siirl_dask.training.preflight import (
     check_critic,
     check_reference,
@@ -85,8 +86,10 @@ def build_trainer(
 
     Log-probs are taken at the rollout's temperature, so they describe the distribution that was sampled. The policy
     sees images where ``images`` has a column of them. ``base`` names agents whose adapters lie over one base, which
-    this worker holds once for all their roles; ``agent`` is this one's.
+    this worker holds once for all their roles; ``agent`` is this one's. With ``rollout.router_replay`` it goes by the
+    engine's routes.
     """
+    check_replay(trainer, rollout)
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronPolicy
@@ -115,6 +118,7 @@ def build_trainer(
             park=_parks(trainer, device),
             waiting=device.waiting,
             network=own,
+            routing=needed_routing(local_model(model, device).path) if rollout.router_replay else None,
         )
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from siirl_dask.config import Backend, Config, DevicePreference, MegatronConfig, ModelConfig, TrainerConfig
+from siirl_dask.config import (
+    Backend,
+    Config,
+    DevicePreference,
+    MegatronConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import LIBRARIES, MINDSPEED, choose_operators
 from siirl_dask.errors import ConfigError
@@ -108,6 +116,23 @@ def process_of(trainer: TrainerConfig) -> str:
         return ""
     patched = sorted(name for name, library in trainer.operators.items() if library == MINDSPEED)
     return f"megatron-core with MindSpeed's {', '.join(patched)}" if patched else "megatron-core as it is"
+
+
+def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
+    """Check that a policy can replay routes, if ``rollout.router_replay`` asks for it. ConfigError if it cannot."""
+    sequence = trainer.fsdp.sequence_parallel
+    refused = {
+        f"trainer.backend={trainer.backend}": trainer.backend == Backend.megatron,
+        f"trainer.fsdp.sequence_parallel={sequence}": sequence > 1,
+        f"trainer.fsdp.tensor_parallel={trainer.fsdp.tensor_parallel}": trainer.fsdp.tensor_parallel > 1,
+        "trainer.compile=true": trainer.compile,
+    }
+    for option, given in refused.items():
+        if given and rollout.router_replay:
+            raise ConfigError(
+                f"rollout.router_replay=true with {option}: routes are replayed by trainer.backend=torch and fsdp, "
+                "each rank with its own rows, uncompiled; leave one of them out"
+            )
 
 
 def check_workers(trainer: TrainerConfig, workers: int) -> None:

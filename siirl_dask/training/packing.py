@@ -43,6 +43,8 @@ class Packing:
     """Library of the attention kernel: see ``devices/operators.py``."""
     shared: SharedPrompts | None = None
     """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no row shares any."""
+    routes: Tensor | None = None
+    """[T, W] int64 on the device, see ``PackedRows.routes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class MicroBatch:
     """Prompts that rows share, each of which is computed once; None where all tokens are of one row."""
     images: BatchImages | None = None
     """Images that the rows show, each once; None without any."""
+    routes: Tensor | None = None
+    """[T, W] int16, see ``PackedRows.routes``. Prompts that are shared have the same in all their rows."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:
@@ -170,7 +174,7 @@ def _pack(
     place = torch.empty_like(begins).scatter_(0, order, packed_begins)  # [R], where each row begins in the pack
     predicting = place.repeat_interleave(counts) + in_row - 1
     shown = None if rows.images is None else rows.images.of_row[start:stop]
-    group = same_prompts(rows.tokens, begins, prompts[start:stop], shown)
+    group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)
     shared = find_shared(group, prompts[start:stop], lengths, place) if share and stop - start > 1 else None
     if shared is not None:
         source, positions, predicting = source[shared.first], positions[shared.first], shared.whole[predicting]
@@ -189,4 +193,5 @@ def _pack(
         tokens=slice(int(response[start]), int(response[stop])),
         shared=shared,
         images=images,
+        routes=None if rows.routes is None else rows.routes[source],
     )

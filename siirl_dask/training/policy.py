@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, to
 from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.models.adapters import is_adapter
+from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
+from siirl_dask.training.model.replay import check_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
@@ -35,26 +38,39 @@ class Reference(HoldsNoGroups):
         trainer: TrainerConfig | None = None,
         park: bool = False,
         network: AgentNetwork | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """With ``park`` the model is in the host's memory while it sleeps. ``trainer`` is that of one that learns.
-        ``network`` is there already, and is not the trainer's alone.
+        ``network`` is there already, and is not the trainer's alone. With ``routing`` rows must have routes, which the
+        model replays; else it chooses experts itself.
         """
         self._backend = backend
         self._dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
-        make = partial(PolicyNetwork, temperature=temperature, trainer=trainer)
+        self._routing = routing
+        make = partial(PolicyNetwork, temperature=temperature, trainer=trainer, routing=routing)
         self._network = network or backend.network(make).requires_grad_(False)
         if park:
             make_parkable(self._network.parameters())
         self._memory = ModelMemory(self._network.parameters(), None, park=park)
 
-    @torch.no_grad()
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
+        return self._score(self._replayed(rows))
+
+    @torch.no_grad()
+    def _score(self, rows: PackedRows) -> TokenScores:
         self._memory.score()
         parts = [self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)]
         self._network.reshard()
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy)
+
+    def _replayed(self, rows: PackedRows) -> PackedRows:
+        """Return rows with the routes that are replayed, without any where none are."""
+        if self._routing is None:
+            return replace(rows, routes=None)
+        check_routes(rows, self._routing)
+        return rows
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score like ``logprobs``: a reference's weights never change."""
@@ -127,11 +143,14 @@ class Policy(Reference):
         park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         network: AgentNetwork | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
         other ranks. ``network`` has the adapters that learn, over a base that others hold as well.
         """
-        super().__init__(backend, model, temperature=temperature, trainer=trainer, park=park, network=network)
+        super().__init__(
+            backend, model, temperature=temperature, trainer=trainer, park=park, network=network, routing=routing
+        )
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -141,9 +160,11 @@ class Policy(Reference):
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score the response tokens without the adapters, so with the folder's weights. TypeError without adapters."""
+        """Score the response tokens without the adapters, so with the folder's weights, which choose experts
+        themselves. TypeError without adapters.
+        """
         with self._network.without_adapters():
-            return self.logprobs(rows)
+            return self._score(replace(rows, routes=None))
 
     def update(
         self,
@@ -187,7 +208,7 @@ class Policy(Reference):
         del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(batch.rows, self._network.inputs):
+        for part in self._backend.micro_batches(self._replayed(batch.rows), self._network.inputs):
             logprobs, entropy = self._network(part)
             selection = select_tokens(batch, part, logprobs.device)
             yield (

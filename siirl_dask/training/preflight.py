@@ -20,6 +20,7 @@ from siirl_dask.config import (
     Dtype,
     ImagesConfig,
     ModelConfig,
+    RolloutConfig,
     TrainerConfig,
     parse_bytes,
 )
@@ -27,9 +28,10 @@ from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
+from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, process_of
+from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay, process_of
 from siirl_dask.training.megatron.memory import on_one_rank
 from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes, ranks_of_replica
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
@@ -48,6 +50,7 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     Of agents over one base the first one's role counts it.
     """
     trainer: TrainerConfig = options.get("trainer", config.trainer)
+    _check_replay(options, config, trainer)
     cost = _check_learner(options, workers, config, trainer, "trainer")
     agent, base = options.get("agent", ""), tuple(options.get("base", ()))
     if not base:
@@ -64,6 +67,14 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     notes = (f"its frozen weights are those of agent {base[0]!r}, which are held once",)
     memory = cost.memory - frozen - _gathered(size, trainer, learns=True)
     return replace(cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes)
+
+
+def _check_replay(options: Mapping[str, Any], config: Config, trainer: TrainerConfig) -> None:
+    rollout: RolloutConfig = options.get("rollout", config.rollout)
+    check_replay(trainer, rollout)
+    if rollout.router_replay:
+        model: ModelConfig = options.get("model", config.model)
+        read_routing(model.path)
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:

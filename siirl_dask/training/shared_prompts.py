@@ -75,18 +75,24 @@ def find_shared(group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: 
     return SharedPrompts(whole, first, copies, counted)
 
 
-def same_prompts(tokens: Tensor, begins: Tensor, lengths: Tensor, shown: Tensor | None) -> Tensor:
+def same_prompts(
+    tokens: Tensor, begins: Tensor, lengths: Tensor, shown: Tensor | None, routes: Tensor | None = None
+) -> Tensor:
     """Number the runs of neighbouring rows that have the same prompt, [R].
 
     Row r's prompt has ``lengths[r]`` of the ``tokens``, from ``begins[r]`` on, and shows the images ``shown[r]``: two
-    questions in the same words may be about two pictures. None: no row shows any.
+    questions in the same words may be about two pictures. None: no row shows any. With ``routes`` [tokens, W] the
+    prompts' must be the same as well: engines that round differently may have taken others.
     """
     same = lengths[1:] == lengths[:-1]
     if shown is not None:
         same &= shown[1:] == shown[:-1]
     own = lengths[1:] * same
     within = _within(own)
-    differ = tokens[begins[1:].repeat_interleave(own) + within] != tokens[begins[:-1].repeat_interleave(own) + within]
+    here, before = (each.repeat_interleave(own) + within for each in (begins[1:], begins[:-1]))
+    differ = tokens[here] != tokens[before]
+    if routes is not None:
+        differ |= (routes[here] != routes[before]).any(1)
     row = torch.arange(len(own)).repeat_interleave(own)
     same &= torch.zeros(len(own), dtype=torch.int64).index_add_(0, row, differ.long()) == 0
     return torch.cat([begins.new_zeros(1), (~same).cumsum(0)])

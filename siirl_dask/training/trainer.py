@@ -51,6 +51,9 @@ class PackedRows:
     """[R] int64, each at least 1."""
     images: RowImages | None = None
     """Images of the prompts, which have a placeholder for each token of an image. None: no row shows any."""
+    routes: Tensor | None = None
+    """[T, W] int16, the experts that each token goes to, layer after layer; -1 where the model chooses itself. None: it
+    chooses everywhere."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

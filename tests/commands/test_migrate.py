@@ -251,6 +251,18 @@ def test_the_command_writes_a_file_that_plans_and_never_over_one(tmp_path, capsy
     assert "TO DECIDE: run.steps" in said.err, "no dataset was there to count"
 
 
+def test_routes_are_replayed_where_engines_have_one_worker(config_of, tmp_path):
+    replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    path = script(tmp_path, f"{CALL} algorithm.adv_estimator=grpo data.train_batch_size=8 {replay}\n")
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    config, _ = config_of(path, f"{size}=1")
+    assert config.rollout.router_replay
+    for others in ([f"{size}=2"], [f"{size}=1", "actor_rollout_ref.rollout.enforce_eager=False"]):
+        config, done = config_of(path, *others)
+        assert not config.rollout.router_replay
+        assert "in engines of one worker, with enforce_eager" in done.fates[replay.partition("=")[0]].lost
+
+
 def test_the_page_shows_the_table():
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     assert markdown() in page

@@ -42,6 +42,7 @@ def set_rollout(draft: Draft, workers: int) -> None:
         draft.lose(f"{_R}.tensor_model_parallel_size", f"engine {engine} on {workers} workers takes no {size} for each")
         size = 1
     draft.set("rollout.tensor_parallel_size", size, f"{_R}.tensor_model_parallel_size")
+    _set_replay(draft, size)
     if draft.has(f"{_R}.max_num_seqs"):
         rows = -(-int(draft.number(f"{_R}.max_num_seqs", 256)) // size)
         draft.set("rollout.max_rows", rows, f"{_R}.max_num_seqs", note="for each worker of an engine")
@@ -49,6 +50,17 @@ def set_rollout(draft: Draft, workers: int) -> None:
     if draft.has(*bucket):
         draft.set("rollout.weight_bucket", f"{int(draft.number(draft.first(bucket, ''), 256))}MiB", *bucket)
     _set_vllm(draft)
+
+
+def _set_replay(draft: Draft, size: int) -> None:
+    name = f"{_R}.enable_rollout_routing_replay"
+    if not draft.has(name):
+        return
+    replay = draft.flag(name, default=False)
+    if replay and (size > 1 or not draft.flag(f"{_R}.enforce_eager", default=True)):
+        draft.lose(name, "routes are recorded in engines of one worker, with enforce_eager")
+    else:
+        draft.set("rollout.router_replay", replay, name)
 
 
 def _set_vllm(draft: Draft) -> None:

@@ -20,6 +20,7 @@ from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, RunError, SiirlError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.experts import each_expert
+from siirl_dask.models.routing import needed_routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -45,6 +46,7 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group, model
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
+from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
@@ -88,6 +90,8 @@ class VllmEngine(HoldsNoGroups):
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
+        self.routing = needed_routing(model.path) if rollout.router_replay else None
+        self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         self._max_rows: int = settings["max_num_seqs"]
         self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
@@ -122,7 +126,7 @@ class VllmEngine(HoldsNoGroups):
                         if output.finished:
                             ticket, request = running.pop(output.request_id)
                             check_read(output, request.prompt)
-                            queue.complete(ticket, self._generation(output))
+                            queue.complete(ticket, self._generation(output, len(request.prompt)))
                     self._tell_cache()
         finally:
             if running:
@@ -247,7 +251,7 @@ class VllmEngine(HoldsNoGroups):
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
-    def _generation(self, output: RequestOutput) -> Generation:
+    def _generation(self, output: RequestOutput, prompt: int) -> Generation:
         """Return vLLM's output as a Generation. RunError for a log-probability that is not finite."""
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
@@ -256,7 +260,9 @@ class VllmEngine(HoldsNoGroups):
         if not all(map(isfinite, logprobs)):
             raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
         reason = FinishReason.STOP if sample.finish_reason == "stop" else FinishReason.LENGTH
-        return Generation(tokens, logprobs, reason)
+        known = prompt + len(tokens) - 1
+        routes = None if self._routes is None else self._routes.take(output.request_id, known)
+        return Generation(tokens, logprobs, reason, routes)
 
 
 def _build(path: str, settings: Mapping[str, Any]) -> LLM:

@@ -51,12 +51,14 @@ def llm_arguments(
         "kv_cache_memory_bytes": parse_bytes("rollout.vllm.kv_cache_memory", cache) if cache else _own_cache(device),
         "max_num_seqs": rollout.vllm.max_num_seqs or rollout.max_rows * ranks.size,
         "max_num_batched_tokens": rollout.vllm.max_num_batched_tokens,
-        "enforce_eager": on_cpu if rollout.vllm.enforce_eager is None else rollout.vllm.enforce_eager,
+        "enforce_eager": _eager(rollout, on_cpu=on_cpu),
         "enable_prefix_caching": rollout.vllm.enable_prefix_caching,
         "use_tqdm_on_load": False,
         "enable_sleep_mode": bool(rollout.vllm.sleep_level) and not on_cpu,
         "tensor_parallel_size": ranks.size,
     }
+    if rollout.router_replay:
+        ours["async_scheduling"] = False  # a request's places in the cache are looked up when it ends
     if device.index or ranks.size > 1:
         ours["distributed_executor_backend"] = _executor(device.index, ranks)
     if ranks.size > 1:
@@ -89,6 +91,12 @@ def _own_options(rollout: RolloutConfig, device: Device) -> dict[str, Any]:
             "it out"
         )
     return {"additional_config": {**given, **needed}} if needed else {}
+
+
+def _eager(rollout: RolloutConfig, *, on_cpu: bool) -> bool:
+    """Return whether vLLM runs without compiled graphs, of which a router tells nothing."""
+    chosen = rollout.vllm.enforce_eager
+    return on_cpu or rollout.router_replay if chosen is None else chosen
 
 
 def _share(rollout: RolloutConfig, device: Device) -> float:

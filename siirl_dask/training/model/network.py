@@ -16,6 +16,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, LIGER, REFERENCE
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import is_adapter
+from siirl_dask.models.routing import Routing
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.attention import PACKED, ends_for_kernels
 from siirl_dask.training.model.liger import use_liger
@@ -29,6 +30,7 @@ from siirl_dask.training.model.lora import (
     without_adapters,
 )
 from siirl_dask.training.model.operators import use_operators
+from siirl_dask.training.model.replay import replay_routes
 from siirl_dask.training.model.trial import rounding, trial_rows
 from siirl_dask.training.model.vision import (
     below_head,
@@ -213,6 +215,7 @@ class Network(nn.Module):
                 ends_for_kernels(batch.runs, device),
                 shared=None if batch.shared is None else batch.shared.to(device),
                 library=self._attention,
+                routes=None if batch.routes is None else batch.routes.to(device, torch.int64),
             ),
         )
         hidden: Tensor = output.last_hidden_state[0]
@@ -233,11 +236,15 @@ class PolicyNetwork(Network):
         agents: Sequence[str] = ("",),
         inputs: ImageInputs | None = None,
         always: bool = False,
+        routing: Routing | None = None,
     ) -> None:
+        """With ``routing`` it replays the routes of a micro-batch that has some."""
         super().__init__(
             model, device=device, autocast=autocast, trainer=trainer, agents=agents, inputs=inputs, always=always
         )
         self.temperature = temperature
+        if routing is not None:
+            replay_routes(model, routing)
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
         return by_file_name(self.model.named_parameters(remove_duplicate=not tied), self.agent)
