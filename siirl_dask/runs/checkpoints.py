@@ -165,14 +165,17 @@ class Checkpoints:
         self._check_sizes(fs, path, files)
         self.attempt.check()
         text = state.to_json()
-        write_atomic(fs, f"{path}/{STATE}", text)
-        record = CommitRecord(step=state.step, files={**files, STATE: FileDigest.of(text)}).to_json()
-        self.attempt.check()
         try:
+            write_atomic(fs, f"{path}/{STATE}", text)
+            record = CommitRecord(step=state.step, files={**files, STATE: FileDigest.of(text)}).to_json()
+            self.attempt.check()
             write_exclusive(fs, f"{path}/{NAME}", record)
         except Conflict as error:
             self.attempt.check()
             raise Fenced(f"{url} was voided by a later start of this run") from error
+        except OSError:
+            self.attempt.check()  # a start that took over empties the folder, also under a file that is being written
+            raise
         try:
             self._prune()
         except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run

@@ -1,6 +1,7 @@
 """The layout of checkpoints: at any moment of writing and pruning, every committed checkpoint can be loaded."""
 
 import json
+from pathlib import Path
 from uuid import uuid4
 
 import fsspec
@@ -180,6 +181,26 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
     assert committed(url) == [1, 2]
     for step in (1, 2):
         check_whole(url, step)
+
+
+def test_a_start_whose_file_a_later_one_removes_while_it_is_written_ends_as_taken_over(tmp_path, monkeypatch):
+    """On a local disk a file is written aside first; the later start empties the folder before it is renamed."""
+    url = str(tmp_path)
+    old = Checkpoints(attempt=begin(url, 1), keep=1)
+    late = old.folder(2)
+    half = put_parts(late, 2)
+    rename = Path.replace
+
+    def replace(aside, path):
+        monkeypatch.setattr(Path, "replace", rename)
+        for step in (1, 2):
+            write(Checkpoints(attempt=begin(url, 2), keep=2), step, 10 + step)
+        return aside.replace(path)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(Fenced, match="taken over by process"):
+        old.commit(late, State(step=2, roles=["critic", "policy"]), half)
+    assert committed(url) == [1, 2]
 
 
 def test_where_two_starts_have_committed_a_step_the_later_one_counts(url):
