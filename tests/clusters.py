@@ -1,7 +1,11 @@
 """Clusters of worker processes on this machine."""
 
+import json
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import dask
 from distributed import LocalCluster
@@ -36,3 +40,11 @@ def local_cluster(workers: int, threads_per_worker: int = 1, **options: object) 
         ) as cluster,
     ):
         yield cluster
+
+
+def announced_address(file: Path, scheduler: subprocess.Popen) -> str:
+    """Return the address that a scheduler writes into its file, which is there, and empty, before it is written."""
+    while not file.exists() or not file.read_text().endswith("}"):
+        assert scheduler.poll() is None
+        time.sleep(0.02)
+    return str(json.loads(file.read_text())["address"])

@@ -2,6 +2,7 @@
 
 import threading
 from functools import wraps
+from types import SimpleNamespace
 
 import torch
 
@@ -22,6 +23,14 @@ _current, _seen = threading.local(), []
 
 class FakeModule:
     """The part of ``torch.cuda`` that is asked for here."""
+
+    @staticmethod
+    def device_count():
+        return 1
+
+    @staticmethod
+    def get_device_properties(index):
+        return SimpleNamespace()  # a driver that tells no place of the device on its host
 
     @staticmethod
     def set_device(index):

@@ -4,7 +4,6 @@ What is left must be told within seconds and by name, and leave nothing: no proc
 no file in /dev/shm. With ``-s`` each case prints a line of docs/benchmarks/faults.md.
 """
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from siirl_dask.config.file import shipped
+from tests.clusters import announced_address
 from tests.conftest import digits_overrides
 from tests.e2e.traps import FILE, FINISH, PLACES, SAVE, START, Order, start_workers
 
@@ -50,10 +50,7 @@ class Run:
         self.order, self.said, self._file = folder / "order", [], folder / "scheduler.json"
         command = [sys.executable, "-c", SCHEDULER, "--scheduler-file", str(self._file), *QUIET]
         self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-        while not self._file.exists():
-            assert self.scheduler.poll() is None
-            time.sleep(0.02)
-        address = json.loads(self._file.read_text())["address"]
+        address = announced_address(self._file, self.scheduler)
         self.workers = start_workers(address, 2)
         given = [*digits_overrides(task, folder / "run"), *overrides, f"cluster.address={address}"]
         given += ["cluster.workers=2", "cluster.placement={}", "rewards.processes=1", "checkpoint.every=1"]

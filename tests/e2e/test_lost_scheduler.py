@@ -1,15 +1,14 @@
 """A scheduler that is started again at its place, with workers, gets the run back."""
 
-import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from siirl_dask.driver import run as run_module
 from siirl_dask.driver.replacement import Fixed
 from siirl_dask.errors import SchedulerLost, WorkerLost
+from tests.clusters import announced_address
 from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
@@ -28,10 +27,7 @@ class Cluster:
         self.file.unlink(missing_ok=True)
         command = [sys.executable, "-c", SCHEDULER, "--scheduler-file", str(self.file), "--port", str(port), *QUIET]
         self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-        while not self.file.exists() or not self.file.read_text().endswith("}"):
-            assert self.scheduler.poll() is None
-            time.sleep(0.02)
-        self.address = json.loads(self.file.read_text())["address"]
+        self.address = announced_address(self.file, self.scheduler)
         self.workers = start_workers(self.address, 2)
 
     def lose(self):
