@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"siirl_storage"},
-    {"errors", "schema", "context", "devices", "coerce", "collectives", "trace", "models", "config"},
+    {"errors", "schema", "context", "devices", "coerce", "collectives", "pickling", "trace", "models", "config"},
     {"planner"},
     {"algorithms", "rewards", "images"},
     {"coordinator", "rollout", "training", "observe", "environments"},
@@ -54,7 +54,8 @@ ONLY_IN = {
 NEEDS_ONLY = {
     "siirl_storage": {"pyarrow", "fsspec"},
     "planner": set(),
-    "rewards": {"cloudpickle", "math_verify"},
+    "rewards": {"math_verify"},
+    "pickling": {"cloudpickle"},
     "algorithms": {"torch"},
     "errors": set(),
     "schema": {"pyarrow"},

@@ -8,7 +8,11 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "freeze", ["import tests.conftest, gc; gc.collect(); gc.freeze()", "import siirl_dask.worker._freeze"]
+    "freeze",
+    [
+        "import tests.conftest, gc; gc.collect(); gc.freeze()",
+        "import siirl_dask.worker._hide, siirl_dask.worker._freeze",
+    ],
 )
 def test_frozen_processes_end_without_reports_of_leaks(freeze):
     script = f"import duckdb; duckdb.sql('SELECT 1'); {freeze}"

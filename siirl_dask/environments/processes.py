@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import cloudpickle
-
 from siirl_dask.environments.answers import WrongAnswer, cut, opening_from, reason_of, step_from
 from siirl_dask.environments.places import CallFailed, guarded
 from siirl_dask.environments.protocol import Failure, Step
 from siirl_dask.environments.room import Opened, Room, World
 from siirl_dask.errors import ConfigError
+from siirl_dask.pickling import dumps
 from siirl_dask.rewards.child_process import Child, Outcome, connect
 
 _LONGEST = 32 * 2**20  # bytes of an answer, which holds at most one prompt and one history
@@ -31,7 +30,7 @@ class InProcesses:
 
     def __init__(self, world: World, *, processes: int, timeout: float | None) -> None:
         try:
-            payload = cloudpickle.dumps(world)
+            payload = dumps(world)
         except Exception as error:  # pickle raises anything from TypeError to RecursionError
             raise ConfigError(f"the environments cannot be sent to other processes: {error}") from error
         self._most = world.most

@@ -13,9 +13,8 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-import cloudpickle
-
 from siirl_dask.errors import ConfigError
+from siirl_dask.pickling import dumps
 from siirl_dask.rewards.child_process import Child, Outcome, connect, describe_exception
 
 Row = Mapping[str, Any]
@@ -40,7 +39,7 @@ class Pool:
 
     def __init__(self, function: Callable[..., Any], processes: int) -> None:
         try:
-            self._payload = cloudpickle.dumps(function)
+            self._payload = dumps(function)
         except Exception as error:  # pickle raises anything from TypeError to RecursionError
             raise ConfigError(f"the reward {function!r} cannot be sent to other processes: {error}") from error
         self._children: queue.SimpleQueue[Child | None] = queue.SimpleQueue()  # None: one that is not started yet

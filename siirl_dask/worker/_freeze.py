@@ -4,9 +4,7 @@ Modules imported by then stay out of collections. Each collection would otherwis
 them, and copy the pages that the workers share.
 """
 
-import atexit
 import gc
 
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # else nanobind, which triton is built with, reports leaks at exit

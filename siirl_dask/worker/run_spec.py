@@ -19,6 +19,7 @@ from siirl_dask.config import Affinity, Config, DevicePreference, Durability, On
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
+from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.role_state import ResumeFrom, StateStore
@@ -144,7 +145,7 @@ def serialize_phases(phases: Phases) -> bytes:
     inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
     with _by_value(_own_modules()):
         try:
-            return bytes(cloudpickle.dumps(inputs))
+            return dumps(inputs)
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a module of yours that "
