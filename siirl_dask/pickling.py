@@ -31,5 +31,5 @@ def _with_file(make: Callable[..., CodeType], arguments: tuple[Any, ...], file: 
     return make(*arguments).replace(co_filename=file)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     dispatch_table: ClassVar = ChainMap({CodeType: _reduce}, cloudpickle.Pickler.dispatch_table)
