@@ -1,10 +1,12 @@
 """Clusters of worker processes on this machine."""
 
 import json
+import random
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import dask
@@ -48,3 +50,12 @@ def announced_address(file: Path, scheduler: subprocess.Popen) -> str:
         assert scheduler.poll() is None
         time.sleep(0.02)
     return str(json.loads(file.read_text())["address"])
+
+
+def lasting_port() -> int:
+    """Return a free port for a server that starts later, or again; one that the kernel gives out may be taken by then."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest // 2, lowest)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

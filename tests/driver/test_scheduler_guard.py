@@ -4,7 +4,6 @@ of a worker.
 
 import os
 import signal
-import socket
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -17,6 +16,7 @@ from siirl_dask.driver.processes import members, workers_needed
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.driver.verification import File, damages
 from siirl_dask.errors import ConfigError, SchedulerLost, WorkerLost
+from tests.clusters import lasting_port
 from tests.e2e.traps import start_scheduler
 
 GONE = "tcp://127.0.0.1:1"
@@ -25,8 +25,7 @@ GONE = "tcp://127.0.0.1:1"
 @contextmanager
 def started():
     """A scheduler process without workers, and a client of it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = lasting_port()
     scheduler = start_scheduler(port)
     client = Client(f"tcp://127.0.0.1:{port}", timeout=30)
     yield scheduler, client

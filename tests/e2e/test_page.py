@@ -1,10 +1,10 @@
 """The run's page in a real browser while a tiny run goes on: it fills, a click shows a sample, nothing goes wrong."""
 
 import signal
-import socket
 
 import pytest
 
+from tests.clusters import lasting_port
 from tests.e2e.browser import browser_page
 
 DATA = """(name) => {
@@ -13,17 +13,11 @@ DATA = """(name) => {
 }"""
 
 
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
     """The run stands still while a sample is clicked: a browser without a GPU has no time between tiny steps."""
-    port, gate = free_port(), tmp_path / "gate"
+    port, gate = lasting_port(), tmp_path / "gate"
     monkeypatch.setenv("WAITED_FOR", str(gate))
     gate.touch()
     waits = "rewards.function=tests.e2e.rewards:waits_for_a_file"

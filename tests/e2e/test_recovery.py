@@ -7,7 +7,6 @@ engines are asked for is counted outside of the processes. With ``-s`` it prints
 
 import re
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from siirl_dask.config.file import shipped
 from siirl_dask.observe import read_summary
+from tests.clusters import lasting_port
 from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import FINISH, PLACES, START, Order, start_driver, start_scheduler, start_workers
@@ -40,8 +40,7 @@ class Group:
 
     def __init__(self, folder, task, size):
         self.url, self.order, self._said, self._size = folder / "run", folder / "order", folder / "said", size
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = lasting_port()
         self._port, self._address = port, f"tcp://127.0.0.1:{port}"
         given = [f"cluster.address={self._address}", f"cluster.workers={size}", "cluster.placement={}"]
         given += [f"run.steps={STEPS}", "checkpoint.every=2", "rewards.processes=1", "observe.progress=true"]
