@@ -53,7 +53,7 @@ def announced_address(file: Path, scheduler: subprocess.Popen) -> str:
 
 
 def lasting_port() -> int:
-    """Return a free port for a server that starts later, or again; one that the kernel gives out may be taken by then."""
+    """Return a free port for a server that starts later, or again: none of those that the kernel gives out."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(lowest // 2, lowest)
