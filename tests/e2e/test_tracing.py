@@ -20,7 +20,7 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
         "cluster.placement={rollout: [0], policy: [1]}",
         "run.steps=4",
         "checkpoint.every=2",
-        "data.batch_size=32",
+        "data.batch_size=192",  # between its links a chain takes some milliseconds a step, more beside other tests
         "observe.trace=true",
     )
     url = str(done.url)
