@@ -6,8 +6,9 @@ from the node that writes parameters to the one that reads them. Everything else
 
     pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
                 learn, and once more with recomputation; a prompt's rows on one worker, in one mini-batch, take it
-                through all but attention once
-    generation  each step reads weights and cache once; prompts are read before, once for all samples
+                through all but attention once; of a mixture's experts those count that a token chooses
+    generation  each step reads cache and weights once, of a mixture's experts those that any of its tokens chooses;
+                prompts are read before, once for all samples
     optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
     weights     all, in the model's type, or the adapters alone, in float32
     collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
@@ -22,7 +23,7 @@ from typing import Any
 from siirl_dask.config import Backend, Config, Dtype, Engine, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
-from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
 from siirl_dask.rollout import choose_engine
@@ -70,11 +71,20 @@ class _Model:
     one: Architecture
     narrow: int
     workers: int
+    experts: int
+    """Experts of each layer of a mixture; 0 without."""
 
     @property
     def layers(self) -> int:
         """Parameters of all layers, whose products take nearly all the time."""
         return max(1, self.size.total - self.one.vocabulary * self.one.hidden * (1 if self.one.tied else 2))
+
+    def needed(self, tokens: float = 1) -> float:
+        """Return the parameters of the layers that so many tokens are computed with, which choose experts at random."""
+        if not self.experts:
+            return self.layers
+        unused: float = (1 - self.one.chosen / self.experts) ** tokens
+        return self.layers - self.size.experts * unused
 
     @property
     def head(self) -> int:
@@ -107,7 +117,7 @@ class NodeSeconds:
     plan: Plan
     speed: Speed
     lengths: Lengths
-    _models: dict[str, tuple[ModelSize, Architecture] | None] = field(default_factory=dict)
+    _models: dict[str, tuple[ModelSize, Architecture, int] | None] = field(default_factory=dict)
     """Models that were read, by path."""
 
     def on(self, workers: Mapping[str, int]) -> dict[str, float] | None:
@@ -159,10 +169,13 @@ class NodeSeconds:
 
     def _model(self, model: ModelConfig, workers: int) -> _Model | None:
         if model.path not in self._models:
-            size, one = count_parameters(model.path), read_architecture(model.path)
-            self._models[model.path] = None if size is None or one is None else (size, one)
-        found = self._models[model.path]
-        return None if found is None else _Model(*found, 2 if model.dtype is Dtype.bfloat16 else 4, workers)
+            size, one, widths = count_parameters(model.path), read_architecture(model.path), read_widths(model.path)
+            experts = widths.experts or 0 if widths and one and one.chosen else 0
+            self._models[model.path] = None if size is None or one is None else (size, one, experts)
+        if (found := self._models[model.path]) is None:
+            return None
+        size, one, experts = found
+        return _Model(size, one, 2 if model.dtype is Dtype.bfloat16 else 4, workers, experts)
 
 
 def learns(node: Node, plan: Plan) -> bool:
@@ -186,7 +199,7 @@ def _rows(config: Config) -> int:
 def _forward_flops(model: _Model, tokens: _Tokens) -> float:
     """Return the arithmetic of a forward pass: layers, causal attention within rows, and the head."""
     attention = 2 * model.one.layers * model.one.queries * tokens.length  # half of the pairs, two products of 2 FLOPs
-    return 2 * model.layers * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
+    return 2 * model.needed() * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
 
 
 def _pass_bytes(model: _Model, tokens: float) -> float:
@@ -268,10 +281,10 @@ def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Sp
     prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (flops * speed.prefill)
     steps = max(lengths.longest, rows * lengths.response / slots)
     running = rows * lengths.response / steps
-    weights = model.narrow * (model.layers + model.head)
+    weights = model.narrow * (model.needed(running) + model.head)
     cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes
     reading = (weights + cache) / rate
-    arithmetic = running * 2 * (model.layers + model.head) / (flops * speed.prefill)
+    arithmetic = running * 2 * (model.needed() + model.head) / (flops * speed.prefill)
     token = reading + arithmetic if speed.cores else max(reading, arithmetic)
     token += running * model.one.vocabulary * _SAMPLER / speed.memory_rate + speed.step
     return prefill + steps * (token + _operations(model, speed, "step"))

@@ -155,7 +155,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     )
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
-    chosen, expert = (text.get(key) for key in ("num_experts_per_tok", "moe_intermediate_size"))
+    chosen, expert = text.get("num_experts_per_tok"), text.get("moe_intermediate_size", sizes["intermediate"])
     mixture = {"chosen": chosen, "expert": expert} if isinstance(chosen, int) and isinstance(expert, int) else {}
     return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed, **mixture)
 

@@ -15,7 +15,7 @@ from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.speeds import TABLE, speed_of
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Phase
-from tests.models.configs import QWEN2_5_7B, write_config
+from tests.models.configs import QWEN2_5_7B, QWEN3_30B_A3B, write_config
 
 APART = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"
 MEAN = Lengths(300, 800, 2048)
@@ -115,6 +115,25 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights_and_travel_alone(pla
     merged = seconds(planned, APART, "trainer.lora.rank=16", "rollout.engine=transformers").nodes
     assert merged["weights"] == lora["weights"]
     assert merged["load_weights"] == plain["load_weights"], "that engine merges adapters into all weights"
+
+
+def test_a_mixture_computes_with_the_experts_that_are_chosen_and_reads_those_that_any_token_chooses(planned, tmp_path):
+    """30.5 billion parameters, of which 3.04 billion compute a token, 0.3 billion of them in the head."""
+    mixture = f"model.path={write_config(tmp_path / 'model', QWEN3_30B_A3B)}"
+    one = seconds(planned, APART, mixture).nodes
+    layers, head = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768), 151936 * 2048
+    responses, whole = 128 * 8 * 800 / 4, 128 * 8 * 1100 / 4
+    computed = responses + 128 * 8 * 300 / 4 / 2
+    forward = 2 * layers * computed + 2 * 48 * 4096 * 1100 * whole + 2 * head * responses
+    assert one["old_logprobs"] > forward / (989e12 * 0.4)
+    arithmetic = seconds(planned, APART, mixture, speed=speed_of("h100", ["link=1e15"])).nodes["old_logprobs"]
+    assert arithmetic == pytest.approx(forward / (989e12 * 0.4), rel=0.02)
+    # with one row at a time a token reads 6.08 GB instead of 60.4 GB
+    alone = seconds(planned, APART, mixture, "data.batch_size=4", "rollout.n=1", lengths=Lengths(1, 100, 100))
+    crowd = seconds(planned, APART, mixture, "data.batch_size=512", "rollout.n=1", lengths=Lengths(1, 100, 100))
+    rate = TABLE["h100"].memory_rate * TABLE["h100"].decoding
+    assert alone.nodes["rollout"] == pytest.approx(100 * (6.08e9 / rate + TABLE["h100"].step), rel=0.01)
+    assert crowd.nodes["rollout"] > 100 * 60e9 / rate
 
 
 def test_this_machines_cpu_is_measured_within_what_any_cpu_does():

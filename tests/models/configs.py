@@ -52,6 +52,20 @@ MISTRAL_7B = {
     "num_key_value_heads": 8,
     "vocab_size": 32768,
 }
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
 QWEN2_5_VL_3B = {  # without a text_config, as the hub has it
     "model_type": "qwen2_5_vl",
