@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from siirl_dask.config.agents import AgentConfig, check_agents
 from siirl_dask.config.checks import parse_bytes
+from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
+from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig, ProfileLevel
 from siirl_dask.config.rollout import (
     Dtype,
     Engine,
@@ -22,19 +24,7 @@ from siirl_dask.config.rollout import (
     VllmConfig,
     WeightSync,
 )
-from siirl_dask.config.run import (
-    Affinity,
-    CheckpointConfig,
-    ClusterConfig,
-    DevicePreference,
-    MetricsBackend,
-    ObserveConfig,
-    OnNan,
-    ProfileConfig,
-    ProfileLevel,
-    RunConfig,
-    ValidationConfig,
-)
+from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
     AlgorithmConfig,
     Backend,

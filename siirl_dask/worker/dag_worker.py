@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from siirl_storage import set_retry_seconds
 
-from siirl_dask.context import Device
+from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
 from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration
+from siirl_dask.planner import Iteration, Plan
 from siirl_dask.trace import Lane
 from siirl_dask.worker import process_groups as groups
 from siirl_dask.worker import stuck_collectives
@@ -33,7 +33,7 @@ from siirl_dask.worker.devices import bind
 from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.heartbeats import Heartbeats
-from siirl_dask.worker.joined_groups import join_groups
+from siirl_dask.worker.joined_groups import JoinedGroups, join_groups
 from siirl_dask.worker.kept_roles import BuiltRoles
 from siirl_dask.worker.kept_rows import give_back
 from siirl_dask.worker.lag import LagWindow
@@ -44,7 +44,7 @@ from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release, await_all
-from siirl_dask.worker.role_state import RoleStates, build_roles, close_roles
+from siirl_dask.worker.role_state import RoleStates, StateStore, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.scheduler_patience import no_heartbeats
@@ -181,17 +181,28 @@ class DAGWorker(WorkerPlugin):
         self._built = BuiltRoles(device, resources)
         self._report({"kind": "built", "kept": sorted(kept)})
         if self.spec.store is not None:
-            side_groups = {role: rank.side_group for role, rank in ranks.items()}
-            states = RoleStates(self.spec.store, resources, side_groups, self.pulse.beat)
-            if self.spec.resume_from is not None:
-                loading = self.pulse.trace.span(Lane.STORAGE, "read", "checkpoint")
-                with loading, self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
-                    states.restore(self.spec.resume_from)
-            given = (self._report, self._loop, self.stop, self.pulse.trace)
-            self._checkpoints = CheckpointWriter(states, self._loaders, *given)
-        self._runtime = WorkerRuntime(
-            device=telling,
-            profiling=Profiling(self.spec.profile, self.spec.url, telling),
+            self._restore(self.spec.store, ranks, resources)
+        self._runtime = self._make_runtime(plan, joined, telling, resources)
+        give_back(self._runtime, plan, self.spec.kept)
+
+    def _restore(self, store: StateStore, ranks: Mapping[str, Rank], resources: Mapping[str, Any]) -> None:
+        """Load what the run resumes from into its roles, and prepare to write checkpoints of them."""
+        side_groups = {role: rank.side_group for role, rank in ranks.items()}
+        states = RoleStates(store, resources, side_groups, self.pulse.beat)
+        if self.spec.resume_from is not None:
+            loading = self.pulse.trace.span(Lane.STORAGE, "read", "checkpoint")
+            with loading, self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
+                states.restore(self.spec.resume_from)
+        given = (self._report, self._loop, self.stop, self.pulse.trace)
+        self._checkpoints = CheckpointWriter(states, self._loaders, *given)
+
+    def _make_runtime(
+        self, plan: Plan, joined: JoinedGroups, device: Device, resources: Mapping[str, Any]
+    ) -> WorkerRuntime:
+        ranks = joined.ranks
+        return WorkerRuntime(
+            device=device,
+            profiling=Profiling(self.spec.profile, self.spec.url, device),
             run_url=self.spec.url,
             stages=self._stage_writer(),
             read_limit=self._phases[self.spec.builds_from][1].sources[0].read_limit,
@@ -212,7 +223,6 @@ class DAGWorker(WorkerPlugin):
             overlap=plan.overlap,
             pulse=self.pulse,
         )
-        give_back(self._runtime, plan, self.spec.kept)
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
         """Run the iteration's chain and report the logged metrics.
