@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
+logger = logging.getLogger("siirl_dask.environments")
 _T = TypeVar("_T")
 _PATIENCE = 2.0  # seconds for what is cancelled to end; a coroutine that goes on is left alone
 
@@ -44,6 +46,10 @@ class EventLoop:
         for task in left:
             task.cancel()
         if left:
-            self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
+            _, deaf = self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
+            if deaf:
+                logger.warning("coroutines of environments that go on though they were cancelled are left: %d", len(deaf))
+                # asyncio would report each once more, when it is collected: in any later run of this process
+                self._loop.set_exception_handler(lambda loop, context: None)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
