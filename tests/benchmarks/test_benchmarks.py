@@ -28,6 +28,7 @@ def test_ours_gives_every_destination_its_rows_without_the_driver(transport):
     assert record["n"] == 3
 
 
+@pytest.mark.slow
 def test_ours_runs_on_a_cluster_that_knows_nothing_of_the_scripts():
     arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 2, "--apart", "--n", 2, "--json"]
     with local_cluster(4) as cluster:
@@ -51,12 +52,14 @@ def test_rows_that_leave_their_host_are_tabled(tmp_path):
     assert text.count("| both roles on every worker |") == text.count("| a role on each half of every host |") == 3
 
 
+@pytest.mark.slow
 def test_every_question_to_a_run_is_timed(tmp_path):
     lines = run("questions.py", "--steps", 2, "--folder", tmp_path).splitlines()
     assert lines[0].startswith("2 steps, 1,024 rows")
     assert len(lines) == 4 + 10
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_to_the_scheduler_is_measured():
     record = json.loads(run("scale/scheduler.py", "--workers", 3, "--steps", 2, "--json"))
     assert record["workers"] == 3

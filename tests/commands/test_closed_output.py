@@ -38,8 +38,7 @@ def rollouts(tmp_path):
     return str(tmp_path / "run")
 
 
-@pytest.mark.parametrize("unbuffered", [False, True])
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize(("form", "unbuffered"), [("text", False), ("json", True)])
 def test_plan_ends_quietly(form, unbuffered):
     environment = {**BUFFERED, **({"PYTHONUNBUFFERED": "1"} if unbuffered else {})}
     assert run_with_reader([*MODULE, "plan", CONFIG, "--format", form], 0, environment) == (CLOSED, [], "")

@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["npu_without_mindspeed", "npu_with_everything", "npu_with_norms_alone"])
 def test_in_a_process_of_its_own(check, folder):
     paths = [ROOT / "tests" / "fake_mindspeed", ROOT / "tests" / "fake_npu", ROOT, ROOT / "storage"]

@@ -109,6 +109,7 @@ def on_npus(tmp_path, *command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_shows_devices_cpus_and_the_links_of_groups(digits_task, tmp_path):
     given = [*digits_overrides(digits_task, tmp_path / "run"), "cluster.workers=4", "trainer.backend=fsdp"]
     placed = ["cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"]

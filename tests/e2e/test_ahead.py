@@ -38,7 +38,7 @@ def versions(run, steps):
     return [set(run.table("rollouts", step)["weights_version"].to_pylist()) for step in steps]
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_ahead_are_sampled_by_earlier_weights_in_any_placement(steps, train):
     given = ("run.steps=6", f"rollout.max_staleness={steps}")
     one, other = (train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items())

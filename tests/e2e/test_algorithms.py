@@ -129,8 +129,8 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines"}
-"""Algorithms that `make test` leaves to `make test-slow`."""
+SLOW = {"role_baselines", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd", *VALUES} - {"reject_sequences"}
+"""Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ EPISODES = ["rollout.max_response_length=24", "environments.turn_tokens=4", "env
 SPOKEN = ["episode_id", "segment", "turns", "prompt_ids", "response_ids", "response_mask"]
 
 
+@pytest.mark.slow
 def test_a_run_that_plays_is_evaluated_by_playing_and_says_what_validation_said(train, data, capsys):
     """Episodes of several rows; on another number of workers; shown as conversations."""
     world = ["environments.environment=tests.e2e.worlds:Rewritten", "environments.rows_per_episode=3"]
@@ -150,6 +151,7 @@ def test_episodes_are_evaluated_in_the_world_that_is_asked_for(train, data, digi
     assert evaluate(model)[0].turns == 3.0
 
 
+@pytest.mark.slow
 def test_a_run_of_agents_is_evaluated_by_its_agents(train, data):
     settings = ["rollout.max_response_length=64", "run.steps=1", "checkpoint.every=1", "cluster.workers=2"]
     run = train("run", *settings, "cluster.placement={}", dag=with_agent(living.counts_digits))

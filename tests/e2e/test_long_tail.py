@@ -55,6 +55,7 @@ def with_expected_lengths(task, run):
     return task.with_stem("expected")
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_wherever_their_expected_length_takes_them(train, task):
     """With the column of the docs: the second run knows how long the first one's responses were."""
     given = ("run.steps=2", "cluster.placement={}", "rollout.n=2", "rollout.work_stealing=false")

@@ -51,6 +51,7 @@ def test_adapters_learn_the_task(start):
     assert sum(rewards[-2:]) / 2 > 0.5
 
 
+@pytest.mark.slow
 def test_adapters_equal_whole_weights_and_a_second_model_also_when_resumed(start):
     placed = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], reference: [2, 3]}"
     whole = start("whole", SECOND_MODEL, placed, "trainer.backend=fsdp")

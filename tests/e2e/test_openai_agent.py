@@ -47,6 +47,7 @@ def test_rows_are_the_same_on_one_worker_and_on_two_and_train(train):
             assert got["metrics"][name] == pytest.approx(expected["metrics"][name], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_agents_that_have_not_begun_are_taken_over_and_their_rows_are_the_same(train, tmp_path):
     """One worker is slow, and lets one agent run at a time."""
     settings = ["rollout.max_response_length=64", "data.batch_size=4", "rollout.n=2", "run.steps=1"]

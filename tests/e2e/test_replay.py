@@ -136,6 +136,7 @@ def test_with_a_critic_stored_steps_are_replayed_to_the_bit(train):
     check_replays(train, shipped("quickstart_ppo"), ["policy", "critic"])
 
 
+@pytest.mark.slow
 def test_after_prompts_were_drawn_anew_a_replay_goes_on_with_the_next(train):
     check_replays(train, shipped("quickstart_dapo"), ["policy"])
 

@@ -182,7 +182,8 @@ def spread(operations, count):
     return [round(1 + index * (len(operations) - 1) / (count - 1)) for index in range(count)]
 
 
-@pytest.mark.parametrize("how", [FAILURES[0], *(pytest.param(how, marks=pytest.mark.slow) for how in FAILURES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_that_passes_changes_nothing_at_five_operations(sweep, straight, how):
     expected, operations = straight
     for at in spread(operations, 5):

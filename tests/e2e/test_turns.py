@@ -97,6 +97,7 @@ def versions_of(rows):
     return [{version for version in row if version >= 0} for row in rows["token_versions"].to_pylist()]
 
 
+@pytest.mark.slow
 def test_long_episodes_go_on_in_the_next_step_with_their_environments_on_any_workers(train):
     one = train("one", *of("Delayed", *PARTS), "cluster.workers=2", APART, config_file=TURNS)
     places = "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2, 3]}"

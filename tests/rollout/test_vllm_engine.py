@@ -152,6 +152,7 @@ def test_auto_takes_vllm_and_the_process_stays_as_it_was(folder, caplog):
     assert "rollout.engine=auto takes vllm" in caplog.text
 
 
+@pytest.mark.slow
 def test_bfloat16_generates_and_takes_float32_weights(folder):
     greedy = Sampling(max_tokens=1, temperature=0.0)
     exact = TransformersEngine(ModelConfig(path=str(folder)))
@@ -161,6 +162,7 @@ def test_bfloat16_generates_and_takes_float32_weights(folder):
     assert given == pytest.approx(expected, abs=0.07)
 
 
+@pytest.mark.slow
 def test_of_the_generation_config_only_end_tokens_count(tmp_path, folder):
     meddling = tiny_model(tmp_path / "model", seed=1)
     file = meddling / "generation_config.json"
@@ -187,6 +189,7 @@ def test_a_model_that_cannot_run_is_one_error_and_another_runs_after(tmp_path, f
         assert engine.generate([[1]], [1], Sampling(max_tokens=1))
 
 
+@pytest.mark.slow
 def test_a_second_engine_is_refused_until_the_first_is_gone(folder):
     model, rollout = ModelConfig(path=str(folder)), rollout_of()
     first = VllmEngine(model, rollout, DEVICE)
