@@ -25,6 +25,9 @@ class MegatronConfig:
     sequence_parallel: bool = False
     """Let each of the ``tensor_parallel`` ranks of a stage have a part of the tokens between attention and MLP, not all
     of them: norms and what layers hand on take less memory, for as many bytes sent."""
+    distributed_optimizer: bool = False
+    """Let each replica hold the optimizer's state of a part of the parameters, step these, and give them to the others
+    (ZeRO, arXiv:1910.02054, stage 1)."""
 
     def __post_init__(self) -> None:
         at_least("trainer.megatron", 1, tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
@@ -65,4 +68,5 @@ class MegatronConfig:
             "pipeline_parallel": self.pipeline_parallel,
             "expert_parallel": self.expert_parallel or 1,
         }
-        return [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]
+        given = [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]
+        return given + ["trainer.megatron.distributed_optimizer=true"] * self.distributed_optimizer

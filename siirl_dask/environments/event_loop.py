@@ -48,7 +48,7 @@ class EventLoop:
         if left:
             _, deaf = self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
             if deaf:
-                logger.warning("coroutines of environments that go on though they were cancelled are left: %d", len(deaf))
+                logger.warning("coroutines of environments that go on though cancelled are left: %d", len(deaf))
                 # asyncio would report each once more, when it is collected: in any later run of this process
                 self._loop.set_exception_handler(lambda loop, context: None)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())

@@ -67,6 +67,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "trainer.megatron.pipeline_parallel",
     "trainer.megatron.expert_parallel",
     "trainer.megatron.sequence_parallel",
+    "trainer.megatron.distributed_optimizer",
     "trainer.max_skipped_steps",
     "critic.max_skipped_steps",
 }

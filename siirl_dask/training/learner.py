@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -126,12 +126,13 @@ class Learner:
         *,
         rates: Mapping[str, float] = MappingProxyType({}),
         shard_ranks: Sequence[int] | None = None,
+        stepped: Collection[str] | None = None,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """``rates`` are learning rates, in units of the configured one, of parameters that have another.
         ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
-        gradients over ``rank.group``; None where every rank holds the whole model. ``waiting()`` is entered for what
-        waits for other ranks.
+        gradients over ``rank.group``; None where every rank holds the whole model. ``stepped`` are the parameters
+        that this rank steps; None: all. ``waiting()`` is entered for what waits for other ranks.
         """
         self._waiting = waiting
         self._group: Any = None
@@ -139,7 +140,7 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(parameters, config, rates)
+        self._optimizer = Optimizer(parameters, config, rates, stepped)
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 
@@ -177,7 +178,7 @@ class Learner:
                     continue
                 self._skipped = 0
                 self._gradients.clip(norm, self._config.max_grad_norm)
-                self._optimizer.step()
+                self._step()
                 sums = {name: value + sums.get(name, 0.0) for name, value in step_sums.items()}
                 steps.append((loss, norm))
                 tokens += total.tokens
@@ -239,6 +240,10 @@ class Learner:
         values = self._total(weigh.sums)
         loss = values.pop(_LOSS)
         return values, loss
+
+    def _step(self) -> None:
+        """Update the parameters from their gradients."""
+        self._optimizer.step()
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum each of ``sums`` over all ranks."""

@@ -17,7 +17,7 @@ from siirl_dask.config import Backend, Dtype, TrainerConfig, parse_bytes
 from siirl_dask.models.architecture import Architecture, Tower
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
-from siirl_dask.training.megatron.memory import on_one_rank
+from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
 
 FLOAT32, BFLOAT16 = 4, 2
 GRADIENTS = "gradients"
@@ -153,8 +153,9 @@ def _held_with_megatron(model: ModelOnWorkers) -> dict[str, int]:
     if model.learns or not narrow:
         parts[f"weights{_WEIGHTS}"] = FLOAT32 * own
     if model.learns:
-        parts |= {GRADIENTS: FLOAT32 * own, "optimizer state": 2 * FLOAT32 * own}
-        parts |= {"moving average": FLOAT32 * own} if model.trainer.ema_decay else {}
+        stepped = stepped_on_one_rank(model.size, model.trainer.megatron, model.ranks)
+        parts |= {GRADIENTS: FLOAT32 * own, "optimizer state": 2 * FLOAT32 * stepped}
+        parts |= {"moving average": FLOAT32 * stepped} if model.trainer.ema_decay else {}
     return parts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import cos, pi
 from types import MappingProxyType
 from typing import Any
@@ -32,15 +32,19 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         config: TrainerConfig,
         rates: Mapping[str, float] = MappingProxyType({}),
+        stepped: Collection[str] | None = None,
     ) -> None:
-        """``rates`` are learning rates, in units of the configured one, of parameters that have another."""
+        """``rates`` are learning rates, in units of the configured one, of parameters that have another. Where other
+        ranks step the rest, ``stepped`` are the names of this rank's, at least one: the state is of these alone.
+        """
         self.gradients = FlatGradients(parameters.values())
         self.steps = 0
-        self._parameters = dict(parameters)
         self._config = config
-        self._parts = {name: local(parameter) for name, parameter in parameters.items()}
-        for part, gradient in zip(self._parts.values(), self.gradients.parts, strict=True):
-            part.grad = gradient
+        gradients = dict(zip(parameters, self.gradients.parts, strict=True))
+        self._parameters = {name: each for name, each in parameters.items() if stepped is None or name in stepped}
+        self._parts = {name: local(parameter) for name, parameter in self._parameters.items()}
+        for name, part in self._parts.items():
+            part.grad = gradients[name]
         groups: dict[float, list[Tensor]] = {}
         for name, part in self._parts.items():
             groups.setdefault(rates.get(name, 1.0), []).append(part)

@@ -32,13 +32,13 @@ from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay, process_of
-from siirl_dask.training.megatron.memory import on_one_rank
+from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
 from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes, ranks_of_replica
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
-_GRADIENT = 4  # part of _LEARNS that no checkpoint has
+_WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
@@ -153,10 +153,11 @@ def _check_learner(
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
     held = each * learned + _SCORES * (whole - learned if adapters is None else whole)
+    elsewhere = (each - _WEIGHT - _GRADIENT) * _stepped_elsewhere(size, trainer, len(workers))
     copied = 0
     if config.checkpoint.every and config.checkpoint.asynchronous:
-        copied = _share((each - _GRADIENT) * learned, trainer, len(workers))
-    memory = _share(held, trainer, len(workers)) + _gathered(size, trainer, learns=True)
+        copied = _share((each - _GRADIENT) * learned, trainer, len(workers)) - elsewhere
+    memory = _share(held, trainer, len(workers)) - elsewhere + _gathered(size, trainer, learns=True)
     computing, device = _passes(size, model, trainer, len(workers), config, key, images)
     return RoleCost(
         memory=memory,
@@ -260,6 +261,13 @@ def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
     if trainer.backend is Backend.megatron:
         return trainer.megatron.ranks * on_one_rank(size, trainer.megatron)
     return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
+
+
+def _stepped_elsewhere(size: ModelSize, trainer: TrainerConfig, workers: int) -> int:
+    """Count the parameters of a worker whose optimizer state other replicas hold."""
+    if trainer.backend is not Backend.megatron:
+        return 0
+    return on_one_rank(size, trainer.megatron) - stepped_on_one_rank(size, trainer.megatron, workers)
 
 
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:

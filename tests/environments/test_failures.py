@@ -113,7 +113,7 @@ def test_a_coroutine_that_goes_on_in_spite_of_its_end_is_said_once(caplog):
             assert tells.step("hang on") == Failure("took more than 0.3 s")
     del tells, environments
     gc.collect()
-    assert caplog.messages == ["coroutines of environments that go on though they were cancelled are left: 1"]
+    assert caplog.messages == ["coroutines of environments that go on though cancelled are left: 1"]
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_started_and_costs_what_it_held(play):

@@ -17,9 +17,15 @@ from siirl_dask.training.parallel.dtensor import local
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "ema_decay": 0.5}
 
 
-def config_of(tensor, pipeline, dtype=None, backend=Backend.megatron, experts=None, tokens=False, **settings):
+def config_of(
+    tensor, pipeline, dtype=None, backend=Backend.megatron, experts=None, tokens=False, divided=False, **settings
+):
     megatron = MegatronConfig(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=experts, sequence_parallel=tokens
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        expert_parallel=experts,
+        sequence_parallel=tokens,
+        distributed_optimizer=divided,
     )
     return TrainerConfig(**SETTINGS | settings, backend=backend, megatron=megatron)
 

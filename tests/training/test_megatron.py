@@ -32,11 +32,23 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "1 x 4": (1, 4, 4, "tied", {}),
     "2 x 1, tokens split": (2, 1, 2, "tied", {"tokens": True}),
     "2 x 2, tokens split": (2, 2, 4, "untied", {"tokens": True, "gradient_checkpointing": True}),
+    "2 replicas, state divided": (1, 1, 2, "tied", {"divided": True}),
+    "2 x 1, 2 replicas, state divided": (2, 1, 4, "untied", {"divided": True}),
+    "1 x 2, 2 replicas, state divided": (1, 2, 4, "tied", {"divided": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
 }
 EXACT = [name for name in CASES if name not in ("2 x 2, bfloat16", "fsdp")]
-MOVES = (("2 x 2", "1 x 2"), ("1 x 2", "2 x 2"), ("2 x 1", "fsdp"), ("fsdp", "2 x 2"), ("1 x 4", "1 x 1, 2 replicas"))
+MOVES = (
+    ("2 x 2", "1 x 2"),
+    ("1 x 2", "2 x 2"),
+    ("2 x 1", "fsdp"),
+    ("fsdp", "2 x 2"),
+    ("1 x 4", "1 x 1, 2 replicas"),
+    ("1 x 2, 2 replicas, state divided", "2 x 1"),
+    ("2 x 1", "1 x 2, 2 replicas, state divided"),
+    ("2 replicas, state divided", "fsdp"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +134,21 @@ def test_a_rank_holds_its_part_of_weights_and_moments(seen, alone):
         embeddings = 264 * 32 * 4  # and their moments and average, which the last stage has as well
         assert max(held) < 1.1 * whole / parts + embeddings
         assert sum(held) < 1.1 * whole + embeddings
+
+
+@pytest.mark.parametrize("name", ["1 x 1, 2 replicas", "2 x 1, 2 replicas", "1 x 2, 2 replicas"])
+def test_replicas_that_divide_the_state_hold_it_once_and_give_the_same_to_the_bit(name, seen):
+    size, divided = CASES[name][2], f"{name.removeprefix('1 x 1, ')}, state divided"
+    for rank in range(size):
+        whole, shared = seen[rank][name], seen[rank][divided]
+        assert whole["metrics"] == shared["metrics"]
+        for kind in ("weights", "averages"):
+            assert all(torch.equal(shared[kind][key], weight) for key, weight in whole[kind].items())
+    held = {one: sum(seen[rank][one]["held"] for rank in range(size)) for one in (name, divided)}
+    of_state = 3 / 4  # moments and average, beside the weights
+    assert held[divided] == pytest.approx((1 - of_state / 2) * held[name], rel=0.01)
+    most = max(seen[rank][divided]["held"] for rank in range(size))
+    assert most < 0.72 * held[name] / size, "about an even share"
 
 
 def test_training_resumes_in_another_layout_and_backend(seen, alone):

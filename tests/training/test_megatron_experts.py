@@ -37,6 +37,8 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "1 x 2, over 2 replicas": (1, 2, 2, 4, "some", {}),
     "2 x 1, tokens split": (2, 1, None, 2, "all", {"tokens": True}),
     "2 x 1, tokens split, over 2 replicas": (2, 1, 4, 4, "some", {"tokens": True}),
+    "over 2 of 4 replicas, state divided": (1, 1, 2, 4, "all", {"divided": True}),
+    "2 x 1, 2 replicas, state divided": (2, 1, None, 4, "all", {"divided": True}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
 }
@@ -46,6 +48,8 @@ MOVES = (
     ("over 4 replicas", "2 x 1"),
     ("over 2 replicas", "fsdp"),
     ("fsdp", "2 x 1, over 2 replicas"),
+    ("over 2 of 4 replicas, state divided", "1 x 2"),
+    ("1 x 2", "over 2 of 4 replicas, state divided"),
 )
 
 

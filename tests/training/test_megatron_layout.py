@@ -34,8 +34,10 @@ def there(monkeypatch):
     monkeypatch.setattr(layouts, "find_spec", lambda name: name)
 
 
-def megatron(tensor=1, pipeline=1, experts=None, **settings):
-    parallel = MegatronConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=experts)
+def megatron(tensor=1, pipeline=1, experts=None, divided=False, **settings):
+    parallel = MegatronConfig(
+        tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=experts, distributed_optimizer=divided
+    )
     return TrainerConfig(backend=Backend.megatron, megatron=parallel, **settings)
 
 
@@ -158,6 +160,36 @@ def test_each_rank_is_planned_with_its_share_of_the_experts(digits_config, tmp_p
         assert sum(held.values()) == pytest.approx(16 * (rest / tensor + size.experts / pipeline / over), rel=1e-3)
         linked = tensor * pipeline * max(1, over // tensor)
         assert max(trainer_groups({"trainer": config}, 4).values()) == linked
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "same_experts"),
+    [((2, 2, None), 1, 1), ((1, 1, None), 4, 4), ((2, 1, None), 2, 2), ((1, 2, 2), 2, 1), ((1, 1, 2), 4, 2)],
+)
+def test_replicas_that_divide_the_state_are_planned_with_a_share_of_it(
+    digits_config, tmp_path, there, layout, replicas, same_experts
+):
+    folder = tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4, family="qwen3_moe")
+    digits_config.model.path, size = str(folder), count_parameters(str(folder))
+    workers = ["w0", "w1", "w2", "w3"]
+    whole, divided = (
+        check_trainer({"trainer": megatron(*layout, divided=each)}, workers, digits_config) for each in (0, 1)
+    )
+    before, after = whole.device.held, divided.device.held
+    assert before["weights in float32"] == after["weights in float32"]
+    saved = before["optimizer state"] - after["optimizer state"]
+    assert whole.memory - divided.memory == pytest.approx(saved, abs=16)
+    tensor, stages, over = layout[0], layout[1], layout[2] or layout[0]
+    experts = 2 * 4 * size.experts / stages / over
+    rest = before["optimizer state"] - experts
+    most = min(rest, rest / replicas + 2 * 4 * size.largest / tensor)
+    most += min(experts, experts / same_experts + 2 * 4 * size.layer / over)
+    assert after["optimizer state"] == pytest.approx(most, rel=1e-3)
+
+
+def test_replicas_of_a_trained_model_alone_divide_its_state():
+    with pytest.raises(ConfigError, match=r"distributed_optimizer=true: .*trainer\.backend=megatron"):
+        TrainerConfig(backend=Backend.fsdp, megatron=MegatronConfig(distributed_optimizer=True))
 
 
 def test_split_tokens_keep_a_part_of_norms_and_layer_inputs(digits_config, tmp_path, there):

@@ -114,9 +114,11 @@ MEGATRON = (
          "trainer.park is of torch and fsdp"),
     rule("actor_rollout_ref.actor.megatron.sequence_parallel critic.megatron.sequence_parallel",
          "trainer.megatron.sequence_parallel, critic.megatron.sequence_parallel"),
+    rule("actor_rollout_ref.actor.megatron.use_distributed_optimizer critic.megatron.use_distributed_optimizer",
+         "trainer.megatron.distributed_optimizer, critic.megatron.distributed_optimizer"),
     always("*.megatron.use_distributed_optimizer *.megatron.use_mbridge "
            "*.megatron.vanilla_mbridge *.megatron.use_remove_padding *.megatron.param_dtype *.megatron.pad_*",
-           "rows are packed, the optimizer's state is sharded, and weights are read from the model's own folder"),
+           "rows are packed, and weights are read from the model's own folder"),
     none("*.megatron.virtual_pipeline_model_parallel_size", "a stage has one run of layers (1F1B)"),
     none("*.megatron.context_parallel_size *.megatron.dynamic_context_parallel", "take trainer.backend=fsdp "
          "with trainer.fsdp.sequence_parallel, where workers share the tokens of a row"),

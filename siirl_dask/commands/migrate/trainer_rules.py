@@ -78,6 +78,11 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         draft.set(f"{ours}.megatron.sequence_parallel", True, tokens)
     else:
         draft.hold(tokens, "tokens are not split, or there are no tensor-parallel workers to do so")
+    draft.set(
+        f"{ours}.megatron.distributed_optimizer",
+        draft.flag(f"{prefix}.use_distributed_optimizer", default=True),
+        f"{prefix}.use_distributed_optimizer",
+    )
     reason = "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
     for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
         (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)

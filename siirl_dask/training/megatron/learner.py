@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import sqrt
@@ -15,6 +15,7 @@ from torch import Tensor
 from siirl_dask.algorithms import Aggregation, Totals
 from siirl_dask.config import TrainerConfig
 from siirl_dask.training.learner import Learner, Passes
+from siirl_dask.training.megatron.divided import DividedParameters
 from siirl_dask.training.megatron.replica import Replica
 from siirl_dask.training.megatron.rows import joined_batch
 from siirl_dask.training.megatron.weights import VALUES
@@ -41,7 +42,15 @@ class MegatronLearner(Learner):
         self._own: Sequence[slice] = ()
         alone = len(self._of_replica) * grid.linked == 1
         shards = None if alone else self._of_replica
-        super().__init__(replica.weights.parameters, config, grid.of_replicas(), shard_ranks=shards, waiting=waiting)
+        self._divided = DividedParameters(self._weights, grid) if config.megatron.distributed_optimizer else None
+        super().__init__(
+            self._weights.parameters,
+            config,
+            grid.of_replicas(),
+            shard_ranks=shards,
+            stepped=None if self._divided is None else self._divided.own,
+            waiting=waiting,
+        )
         self._first_of_experts = len(self._gradients.parts) - replica.weights.experts
         end = sum(part.numel() for part in self._gradients.parts[: self._first_of_experts])
         self._shared, self._of_experts = slice(0, end), slice(end, None)
@@ -60,6 +69,24 @@ class MegatronLearner(Learner):
         metrics = super().update([batch for batch, _ in joined], passes, aggregate, on_nonfinite)
         self._weights.to_stage()
         return metrics
+
+    def ema(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the moving average of each parameter, of which other replicas may have kept some; nothing without
+        ``ema_decay``. All ranks of the role must call.
+        """
+        averages = dict(super().ema())
+        if self._divided is None or not self._config.ema_decay:
+            return iter(averages.items())
+        held = {name: averages.get(name, torch.empty_like(each)) for name, each in self._weights.parameters.items()}
+        with self._waiting():
+            self._divided.spread(held)
+        return iter(held.items())
+
+    def _step(self) -> None:
+        super()._step()
+        if self._divided is not None:
+            with self._waiting():
+                self._divided.spread(self._weights.parameters)
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum over replicas on their last stages, which give the others the result."""

@@ -107,6 +107,7 @@ class _Learning(_Scoring):
         optimizer: dict[str, dict[str, Tensor]] = {
             name: {"step": learner["optimizer"][place.parameter]["step"]}
             for name, place in self._replica.weights.places.items()
+            if place.parameter in learner["optimizer"]
         }
         for moment, held in _by_moment(learner["optimizer"]).items():
             for name, part in self._replica.weights.sharded(held).items():

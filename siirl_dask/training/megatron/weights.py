@@ -27,7 +27,7 @@ _TIED = "model.embed_tokens.weight"
 class StageWeights:
     """The float32 parameters of a stage, and what a replica has under Hugging Face names.
 
-    A method's ``held`` are tensors by megatron-core's names, shaped like the parameters: these, or moments of theirs.
+    A method's ``held`` are tensors by megatron-core's names, shaped like the parameters: these, or moments of some.
     """
 
     def __init__(self, stage: Stage, sizes: Sizes, grid: Grid, shapes: Shapes, *, learns: bool) -> None:
@@ -109,14 +109,15 @@ class StageWeights:
         What lies joined with others, such as queries, keys and values, may be a copy in the host's memory: whoever
         loads into it calls ``put``. All others are live.
         """
-        return {name: self._as_sharded(name, self._part(held, name)) for name in self.places}
+        here = [name for name, place in self.places.items() if place.parameter in held]
+        return {name: self._as_sharded(name, self._part(held, name)) for name in here}
 
     @torch.no_grad()
     def put(self, held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Copy the parts in ``state``, which ``sharded`` returned, into ``held``."""
-        for name, place in self.places.items():
+        for name, part in ((name, local(each)) for name, each in state.items()):
+            place = self.places[name]
             target = piece_of(held[place.parameter].detach(), place, self._sizes)
-            part = local(state[name])
             if target.data_ptr() != part.data_ptr() or not target.is_contiguous():
                 target.copy_(part.reshape(target.shape))
 
