@@ -69,7 +69,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", sampled(FAULTS, "hangs", "dies"))
+@pytest.mark.parametrize("what", sampled(FAULTS, "hangs"))
 def test_episodes_whose_environment_fails_have_no_reward_and_the_run_goes_on(start, what):
     environment, places, _ = FAULTS[what]
     run = start(*of(environment, *places, "environments.max_failures=1000"), config=TURNS)
@@ -99,6 +99,7 @@ def test_a_failed_environment_ends_a_run_that_allows_none_by_the_name_of_the_epi
     line(what, "environment", "may not fail", seconds, f"`{error[7:]}`")
 
 
+@pytest.mark.sweep
 def test_10_mb_of_an_environment_are_cut_and_end_the_episode_for_want_of_room(start):
     run = start(*of("Floods", *PROCESSES, "environments.max_observation=64"), config=TURNS)
     seconds, _, err = run.end(timeout=300)
@@ -152,6 +153,7 @@ def test_what_becomes_of_a_tool_is_a_text_for_the_model(start, calling, what):
     line(what, "tool", "`text`", seconds, f"the model reads `{TOOL_SAYS[what].strip()}`")
 
 
+@pytest.mark.sweep
 def test_a_tools_failure_ends_the_run_where_it_is_the_episodes(start, calling):
     run = start(*calling("hang"), *TOOL, "environments.on_tool_error=failure", config=TURNS)
     seconds, _, err = run.end(timeout=300)
@@ -220,7 +222,12 @@ def test_an_environment_that_hangs_in_the_worker_ends_the_run_when_it_stalls(sta
     line("hangs, in the worker", "environment", "`cluster.stall_timeout=5`", seconds, f"`{error[7:150]}`")
 
 
-@pytest.mark.parametrize("places", [("environments.processes=2",), ("environments.processes=2", "run.grace=5")])
+@pytest.mark.parametrize(
+    "places",
+    sampled(
+        [("environments.processes=2",), ("environments.processes=2", "run.grace=5")], ("environments.processes=2",)
+    ),
+)
 def test_ctrl_c_ends_a_run_whose_512_environments_wait_in_processes(start, noted, places):
     """One call is under way in each process; the others wait for theirs."""
     run = start(*of("NeverEnds", *MANY, *places), config=TURNS)
@@ -234,7 +241,10 @@ def test_ctrl_c_ends_a_run_whose_512_environments_wait_in_processes(start, noted
     line("Ctrl-C, 512 wait", "environment", "processes", seconds, f"`{said_of(err)[7:]}`")
 
 
-@pytest.mark.parametrize("agent", ["agent: {living}:notes_and_hangs", "command: [sh, -c, 'touch $NOTED; sleep 1000']"])
+LIVING = "agent: {living}:notes_and_hangs"
+
+
+@pytest.mark.parametrize("agent", sampled([LIVING, "command: [sh, -c, 'touch $NOTED; sleep 1000']"], LIVING))
 def test_ctrl_c_ends_a_run_whose_512_agents_wait(start, tmp_path, monkeypatch, agent):
     """As many coroutines as are open at once, or programs, of which 32 run on each worker."""
     config = tmp_path / "hangs.yaml"

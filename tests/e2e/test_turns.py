@@ -159,7 +159,7 @@ VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "run.steps=
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_with_vllm_rows_are_the_same_on_several_workers(train, workers):
     pytest.importorskip("vllm")
     one = train("one", *of("Delayed", *VLLM), "cluster.workers=1", "rollout.max_rows=5", config_file=TURNS)
