@@ -45,7 +45,7 @@ FAMILIES = ("qwen3", "qwen2", "qwen3_moe")
 class Trained:
     run: str
     logprobs: torch.Tensor
-    """Of all rows, by the ranks that trained."""
+    """Log-probs of all rows, by the ranks that trained."""
     weights: dict[str, torch.Tensor]
 
 
