@@ -123,8 +123,8 @@ class SglangConfig:
     """``rollout.sglang``: options that only SGLang reads."""
 
     mem_fraction_static: float | None = None
-    """Share of an accelerator's memory for weights and caches. None: what the other roles on it leave, as ``plan``
-    says, at most 0.9."""
+    """Share for weights and caches of the accelerator's memory that is free when SGLang starts. None: what the other
+    roles on it leave, as ``plan`` says, at most 0.9."""
     attention_backend: str | None = None
     """Kernels of attention, of those that are deterministic in SGLang. None: triton with ``model.dtype=float32``, else
     SGLang's own choice."""

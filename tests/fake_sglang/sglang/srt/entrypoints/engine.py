@@ -43,7 +43,7 @@ class Request:
 
 
 class Scheduler:
-    """What SGLang's scheduler process does: continuous batches, a cache of prompts, weights, and their memory."""
+    """Does what SGLang's scheduler process does: continuous batches, a cache of prompts, weights and their memory."""
 
     def __init__(self, args):
         self.args = args
