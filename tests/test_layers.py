@@ -40,6 +40,7 @@ ONLY_IN = {
     "PIL": ("images/", "tasks/", "testing/"),
     "transformers": ("models/", "images/", "rollout/", "environments/", "training/", "tasks/", "testing/"),
     "vllm": ("rollout/", "testing/"),
+    "sglang": ("rollout/sglang_engine/",),
     "torch.distributed": (
         "collectives.py",
         "worker/process_groups.py",
@@ -204,7 +205,7 @@ def test_the_planner_knows_no_config_and_no_engine(path):
 
 @pytest.mark.parametrize("module", ["siirl_dask", "siirl_dask.planner", "siirl_dask.config.file"])
 def test_an_import_is_light(module):
-    heavy = ("torch", "dask", "distributed", "transformers", "vllm")
+    heavy = ("torch", "dask", "distributed", "transformers", "vllm", "sglang")
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

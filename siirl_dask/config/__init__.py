@@ -21,6 +21,7 @@ from siirl_dask.config.rollout import (
     RewardsConfig,
     RolloutConfig,
     Sampler,
+    SglangConfig,
     VllmConfig,
     WeightSync,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "Schedule",
+    "SglangConfig",
     "StorageConfig",
     "TrainerConfig",
     "TransportMode",

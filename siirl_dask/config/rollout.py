@@ -15,6 +15,8 @@ class Engine(StrEnum):
 
     transformers = "transformers"
     vllm = "vllm"
+    sglang = "sglang"
+    """Never chosen by ``auto``."""
     auto = "auto"
     """vLLM if it is installed, else transformers."""
 
@@ -26,6 +28,8 @@ class Sampler(StrEnum):
     """Ours: a token depends on its row's seed, its position and its logits alone, in any batch and with any engine."""
     vllm = "vllm"
     """vLLM's own, with a generator for each row."""
+    sglang = "sglang"
+    """SGLang's own: a token depends on its row's seed, its place in the sequence and its logits."""
 
 
 class Dtype(StrEnum):
@@ -115,6 +119,33 @@ class VllmConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SglangConfig:
+    """``rollout.sglang``: options that only SGLang reads."""
+
+    mem_fraction_static: float | None = None
+    """Share for weights and caches of the accelerator's memory that is free when SGLang starts. None: what the other
+    roles on it leave, as ``plan`` says, at most 0.9."""
+    attention_backend: str | None = None
+    """Kernels of attention, of those that are deterministic in SGLang. None: triton with ``model.dtype=float32``, else
+    SGLang's own choice."""
+    disable_radix_cache: bool = False
+    """Read each prompt anew for every sample."""
+    sleep: bool = True
+    """Free the cache while other roles compute on the accelerator, and the weights where new ones follow before
+    anything else asks for them."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of ``sglang.Engine``, such as ``{chunked_prefill_size: 2048}``."""
+
+    def __post_init__(self) -> None:
+        share = self.mem_fraction_static
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(
+                f"rollout.sglang.mem_fraction_static={share}: expected more than 0 and less than 1; or null, for what "
+                "the other roles leave"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """``rollout``: sampling of responses, and the engine that generates them."""
 
@@ -129,7 +160,7 @@ class RolloutConfig:
     """Least probability of a token that may be drawn, as a share of the likeliest token's; 0: any."""
     sampler: Sampler = Sampler.exact
     """``exact``: a sample depends on its prompt, its seed and the weights alone, with any engine and any layout of the
-    run. ``vllm``: vLLM's own sampler, with a seed for each row."""
+    run. ``vllm``: vLLM's own sampler, with a seed for each row. ``sglang``: SGLang's own, which its engine needs."""
     max_response_length: int = 256
     """Longest response, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -170,6 +201,8 @@ class RolloutConfig:
     """Number of consecutive workers of the role that form one vLLM engine, each with a slice of the model."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Options that only vLLM reads."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    """Options that only SGLang reads."""
 
     @property
     def n_and_greedy(self) -> int:
@@ -216,6 +249,7 @@ class RolloutConfig:
                 f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
                 "all rows together, so that there are none to take over; leave work_stealing out, or give false"
             )
+        self._check_sglang()
         if self.engine is not Engine.transformers:
             return
         if size > 1:
@@ -233,6 +267,39 @@ class RolloutConfig:
                 f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and rollout.engine is "
                 "transformers; leave them out or take rollout.engine=vllm"
             )
+
+    def _check_sglang(self) -> None:
+        """Raise ConfigError for SGLang's options with another engine, and for what its engine cannot do."""
+        used = self.engine is Engine.sglang
+        if not used and self.sampler is Sampler.sglang:
+            raise ConfigError(
+                f"rollout.sampler=sglang: it is part of SGLang, and rollout.engine is {self.engine}; take "
+                "rollout.sampler=exact or rollout.engine=sglang"
+            )
+        if not used and self.sglang != SglangConfig():
+            raise ConfigError(
+                f"rollout.sglang={self.sglang}: only SGLang reads this, and rollout.engine is {self.engine}; leave it "
+                "out or take rollout.engine=sglang"
+            )
+        if not used:
+            return
+        refused = {
+            f"sampler={self.sampler}": self.sampler is not Sampler.sglang
+            and "SGLang draws tokens with a sampler of its own alone; give rollout.sampler=sglang",
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
+            and "an SGLang engine is on one worker here; leave it at 1, or take rollout.engine=vllm",
+            "router_replay=true": self.router_replay
+            and "no routes are recorded in SGLang here; leave it out, or take another engine",
+            f"min_p={self.min_p}": self.min_p > 0
+            and "SGLang's sampler does not take it together with seeds; leave it at 0, or take another engine",
+            f"top_k=1 and rollout.temperature={self.temperature}": self.top_k == 1
+            and self.temperature != 1
+            and "SGLang tells log-probs of temperature 1 there; give rollout.temperature=1, or another top_k",
+            f"vllm={self.vllm}": self.vllm != VllmConfig() and "SGLang does not read vLLM's options; leave them out",
+        }
+        for option, reason in refused.items():
+            if reason:
+                raise ConfigError(f"rollout.engine=sglang with rollout.{option}: {reason}")
 
     def _check_replay(self) -> None:
         refused = {

@@ -128,7 +128,7 @@ async def _prepare_processes() -> None:
 
 def _settings_of_any(config: Config) -> dict[str, object]:
     """Return Dask's settings for any cluster that a run starts."""
-    engine_environment = {} if config.rollout.engine is Engine.transformers else ENVIRONMENT
+    engine_environment = ENVIRONMENT if config.rollout.engine in (Engine.auto, Engine.vllm) else {}
     return {
         **{key: ours for key, (default, ours) in _PROFILE.items() if dask.config.get(key) == default},
         "distributed.nanny.pre-spawn-environ": {

@@ -25,7 +25,7 @@ from siirl_dask.rollout.engine import (
     Tokenizer,
     WeightStream,
 )
-from siirl_dask.rollout.preflight import check_engine, choose_engine, engine_groups
+from siirl_dask.rollout.preflight import check_engine, check_no_images_of_sglang, choose_engine, engine_groups
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.shared_engine import AdaptableEngine
@@ -88,7 +88,13 @@ def _build(
     model = local_model(model, device)
     _check_stop_tokens(model, rollout)
     processor = load_processor(model.path, images)
-    if choose_engine(rollout.engine) is Engine.vllm:
+    chosen = choose_engine(rollout.engine)
+    if chosen is Engine.sglang:
+        check_no_images_of_sglang(images)
+        from siirl_dask.rollout.sglang_engine.engine import SglangEngine  # imports torch and transformers
+
+        return SglangEngine(model, rollout, device)
+    if chosen is Engine.vllm:
         try:
             from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
         except (ImportError, OSError) as error:

@@ -7,10 +7,10 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from siirl_dask.config import Dtype, LoraConfig, RolloutConfig, Sampler, parse_bytes
+from siirl_dask.config import Dtype, Engine, LoraConfig, RolloutConfig, Sampler, parse_bytes
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint, Remedy
@@ -22,6 +22,7 @@ _LOGITS = 4  # bytes of a logit
 _CHUNK = {True: 4 * 2**20, False: 256 * 2**20}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
 _CHUNK_COPIES = 2  # of a chunk's logits: probabilities, and half as much for their sums, or a mask
 _VLLM_COPIES = 4  # log-probs, probabilities, noise, and their quotient
+_SGLANG_COPIES = 7  # probabilities, log-probs, hashes, and noise and its sum with log-probs in float64
 _GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
@@ -84,14 +85,16 @@ def sampler_chunk(*, on_cpu: bool) -> int:
 def _sampler(engine: EngineOnWorkers) -> int:
     """Return the bytes of all rows' logits in float32, and what drawing from them takes."""
     logits = _LOGITS * engine.rows * engine.architecture.vocabulary
-    if engine.rollout.sampler is Sampler.vllm:
-        return logits * (1 + _VLLM_COPIES)
+    if (copies := {Sampler.vllm: _VLLM_COPIES, Sampler.sglang: _SGLANG_COPIES}.get(engine.rollout.sampler)) is not None:
+        return logits * (1 + copies)
     return logits + _CHUNK_COPIES * min(logits, sampler_chunk(on_cpu=False))
 
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
     size, rollout = _BYTES[engine.dtype] * engine.size.total, engine.rollout
     sampler = {"sampler": _sampler(engine)}
+    if rollout.engine is Engine.sglang:
+        return _of_sglang(engine, size, sampler)
     if not engine.vllm:
         cache = {"keys and values": engine.rows * engine.longest * engine.token_bytes}
         return Footprint(held={"weights": size}, working={**cache, **sampler}, loading=size)
@@ -121,6 +124,19 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
         fills=None if given else CACHE,
         least=blocks * engine.token_bytes,
         share=None if given else share,
+    )
+
+
+def _of_sglang(engine: EngineOnWorkers, size: int, sampler: Mapping[str, int]) -> Footprint:
+    """Return the memory of an engine that keeps weights on the device unless others follow, and no copy of them."""
+    options, least = engine.rollout.sglang, engine.longest * engine.token_bytes
+    return Footprint(
+        held={"weights": size, CACHE: least, "graphs": _GRAPHS},
+        working=sampler,
+        leaves=(CACHE,) if options.sleep else (),
+        fills=CACHE,
+        least=least,
+        share=options.mem_fraction_static,
     )
 
 

@@ -43,7 +43,12 @@ _LISTED_ENGINES = 4  # the rest is only counted
 
 
 def choose_engine(engine: Engine) -> Engine:
-    """Return ``engine``, or for ``auto`` one that is installed here. ConfigError for vLLM where it is not installed."""
+    """Return ``engine``, or for ``auto`` one that is installed here. ConfigError for vLLM and SGLang where they are not
+    installed.
+    """
+    if engine is Engine.sglang:
+        _check_sglang_is_installed()
+        return engine
     installed = find_spec("vllm") is not None
     if engine is Engine.vllm and not installed:
         raise ConfigError(
@@ -57,6 +62,23 @@ def choose_engine(engine: Engine) -> Engine:
     chosen = Engine.vllm if installed else Engine.transformers
     logger.info("rollout.engine=auto takes %s: vLLM is %sinstalled", chosen, "" if installed else "not ")
     return chosen
+
+
+def _check_sglang_is_installed() -> None:
+    if find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.engine=sglang: SGLang is not installed; install it as docs/engines.md#sglang says, or take "
+            "rollout.engine=vllm or transformers"
+        )
+
+
+def check_no_images_of_sglang(images: ImagesConfig | None) -> None:
+    """Raise ConfigError for prompts with images, which the engine of SGLang does not take."""
+    if images is not None and images.used:
+        raise ConfigError(
+            f"rollout.engine=sglang with {images.source}: images are not passed to SGLang here; take "
+            "rollout.engine=vllm or transformers"
+        )
 
 
 def check_plugins_of_vllm() -> None:
@@ -83,14 +105,17 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     one's role counts the engine.
 
     PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError when it does not divide the
-    model, if that is on this machine, for a model that does not see the images that there are, and for options of vLLM
-    where ``auto`` takes transformers.
+    model, if that is on this machine, for a model that does not see the images that there are, for options of vLLM
+    where ``auto`` takes transformers, and for SGLang where it is not installed.
     """
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
     _check_images(options.get("images"), config.images, model.path)
     if rollout.router_replay:
         read_routing(model.path)
+    if rollout.engine is Engine.sglang:
+        choose_engine(rollout.engine)
+        check_no_images_of_sglang(options.get("images"))
     uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
     if not uses_vllm:
         _check_no_vllm_options(rollout)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
+from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import WEIGHT, A, B
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
@@ -37,6 +38,8 @@ class EngineTests(WeightStreamTests):
 
     tolerance = 1e-4
     """Largest difference of log-probs from a plain forward pass in float32."""
+    takes_min_p = True
+    """Whether the engine knows ``Sampling.min_p``; one that does not must refuse it."""
 
     @classmethod
     def make_engine(cls, folder: Path) -> RolloutEngine:
@@ -120,7 +123,7 @@ class EngineTests(WeightStreamTests):
             Sampling(max_tokens=6, temperature=0.7),
             Sampling(max_tokens=6, temperature=_SHARP, top_k=5),
             Sampling(max_tokens=6, temperature=_SHARP, top_p=0.5),
-            Sampling(max_tokens=6, temperature=_SHARP, min_p=0.5),
+            *([Sampling(max_tokens=6, temperature=_SHARP, min_p=0.5)] if self.takes_min_p else []),
         ):
             prompts = _prompts(6)
             samples = engine.generate(prompts, list(range(6)), sampling)
@@ -137,10 +140,18 @@ class EngineTests(WeightStreamTests):
         for sampling, count in (
             (Sampling(max_tokens=1, temperature=_SHARP, top_k=3), 3),
             (Sampling(max_tokens=1, temperature=_SHARP, top_p=0.5), nucleus),
-            (Sampling(max_tokens=1, temperature=_SHARP, min_p=0.5), near),
+            *([(Sampling(max_tokens=1, temperature=_SHARP, min_p=0.5), near)] if self.takes_min_p else []),
         ):
             samples = engine.generate([prompt] * 200, list(range(200)), sampling)
             assert {sample.token_ids[0] for sample in samples} <= set(likeliest.indices[:count].tolist())
+
+    def test_min_p_is_taken_or_refused(self, engine: RolloutEngine) -> None:
+        sampling = Sampling(max_tokens=1, min_p=0.5)
+        if self.takes_min_p:
+            assert engine.generate([[5, 6]], [1], sampling)
+            return
+        with pytest.raises(ConfigError, match=r"min_p=0\.5"):
+            engine.generate([[5, 6]], [1], sampling)
 
     def test_a_sample_ends_at_its_end_token_or_at_the_limit(
         self, engine: RolloutEngine, model: PreTrainedModel

@@ -190,6 +190,12 @@ def script(tmp_path, text):
     return str(path)
 
 
+def test_sglang_is_asked_for_by_name_since_its_sampler_is_not_exact(config_of, tmp_path):
+    config, done = config_of(script(tmp_path, f"{CALL} actor_rollout_ref.rollout.name=sglang\n"))
+    assert config.rollout.engine == "auto"
+    assert "sglang draws tokens with a sampler of its own; auto stands in" in done.report
+
+
 def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_for(config_of, tmp_path, monkeypatch):
     path = script(tmp_path, f"A=${{A:-7}}\n{CALL} algorithm.adv_estimator=grpo data.train_batch_size=$((A * 2)) \\\n"
                   " actor_rollout_ref.actor.ppo_mini_batch_size=$A actor_rollout_ref.model.path=$MODEL/x \\\n"

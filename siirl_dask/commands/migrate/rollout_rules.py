@@ -25,7 +25,10 @@ def set_rollout(draft: Draft, workers: int) -> None:
     """Set the engine and its sampling."""
     name = draft.text(f"{_R}.name", "vllm")
     engine = _ENGINES.get(name, name)
-    if engine in [*Engine]:
+    if engine == Engine.sglang:
+        draft.lose(f"{_R}.name", "rollout.engine=sglang has no rollout.sampler=exact: choose both by hand")
+        draft.open_questions.append("rollout.engine: sglang draws tokens with a sampler of its own; auto stands in")
+    elif engine in [*Engine]:
         draft.set("rollout.engine", engine, f"{_R}.name")
     else:
         draft.lose(f"{_R}.name", f"there is no engine {name!r}: {', '.join(Engine)}")

@@ -32,8 +32,8 @@ from siirl_dask.rollout.engine import (
     check_prompts,
     serve_all,
 )
+from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine import process as vllm_process
-from siirl_dask.rollout.vllm_engine.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 

@@ -1,4 +1,4 @@
-"""Reads what vLLM's engine must know of a model's folder before vLLM loads it."""
+"""Reads what an engine with loaders of its own must know of a model's folder before it loads it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Runs SGLang as a rollout engine beside a worker's process. Nothing here imports SGLang before an engine is built."""

@@ -1,0 +1,223 @@
+"""Generates with SGLang, in processes that it starts beside this one: written against its Engine of release 0.5.23."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count, groupby
+from typing import Any
+
+from torch import Tensor
+
+from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
+from siirl_dask.devices import accelerator
+from siirl_dask.errors import ConfigError, RunError, SiirlError
+from siirl_dask.models.experts import each_expert
+from siirl_dask.rollout.base_weights import Adapters, BaseWeights
+from siirl_dask.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    RequestQueue,
+    Sampling,
+    Tokenizer,
+    check_no_images,
+    check_prompts,
+    serve_all,
+)
+from siirl_dask.rollout.model_folder import read_model_folder
+from siirl_dask.rollout.sglang_engine.process import Ending, as_parent, load_sglang
+from siirl_dask.rollout.sglang_engine.requests import read_generation, sampling_params
+from siirl_dask.rollout.sglang_engine.settings import given_options, server_arguments
+from siirl_dask.rollout.sglang_engine.sleeping import Sleep
+
+_LAYER = re.compile(r".*?\.\d+\.")
+_LOOK_AGAIN = 0.05  # seconds until the queue is asked again for rows, while others are generated
+_PATIENCE = 10.0  # seconds for SGLang to end what is under way
+Running = dict["asyncio.Task[Generation]", tuple[Any, GenerationRequest]]
+
+
+class SglangEngine(HoldsNoGroups):
+    """A RolloutEngine over ``sglang.Engine``. ConfigError when SGLang cannot run the model in ``model.path``."""
+
+    processor = None
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, device: Device) -> None:
+        folder = read_model_folder(model.path)
+        if folder.sees_images:
+            raise ConfigError(
+                f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang does not take here; "
+                "take rollout.engine=vllm or transformers"
+            )
+        self.tokenizer: Tokenizer = folder.tokenizer
+        self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
+        self._base = BaseWeights(model.path, self._parameters)
+        self.fit_adapters = self._base.fit
+        self._progress, self._max_rows = device.progress, rollout.max_rows
+        with device.stage("SGLang loads the weights"):
+            self._engine, ending = _start(model, rollout, device)
+        self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
+        self.context_length: int | None = int(self._engine.get_server_info()["max_req_input_len"])
+        able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
+        self._sleep = Sleep(self._engine, partial(accelerator.free_cache, device.kind), able=able)
+        self._numbers = count()
+        self._broken = False
+        self.version = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """Return one response per prompt, in order.
+
+        ValueError for a prompt without tokens, ConfigError for one that leaves no room for ``max_tokens``, and for
+        sampling that SGLang cannot do.
+        """
+        return serve_all(self, prompts, seeds, sampling)
+
+    def serve(self, queue: RequestQueue) -> None:
+        """Generate until the queue is empty. A row that is done makes room for the next at once."""
+        if self._broken:
+            raise RunError("SGLang failed to load weights before; this engine cannot be used any more")
+        self._sleep.end()
+        self._engine.loop.run_until_complete(self._serve(queue))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter, a layer at a time, and forget what was read of prompts.
+
+        ValueError, before anything changes, if the names or shapes do not fit; RunError when SGLang fails half way.
+        """
+        if self._broken:
+            raise RunError("SGLang failed to load weights before; this engine cannot be used any more")
+        weights = self._parameters.fit(tensors, version)
+        self._sleep.wake_weights()
+        self._broken = True
+        try:
+            self._replace(weights)
+        except SiirlError:
+            raise
+        except Exception as error:  # SGLang raises anything
+            raise RunError(f"SGLang could not load the weights of version {version}: {error}") from error
+        self._broken = False
+        self.version = version
+
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
+        self.use_adapters(self.fit_adapters(tensors, scaling, version))
+
+    def use_adapters(self, given: Adapters, agent: str = "") -> None:
+        """Generate from now on with ``given``: whose they are does not matter."""
+        self.load_weights(self._base.merged(given), given.version)
+
+    def sleep(self, *, weights_follow: bool = False) -> None:
+        """Free the cache, and the weights if others follow. Does nothing on a CPU, nor with
+        ``rollout.sglang.sleep=false``.
+        """
+        self._sleep.begin(weights_follow=weights_follow)
+
+    def leave_groups(self) -> bool:
+        """Return whether the engine can go on: not with half of its weights."""
+        return not self._broken
+
+    def close(self) -> None:
+        """End SGLang's processes; the engine cannot be used any more."""
+        self._finish()
+
+    async def _serve(self, queue: RequestQueue) -> None:
+        running: Running = {}
+        try:
+            while True:
+                self._admit(queue, running)
+                if not running:
+                    return
+                done, _ = await asyncio.wait(running, timeout=_LOOK_AGAIN, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    ticket, _ = running.pop(task)
+                    queue.complete(ticket, task.result())
+        finally:
+            await self._abort(running)
+
+    def _admit(self, queue: RequestQueue, running: Running) -> None:
+        """Pass SGLang as many requests as there is room for."""
+        room = self._max_rows - len(running)
+        for ticket, request in queue.next(room, wait=not running) if room else ():
+            check_no_images([request])
+            self._check_room(request)
+            params = sampling_params(request, self._end_tokens)
+            task = asyncio.ensure_future(self._generate(str(next(self._numbers)), request, params))
+            running[task] = ticket, request
+
+    async def _generate(self, name: str, request: GenerationRequest, params: dict[str, Any]) -> Generation:
+        """Return the response of one request, and report progress as it grows."""
+        reports = await self._engine.async_generate(
+            input_ids=list(request.prompt), sampling_params=params, return_logprob=True, stream=True, rid=name
+        )
+        whole: Mapping[str, Any] = {}
+        async for report in reports:  # each has all tokens so far
+            whole = report
+            self._progress()
+        return read_generation(whole, request, self.version)
+
+    async def _abort(self, running: Running) -> None:
+        """End what is under way, after an error: SGLang does nothing else before it is idle."""
+        if not running:
+            return
+        self._engine.tokenizer_manager.abort_request(abort_all=True)
+        _, stuck = await asyncio.wait(running, timeout=_PATIENCE)
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)  # the error that ended the others is the one to tell
+
+    def _check_room(self, request: GenerationRequest) -> None:
+        """Raise ConfigError for a request whose prompt and response may be longer than the cache."""
+        check_prompts([request.prompt])
+        length, max_tokens = len(request.prompt), request.sampling.max_tokens
+        if self.context_length is not None and length + max_tokens > self.context_length:
+            raise ConfigError(
+                f"rollout.max_response_length={max_tokens}: with a prompt of {length} tokens more than the "
+                f"{self.context_length} that SGLang has room for; lower it or data.max_prompt_length, or give more "
+                "rollout.sglang.mem_fraction_static if the model can take more"
+            )
+
+    def _replace(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Hand SGLang all weights, and have it forget what others have made."""
+        self._demand(self._engine.begin_weight_update())
+        for layer in _by_layer(each_expert(weights)):
+            self._demand(self._engine.update_weights_from_tensor(named_tensors=layer, flush_cache=False))
+            self._progress()
+        self._demand(self._engine.end_weight_update())
+        if not self._sleep.cache_is_gone:
+            flushed = self._engine.flush_cache()
+            self._demand((flushed.success, flushed.message))
+
+    def _demand(self, answer: tuple[bool, str]) -> None:
+        success, message = answer
+        if not success:
+            raise RunError(f"SGLang could not load weights: {message}")
+
+
+def _by_layer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the weights of one layer after the other; those outside of layers each alone."""
+
+    def layer(weight: tuple[str, Tensor]) -> str:
+        found = _LAYER.match(weight[0])
+        return found.group() if found else weight[0]
+
+    for _, group in groupby(weights, layer):
+        # SGLang's pickle moves a tensor of the host into shared memory, and the sender's must stay where it is.
+        yield [(name, tensor.detach().clone() if tensor.is_cpu else tensor.detach()) for name, tensor in group]
+
+
+def _start(model: ModelConfig, rollout: RolloutConfig, device: Device) -> tuple[Any, Ending]:
+    """Build SGLang's engine, and what ends it. ConfigError, naming the options, when it cannot run."""
+    module, arguments = load_sglang()
+    settings = server_arguments(model, rollout, device, arguments.DETERMINISTIC_ATTENTION_BACKEND_CHOICES)
+    try:
+        with as_parent():
+            engine = module.Engine(**settings)
+    except Exception as error:  # SGLang raises anything from TypeError to RuntimeError
+        raise ConfigError(
+            f"model.path={model.path!r}: SGLang cannot run it with {given_options(rollout)}: {error}; change what does "
+            "not fit or take another rollout.engine"
+        ) from error
+    return engine, Ending(engine, module)
