@@ -53,17 +53,16 @@ def measure(model: str, layout: Layout, rows: int, tokens: int, rank: Rank) -> d
     own = random_rows(lengths, range(rank.rank * rows // rank.size, (rank.rank + 1) * rows // rank.size))
     logprobs = trainer.logprobs(own).logprobs
     batch = TrainBatch(rows=own, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(own))
-    moved, seconds = [], []
-    loss = 0.0
+    losses, moved, seconds = [], [], []
     for _ in range(_UPDATES):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this update
         dist.barrier(rank.side_group)
         sent, began = loopback(), time.perf_counter()
-        loss = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))["loss"]
+        losses.append(trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))["loss"])
         dist.barrier(rank.side_group)
         moved.append(loopback() - sent)
         seconds.append(time.perf_counter() - began)
-    return {"loss": float(loss), "peak": peak() - before, "moved": median(moved[1:]), "seconds": median(seconds[1:])}
+    return {"loss": losses[0], "peak": peak() - before, "moved": median(moved[1:]), "seconds": median(seconds[1:])}
 
 
 def resident() -> int:

@@ -5,7 +5,7 @@
 A model of 26 million parameters learns from the same rows in float32, on ranks with a torch thread each that share
 nothing but a loopback device of their own (a network namespace), whose counter tells the bytes of all of them. A rank's
 memory is the most that its process has had during an update, above what it had before it built its policy. Before a
-layout counts, its loss must be that of a single process, within 1e-5.
+layout counts, the loss of its first update must be that of a single process, within 1e-5.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class MegatronConfig:
 
     sequence_parallel: bool = False
     """Let each of the ``tensor_parallel`` ranks of a stage have a part of the tokens between attention and MLP, not all
-    of them: norms and what layers hand on take less memory, for as many bytes sent."""
+    of them: norms and what layers hand on take less memory, for more bytes sent."""
     distributed_optimizer: bool = False
     """Let each replica hold the optimizer's state of a part of the parameters, step these, and give them to the others
     (ZeRO, arXiv:1910.02054, stage 1)."""
