@@ -18,7 +18,7 @@ from siirl_dask.devices.accelerator import bind, visible_devices
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 from siirl_dask.worker.process_groups import backend_of
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=180)  # some ranks wait while others compute alone, on a machine that may be busy
 
 
 def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path, kind: DeviceKind = DeviceKind.CPU) -> list[Any]:

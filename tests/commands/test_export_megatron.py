@@ -26,7 +26,7 @@ from tests.conftest import digits_overrides
 from tests.training.dividing import advance, config_of, copied, own_rows
 from tests.training.roles import policy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
 ROWS = random_rows(LENGTHS)
 CASES = {  # model, ranks, keys of trainer.megatron

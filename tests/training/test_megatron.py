@@ -18,7 +18,7 @@ from tests.settings import trainer_config
 from tests.training.dividing import SETTINGS, advance, assert_learned, config_of, copied, learn, own_rows, resumed
 from tests.training.roles import critic, policy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
 CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "1 x 1, 2 replicas": (1, 1, 2, "tied", {}),
