@@ -171,7 +171,7 @@ def _pack(rows: Sequence[tuple[int, Mapping[str, RaggedColumn]]], columns: Seque
     frames: list[Frame] = []
     for name in columns:
         parts = [_row_bytes(values[name]) for _, values in rows]
-        frames.append(memoryview(np.concatenate(parts)))
+        frames.append(np.concatenate(parts).data)
     header = {"rows": pack_ints(np.array([row for row, _ in rows], np.int64))}
     return Reply(header | {"lengths": [pack_ints(lengths[name]) for name in columns]}, frames)
 
