@@ -2,7 +2,7 @@
 
     python benchmarks/layouts.py [--rows 16] [--tokens 128] [--out PAGE.md]
 
-A model of 26 million parameters learns from the same rows in float32, on ranks with a torch thread each that share
+A model of 25 million parameters learns from the same rows in float32, on ranks with a torch thread each that share
 nothing but a loopback device of their own (a network namespace), whose counter tells the bytes of all of them. A rank's
 memory is the most that its process has had during an update, above what it had before it built its policy. Before a
 layout counts, the loss of its first update must be that of a single process, within 1e-5.
@@ -26,6 +26,7 @@ import torch
 
 from generation import endless_model
 from layout_rank import Layout, measure
+from sections import replace_section
 from siirl_dask.config import Backend
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.testing.ranks import run_ranks
@@ -53,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128, help="of a row's response; its prompt has 16")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="page whose section is replaced")
     given = parser.parse_args()
     if _APART not in os.environ:
         apart = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -76,7 +77,7 @@ def main() -> None:
     text = report(parameters, given.rows, given.tokens, lines)
     print(text)
     if given.out:
-        given.out.write_text(text)
+        replace_section(given.out, text)
 
 
 def line_of(layout: Layout, seen: Sequence[dict[str, Any]]) -> str:
@@ -89,20 +90,16 @@ def line_of(layout: Layout, seen: Sequence[dict[str, Any]]) -> str:
 def report(parameters: int, rows: int, tokens: int, lines: Sequence[str]) -> str:
     return "\n".join(
         [
-            "# Layouts of a trainer",
+            "## Memory, bytes and seconds",
             "",
             f"`python benchmarks/layouts.py --rows {rows} --tokens {tokens}` on {date.today():%d %B %Y}, "
             f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch "
-            f"{torch.__version__}.",
-            "",
-            *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(),
-            "",
-            f"{parameters / 1e6:.1f} million parameters; an update of {rows} rows of 16 + {tokens} tokens.",
+            f"{torch.__version__}. {parameters / 1e6:.1f} million parameters; an update of {rows} rows of "
+            f"16 + {tokens} tokens.",
             "",
             "| ranks | backend | layout | MiB of the largest rank | MB that a rank sends | seconds of an update |",
             "|---|---|---|---:|---:|---:|",
             *lines,
-            "",
         ]
     )
 

@@ -9,22 +9,12 @@ from siirl_dask.config.checks import parse_bytes
 from siirl_dask.config.cluster import Affinity, ClusterConfig, DevicePreference
 from siirl_dask.config.data import DataConfig, DataSource, Durability, StorageConfig, TransportMode
 from siirl_dask.config.endpoint import EndpointConfig
+from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig, ProfileLevel
-from siirl_dask.config.rollout import (
-    Dtype,
-    Engine,
-    ModelConfig,
-    PromptPlacement,
-    RewardsConfig,
-    RolloutConfig,
-    Sampler,
-    SglangConfig,
-    VllmConfig,
-    WeightSync,
-)
+from siirl_dask.config.rollout import Dtype, ModelConfig, PromptPlacement, RewardsConfig, RolloutConfig, WeightSync
 from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
     AlgorithmConfig,
@@ -78,6 +68,7 @@ __all__ = [
     "ValidationConfig",
     "VllmConfig",
     "WeightSync",
+    "changed_options",
     "parse_bytes",
 ]
 

@@ -1,35 +1,13 @@
-"""Config groups of generation: the model, sampling, engines and rewards."""
+"""Config groups of generation: the model, sampling and rewards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
+from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
 from siirl_dask.errors import ConfigError
-
-
-class Engine(StrEnum):
-    """Engine that generates; see docs/engines.md."""
-
-    transformers = "transformers"
-    vllm = "vllm"
-    sglang = "sglang"
-    """Never chosen by ``auto``."""
-    auto = "auto"
-    """vLLM if it is installed, else transformers."""
-
-
-class Sampler(StrEnum):
-    """Code that draws tokens; see docs/engines.md."""
-
-    exact = "exact"
-    """Ours: a token depends on its row's seed, its position and its logits alone, in any batch and with any engine."""
-    vllm = "vllm"
-    """vLLM's own, with a generator for each row."""
-    sglang = "sglang"
-    """SGLang's own: a token depends on its row's seed, its place in the sequence and its logits."""
 
 
 class Dtype(StrEnum):
@@ -69,80 +47,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.path = absolute(self.path)
-
-
-@dataclass(kw_only=True, slots=True)
-class VllmConfig:
-    """``rollout.vllm``: options that only vLLM reads."""
-
-    gpu_memory_utilization: float | None = None
-    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given. None: what the
-    other roles on it leave, as ``plan`` says, at most 0.9."""
-    kv_cache_memory: str | None = None
-    """Size of a worker's cache of keys and values, such as ``4GiB``. None: 1GiB on a CPU."""
-    max_num_seqs: int | None = None
-    """Most rows in an engine's batch. None: ``rollout.max_rows`` for each of its workers."""
-    max_num_batched_tokens: int | None = None
-    """Most tokens in an engine's batch. None: vLLM's own choice."""
-    enforce_eager: bool | None = None
-    """Run without compiled graphs. None: on a CPU only."""
-    enable_prefix_caching: bool = True
-    """Read a prompt once for all its samples."""
-    sleep_level: int = 2
-    """Memory that the engine frees on an accelerator while other roles compute on it. 0: none. 1: the cache, and the
-    weights move to the host's memory. 2: the same, but weights are forgotten where new ones follow in the same step,
-    before anything else asks for them."""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
-
-    def __post_init__(self) -> None:
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ConfigError(
-                f"rollout.vllm.gpu_memory_utilization={share}: expected more than 0, at most 1; or null, for what the "
-                "other roles leave"
-            )
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if (count := getattr(self, name)) is not None:
-                at_least("rollout.vllm", 1, **{name: count})
-        if self.sleep_level not in (0, 1, 2):
-            raise ConfigError(f"rollout.vllm.sleep_level={self.sleep_level}: expected 0, 1 or 2")
-        cache = self.kv_cache_memory
-        if cache is not None and parse_bytes("rollout.vllm.kv_cache_memory", cache) < 2**20:
-            raise ConfigError(f"rollout.vllm.kv_cache_memory={cache!r}: expected at least 1MiB")
-        if "tensor_parallel_size" in self.engine_kwargs:
-            size = self.engine_kwargs["tensor_parallel_size"]
-            raise ConfigError(
-                f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine are the run's; "
-                f"give rollout.tensor_parallel_size={size} instead"
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class SglangConfig:
-    """``rollout.sglang``: options that only SGLang reads."""
-
-    mem_fraction_static: float | None = None
-    """Share for weights and caches of the accelerator's memory that is free when SGLang starts. None: what the other
-    roles on it leave, as ``plan`` says, at most 0.9."""
-    attention_backend: str | None = None
-    """Kernels of attention, of those that are deterministic in SGLang. None: triton with ``model.dtype=float32``, else
-    SGLang's own choice."""
-    disable_radix_cache: bool = False
-    """Read each prompt anew for every sample."""
-    sleep: bool = True
-    """Free the cache while other roles compute on the accelerator, and the weights where new ones follow before
-    anything else asks for them."""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of ``sglang.Engine``, such as ``{chunked_prefill_size: 2048}``."""
-
-    def __post_init__(self) -> None:
-        share = self.mem_fraction_static
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(
-                f"rollout.sglang.mem_fraction_static={share}: expected more than 0 and less than 1; or null, for what "
-                "the other roles leave"
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -276,10 +180,12 @@ class RolloutConfig:
                 f"rollout.sampler=sglang: it is part of SGLang, and rollout.engine is {self.engine}; take "
                 "rollout.sampler=exact or rollout.engine=sglang"
             )
-        if not used and self.sglang != SglangConfig():
+        others = changed_options("rollout.vllm", self.vllm) if used else changed_options("rollout.sglang", self.sglang)
+        if others:
+            shown, reader = ", ".join(f"{name}={value}" for name, value in others.items()), "vLLM" if used else "SGLang"
             raise ConfigError(
-                f"rollout.sglang={self.sglang}: only SGLang reads this, and rollout.engine is {self.engine}; leave it "
-                "out or take rollout.engine=sglang"
+                f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it out or take "
+                f"rollout.engine={reader.lower()}"
             )
         if not used:
             return
@@ -295,7 +201,6 @@ class RolloutConfig:
             f"top_k=1 and rollout.temperature={self.temperature}": self.top_k == 1
             and self.temperature != 1
             and "SGLang tells log-probs of temperature 1 there; give rollout.temperature=1, or another top_k",
-            f"vllm={self.vllm}": self.vllm != VllmConfig() and "SGLang does not read vLLM's options; leave them out",
         }
         for option, reason in refused.items():
             if reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,28 @@ class Adapters:
     """Adapters by the name of the weight that each changes, copies of their own."""
     scaling: float = 1.0
     version: int = 0
+
+
+class MergesAdapters(ABC):
+    """Takes adapters for an engine that has no layers for them: they are merged into the folder's weights."""
+
+    _base: BaseWeights
+
+    @abstractmethod
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter."""
+
+    def fit_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
+        """Return a copy of adapters. ValueError for those that do not fit."""
+        return self._base.fit(tensors, scaling, version)
+
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+        """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
+        self.use_adapters(self.fit_adapters(tensors, scaling, version))
+
+    def use_adapters(self, given: Adapters, agent: str = "") -> None:
+        """Generate from now on with ``given``: whose they are does not matter."""
+        self.load_weights(self._base.merged(given), given.version)
 
 
 class BaseWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +21,7 @@ from siirl_dask.config import (
     RolloutConfig,
     Sampler,
     ValidationConfig,
-    VllmConfig,
+    changed_options,
     parse_bytes,
 )
 from siirl_dask.config.agents import check_adapters
@@ -178,15 +178,13 @@ def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 
 def _check_no_vllm_options(rollout: RolloutConfig) -> None:
     """Raise ConfigError for an option that only vLLM reads, where ``auto`` falls back to transformers."""
-    default = VllmConfig()
-    values = {f.name: getattr(rollout.vllm, f.name) for f in fields(VllmConfig)}
-    options = {f"vllm.{name}": value for name, value in values.items() if value != getattr(default, name)}
+    options = changed_options("rollout.vllm", rollout.vllm)
     if rollout.tensor_parallel_size > 1:
-        options["tensor_parallel_size"] = rollout.tensor_parallel_size
+        options["rollout.tensor_parallel_size"] = rollout.tensor_parallel_size
     if rollout.sampler is Sampler.vllm:
-        options["sampler"] = rollout.sampler
+        options["rollout.sampler"] = rollout.sampler
     if rollout.engine is Engine.auto and options:
-        shown = ", ".join(f"rollout.{name}={value}" for name, value in options.items())
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ConfigError(
             f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not installed here; "
             "take rollout.engine=vllm if the workers have it, or leave this out"

@@ -21,7 +21,7 @@ from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
 from siirl_dask.models.routing import Routing
-from siirl_dask.rollout.base_weights import Adapters, BaseWeights
+from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -42,7 +42,7 @@ from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
 from siirl_dask.rollout.weight_loading import WeightLoader
 
 
-class TransformersEngine(HoldsNoGroups):
+class TransformersEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over a causal or image-text model of transformers, in batches of at most ``max_rows`` rows."""
 
     def __init__(
@@ -62,7 +62,6 @@ class TransformersEngine(HoldsNoGroups):
         self.tokenizer: Tokenizer = tokenizer
         self._parameters = WeightLoader(self._model)
         self._base = BaseWeights(model.path, self._parameters)
-        self.fit_adapters = self._base.fit
         self._device = device
         self._max_rows, self._progress = max_rows, progress
         self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
@@ -116,14 +115,6 @@ class TransformersEngine(HoldsNoGroups):
                 parameters[name].copy_(tensor)
                 self._progress()
         self.version = version
-
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
-        """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
-        self.use_adapters(self.fit_adapters(tensors, scaling, version))
-
-    def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Generate from now on with ``given``: whose they are does not matter."""
-        self.load_weights(self._base.merged(given), given.version)
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from siirl_dask.errors import PeerError
+from siirl_dask.errors import PeerError, RunError, SiirlError
 from siirl_dask.models.loading import class_of_config
 from siirl_dask.models.weight_names import renaming
 from siirl_dask.rollout.engine import WeightStream
+
+
+class Replacement:
+    """Knows whether an engine's weights are whole: a library that fails half way has some of either version."""
+
+    def __init__(self, library: str) -> None:
+        """``library`` is named in errors."""
+        self._library = library
+        self.broken = False
+
+    def check(self) -> None:
+        """Raise RunError where weights were left half replaced."""
+        if self.broken:
+            raise RunError(f"{self._library} failed to load weights before; this engine cannot be used any more")
+
+    @contextmanager
+    def to(self, version: int) -> Iterator[None]:
+        """Replace the weights inside the block. RunError for what the library raises; errors of whoever sends the
+        weights pass.
+        """
+        self.broken = True
+        try:
+            yield
+        except SiirlError:
+            raise
+        except Exception as error:  # such libraries raise anything
+            raise RunError(f"{self._library} could not load the weights of version {version}: {error}") from error
+        self.broken = False
 
 
 class WeightLoader:

@@ -8,7 +8,16 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import Architecture, read_architecture, shapes_by_config
 from siirl_dask.models.shapes import count_parameters, weight_shapes
 from siirl_dask.tasks.tiny_model import tiny_model
-from tests.models.configs import GPT2, KNOWN, LLAMA_3_1_8B, QWEN2_5_7B, QWEN3_8B, write_config
+from tests.models.configs import (
+    GPT2,
+    KNOWN,
+    LLAMA_3_1_8B,
+    MISTRAL_7B,
+    QWEN2_5_7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    write_config,
+)
 
 
 def by_transformers(config):
@@ -52,6 +61,15 @@ def test_qwen_7b_is_read_as_its_page_says(tmp_path):
         layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocabulary=152064
     )
     assert (found.queries, found.keys) == (3584, 512)
+
+
+def test_experts_are_as_wide_as_their_config_says_or_as_an_mlp_like_mixtrals(tmp_path):
+    own = read_architecture(str(write_config(tmp_path / "qwen", QWEN3_30B_A3B)))
+    assert (own.chosen, own.expert, own.inner) == (8, 768, 8 * 768)
+    like_mlp = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = read_architecture(str(write_config(tmp_path / "mixtral", like_mlp)))
+    assert (mixtral.chosen, mixtral.inner) == (2, 2 * 14336)
+    assert read_architecture(str(write_config(tmp_path / "mistral", MISTRAL_7B))).inner == 14336
 
 
 def test_other_families_are_asked_of_transformers(tmp_path):

@@ -19,8 +19,3 @@ def test_each_is_in_one_part_and_no_part_has_more_than_its_share_and_the_largest
     most = max(sum(sizes[name] for name in part) for part in divided)
     assert most <= sum(sizes.values()) / parts + max(sizes.values())
     assert all(divided) == (len(sizes) >= parts)
-
-
-@given(SIZES, st.integers(1, 12))
-def test_all_ranks_divide_alike(sizes, parts):
-    assert divide(dict(sizes), parts) == divide(sizes, parts)

@@ -15,9 +15,9 @@ from torch import Tensor
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
-from siirl_dask.errors import ConfigError, RunError, SiirlError
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.models.experts import each_expert
-from siirl_dask.rollout.base_weights import Adapters, BaseWeights
+from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
     Generation,
     GenerationRequest,
@@ -33,6 +33,7 @@ from siirl_dask.rollout.sglang_engine.process import Ending, as_parent, load_sgl
 from siirl_dask.rollout.sglang_engine.requests import read_generation, sampling_params
 from siirl_dask.rollout.sglang_engine.settings import given_options, server_arguments
 from siirl_dask.rollout.sglang_engine.sleeping import Sleep
+from siirl_dask.rollout.weight_loading import Replacement
 
 _LAYER = re.compile(r".*?\.\d+\.")
 _LOOK_AGAIN = 0.05  # seconds until the queue is asked again for rows, while others are generated
@@ -40,7 +41,7 @@ _PATIENCE = 10.0  # seconds for SGLang to end what is under way
 Running = dict["asyncio.Task[Generation]", tuple[Any, GenerationRequest]]
 
 
-class SglangEngine(HoldsNoGroups):
+class SglangEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over ``sglang.Engine``. ConfigError when SGLang cannot run the model in ``model.path``."""
 
     processor = None
@@ -55,7 +56,6 @@ class SglangEngine(HoldsNoGroups):
         self.tokenizer: Tokenizer = folder.tokenizer
         self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)
-        self.fit_adapters = self._base.fit
         self._progress, self._max_rows = device.progress, rollout.max_rows
         with device.stage("SGLang loads the weights"):
             self._engine, ending = _start(model, rollout, device)
@@ -64,7 +64,7 @@ class SglangEngine(HoldsNoGroups):
         able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
         self._sleep = Sleep(self._engine, partial(accelerator.free_cache, device.kind), able=able)
         self._numbers = count()
-        self._broken = False
+        self._replacement = Replacement("SGLang")
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -77,8 +77,7 @@ class SglangEngine(HoldsNoGroups):
 
     def serve(self, queue: RequestQueue) -> None:
         """Generate until the queue is empty. A row that is done makes room for the next at once."""
-        if self._broken:
-            raise RunError("SGLang failed to load weights before; this engine cannot be used any more")
+        self._replacement.check()
         self._sleep.end()
         self._engine.loop.run_until_complete(self._serve(queue))
 
@@ -87,27 +86,12 @@ class SglangEngine(HoldsNoGroups):
 
         ValueError, before anything changes, if the names or shapes do not fit; RunError when SGLang fails half way.
         """
-        if self._broken:
-            raise RunError("SGLang failed to load weights before; this engine cannot be used any more")
+        self._replacement.check()
         weights = self._parameters.fit(tensors, version)
         self._sleep.wake_weights()
-        self._broken = True
-        try:
+        with self._replacement.to(version):
             self._replace(weights)
-        except SiirlError:
-            raise
-        except Exception as error:  # SGLang raises anything
-            raise RunError(f"SGLang could not load the weights of version {version}: {error}") from error
-        self._broken = False
         self.version = version
-
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
-        """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
-        self.use_adapters(self.fit_adapters(tensors, scaling, version))
-
-    def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Generate from now on with ``given``: whose they are does not matter."""
-        self.load_weights(self._base.merged(given), given.version)
 
     def sleep(self, *, weights_follow: bool = False) -> None:
         """Free the cache, and the weights if others follow. Does nothing on a CPU, nor with
@@ -117,7 +101,7 @@ class SglangEngine(HoldsNoGroups):
 
     def leave_groups(self) -> bool:
         """Return whether the engine can go on: not with half of its weights."""
-        return not self._broken
+        return not self._replacement.broken
 
     def close(self) -> None:
         """End SGLang's processes; the engine cannot be used any more."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from math import floor
 from typing import Any
 
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, SglangConfig
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, SglangConfig, changed_options
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.sglang_engine.process import WRITTEN_FOR, release
@@ -58,10 +57,8 @@ def server_arguments(
 
 def given_options(rollout: RolloutConfig) -> str:
     """Return the options that differ from the defaults, by the names of the configuration, for error messages."""
-    default = SglangConfig()
-    found = {field.name: getattr(rollout.sglang, field.name) for field in fields(SglangConfig)}
-    options = [f"rollout.sglang.{name}={value}" for name, value in found.items() if value != getattr(default, name)]
-    return ", ".join([f"rollout.max_rows={rollout.max_rows}", *options])
+    options = {"rollout.max_rows": rollout.max_rows, **changed_options("rollout.sglang", rollout.sglang)}
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _check_own(given: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

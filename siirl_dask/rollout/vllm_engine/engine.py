@@ -17,11 +17,11 @@ from torch import Tensor
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
-from siirl_dask.errors import ConfigError, RunError, SiirlError
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.experts import each_expert
 from siirl_dask.models.routing import needed_routing
-from siirl_dask.rollout.base_weights import Adapters, BaseWeights
+from siirl_dask.rollout.base_weights import Adapters, BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
     FinishReason,
     Generation,
@@ -36,6 +36,7 @@ from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.rollout.weight_loading import Replacement
 
 vllm_process.prepare()
 
@@ -54,7 +55,7 @@ from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_p
 logger = logging.getLogger("siirl_dask.rollout")
 
 
-class VllmEngine(HoldsNoGroups):
+class VllmEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``.
 
     With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each method alike, each with
@@ -82,7 +83,6 @@ class VllmEngine(HoldsNoGroups):
         settings = llm_arguments(model, rollout, device, self._ranks, lora, of_images, len(agents) or 1)
         self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)
-        self.fit_adapters = self._base.fit
         self.tokenizer: Tokenizer = folder.tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
@@ -102,7 +102,7 @@ class VllmEngine(HoldsNoGroups):
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
         self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind)
         self._slots = Slots(agents)
-        self._broken = False
+        self._replacement = Replacement("vLLM")
         self.version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
@@ -137,36 +137,25 @@ class VllmEngine(HoldsNoGroups):
 
         ValueError, before anything changes, if the names or shapes do not fit; RunError when vLLM fails half way.
         """
-        if self._broken:
-            raise RunError("vLLM failed to load weights before; this engine cannot be used any more")
+        self._replacement.check()
         weights = self._parameters.fit(tensors, version)
         self._sleep.wake_weights()
-        self._broken = True
-        with self._eager(), vllm_process.untouched():
-            try:
+        with self._replacement.to(version):
+            with self._eager(), vllm_process.untouched():
                 self._llm.collective_rpc(reload_weights, kwargs={"weights_iterator": each_expert(weights)})
                 if self._on_cpu:
                     self._llm.apply_model(_pack)
-            except SiirlError:
-                raise  # the sender of the weights failed, not vLLM
-            except Exception as error:
-                raise RunError(f"vLLM could not load the weights of version {version}: {error}") from error
-        self._forget_prompts()
-        self._sleep.loaded()
-        self._broken, self._slots.chosen = False, None
+            self._forget_prompts()
+            self._sleep.loaded()
+        self._slots.chosen = None
         self.version = version
 
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
-        """Compute with new adapters, in vLLM's own layers where it has them; else merge them into the folder's weights.
-
-        ValueError, before anything changes, for adapters that do not fit; other errors as ``load_weights``.
-        """
-        self.use_adapters(self.fit_adapters(tensors, scaling, version))
-
     def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Compute with ``given``, those of ``agent``, from now on; errors as ``load_weights``."""
+        """Compute with ``given``, those of ``agent``, from now on, in vLLM's own layers where it has them; errors as
+        ``load_weights``.
+        """
         if not self._has_layers:
-            self.load_weights(self._base.merged(given), given.version)
+            super().use_adapters(given, agent)
             return
         if not self._slots.has(agent, given):
             self._sleep.wake_weights()
@@ -188,7 +177,7 @@ class VllmEngine(HoldsNoGroups):
 
     def leave_groups(self) -> bool:
         """Return whether the engine can go on: not if it is one of several ranks, nor with half of its weights."""
-        return self._ranks.size == 1 and not self._broken
+        return self._ranks.size == 1 and not self._replacement.broken
 
     def close(self) -> None:
         """Free the weights and the KV cache; the engine cannot be used any more."""

@@ -10,7 +10,7 @@ from typing import Any
 from vllm import EngineArgs
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, VllmConfig, parse_bytes
+from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, changed_options, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -118,17 +118,13 @@ def _own_cache(device: Device) -> int | None:
 
 def given_options(rollout: RolloutConfig, device: Device) -> str:
     """Return the options that differ from the defaults, by the names of the configuration, for error messages."""
-    shared = [name for name in _SHARED if _differs(rollout, RolloutConfig(), name)]
-    options = {f"rollout.{name}": getattr(rollout, name) for name in shared}
-    names = [field.name for field in fields(VllmConfig) if _differs(rollout.vllm, VllmConfig(), field.name)]
-    options |= {f"rollout.vllm.{name}": getattr(rollout.vllm, name) for name in names}
+    default = RolloutConfig()
+    given = {name: getattr(rollout, name) for name in _SHARED}
+    options = {f"rollout.{name}": value for name, value in given.items() if value != getattr(default, name)}
+    options |= changed_options("rollout.vllm", rollout.vllm)
     if device.kind is DeviceKind.CPU:
         options = {"rollout.vllm.kv_cache_memory": CPU_CACHE, **options}
     return ", ".join(f"{name}={value}" for name, value in options.items()) or "its defaults"
-
-
-def _differs(config: object, default: object, name: str) -> bool:
-    return bool(getattr(config, name) != getattr(default, name))
 
 
 def _executor(index: int, ranks: EngineRanks) -> type[ExecutorWithExternalLauncher]:
