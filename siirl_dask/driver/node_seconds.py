@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from siirl_dask.config import Backend, Config, Dtype, Engine, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Backend, Config, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
-from siirl_dask.rollout import choose_engine
 from siirl_dask.rollout.adapter_choice import takes_layers
+from siirl_dask.rollout.preflight import takes_vllm
 from siirl_dask.schema import (
     MINIBATCH,
     OLD_LOGPROBS,
@@ -161,7 +161,7 @@ class NodeSeconds:
         one: ModelConfig = options.get("model", self.config.model)
         if PARAMETER_DATA in node.contract.reads:
             rollout: RolloutConfig = options.get("rollout", self.config.rollout)
-            vllm = choose_engine(rollout.engine) is Engine.vllm
+            vllm = takes_vllm(rollout.engine)
             if not vllm or not takes_layers(one.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
                 return everything
         adapters = count_adapters(one.path, replace(self.config.trainer, lora=lora))
@@ -271,7 +271,7 @@ def _with_collectives(compute: float, moved: float, *, hidden: bool = True) -> f
 
 def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
     """Return the seconds of the slowest engine, in which a row takes the place of one that has ended."""
-    vllm = choose_engine(rollout.engine) is Engine.vllm
+    vllm = takes_vllm(rollout.engine)
     ranks = rollout.tensor_parallel_size
     rows = _rows(config) / (model.workers / ranks)
     slots = min(rows, _slots(model, rollout, speed, lengths))

@@ -64,6 +64,11 @@ def choose_engine(engine: Engine) -> Engine:
     return chosen
 
 
+def takes_vllm(engine: Engine) -> bool:
+    """Return whether vLLM generates: where it is named the workers may have it, whatever is installed here."""
+    return engine is Engine.vllm or (engine is Engine.auto and choose_engine(engine) is Engine.vllm)
+
+
 def _check_sglang_is_installed() -> None:
     if find_spec("sglang") is None:
         raise ConfigError(
@@ -105,8 +110,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     one's role counts the engine.
 
     PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError when it does not divide the
-    model, if that is on this machine, for a model that does not see the images that there are, for options of vLLM
-    where ``auto`` takes transformers, and for SGLang where it is not installed.
+    model, if that is on this machine, for a model that does not see the images that there are, and for options of vLLM
+    where ``auto`` takes transformers.
     """
     model: ModelConfig = options.get("model", config.model)
     rollout: RolloutConfig = options.get("rollout", config.rollout)
@@ -114,9 +119,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     if rollout.router_replay:
         read_routing(model.path)
     if rollout.engine is Engine.sglang:
-        choose_engine(rollout.engine)
         check_no_images_of_sglang(options.get("images"))
-    uses_vllm = rollout.engine is Engine.vllm or choose_engine(rollout.engine) is Engine.vllm
+    uses_vllm = takes_vllm(rollout.engine)
     if not uses_vllm:
         _check_no_vllm_options(rollout)
     if rollout.sampler is Sampler.vllm:

@@ -1,5 +1,7 @@
 """``siirl-dask export`` of a model that sees images: transformers loads model and processor."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from peft import PeftModel
@@ -53,6 +55,7 @@ def run(request, base, digits_task, tmp_path):
     return url, trainer
 
 
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' own processors need torchvision")
 @pytest.mark.parametrize("run", KINDS, indirect=True)
 def test_the_exported_folder_has_the_trainers_weights_and_processes_images_as_before(run, base, tmp_path):
     url, trainer = run

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ def fresh(model, **settings):
     return ImageProcessor.load(str(model), ImagesConfig(column="images", **settings))
 
 
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' own processors need torchvision")
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_pixels_and_ids_are_those_of_the_models_own_processor(tiny_folders, family):
     folder = tiny_folders[family]
