@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,15 @@ def _compare(machine: LabMachine, links: Mapping[str, Link], link: str, layout: 
     parts = {part: (run.node(node), step[part].seconds(raw, run.slowdown)) for part, node in _PARTS.items()}
     shares = {"on_links": 1 - computing / whole, "slowdown": run.slowdown, "load": run.load}
     return Compared(link, layout, run.mean, whole, undisturbed, **shares, parts=parts)
+
+
+def averaged(runs: Sequence[Compared]) -> Compared:
+    """Return the means of runs of one layout over one link."""
+    numbers = ("measured", "predicted", "undisturbed", "on_links", "slowdown", "load")
+    found = {name: mean(getattr(run, name) for run in runs) for name in numbers}
+    pairs = {part: [run.parts[part] for run in runs] for part in runs[0].parts}
+    parts = {part: (mean(one for one, _ in each), mean(two for _, two in each)) for part, each in pairs.items()}
+    return Compared(runs[0].link, runs[0].layout, **found, parts=parts)
 
 
 def mean_step(machine: LabMachine, layout: Layout) -> Step:
