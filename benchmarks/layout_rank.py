@@ -27,6 +27,7 @@ class Layout:
     backend: Backend = Backend.megatron
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     tokens: bool = False
     """Whether ranks that split a layer split its tokens as well."""
     divided: bool = False
@@ -37,6 +38,7 @@ class Layout:
         megatron = MegatronConfig(
             tensor_parallel=self.tensor,
             pipeline_parallel=self.pipeline,
+            context_parallel=self.context,
             sequence_parallel=self.tokens,
             distributed_optimizer=self.divided,
         )

@@ -41,10 +41,13 @@ LAYOUTS = (
     Layout("tensor 2", 2, tensor=2),
     Layout("tensor 2, tokens split", 2, tensor=2, tokens=True),
     Layout("stages 2", 2, pipeline=2),
+    Layout("context 2", 2, context=2),
     Layout("fsdp", 4, Backend.fsdp),
     Layout("tensor 4", 4, tensor=4),
     Layout("tensor 2, stages 2", 4, tensor=2, pipeline=2),
     Layout("stages 4", 4, pipeline=4),
+    Layout("context 4", 4, context=4),
+    Layout("tensor 2, context 2", 4, tensor=2, context=2),
     Layout("tensor 2, two replicas", 4, tensor=2),
     Layout("tensor 2, two replicas, state divided", 4, tensor=2, divided=True),
 )

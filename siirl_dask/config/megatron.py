@@ -13,14 +13,18 @@ class MegatronConfig:
     """``trainer.megatron``: options of the backend megatron."""
 
     tensor_parallel: int = 1
-    """Ranks that share each layer, and the vocabulary; a divisor of the model's key heads. Together with
-    ``pipeline_parallel`` ranks it makes a replica of the model, whose ranks are a divisor of the role's."""
+    """Ranks that share each layer, and the vocabulary; a divisor of the model's key heads. Times ``pipeline_parallel``
+    and ``context_parallel`` it makes the ranks of a replica of the model, a divisor of the role's."""
     pipeline_parallel: int = 1
     """Stages, each with as many layers, through which micro-batches pass one after the other (1F1B); a divisor of the
     model's layers."""
+    context_parallel: int = 1
+    """Ranks that hold the same part of the model and have an equal part of each micro-batch's tokens each, of every
+    row's; a divisor of the heads that each has of ``tensor_parallel``."""
     expert_parallel: int | None = None
     """Ranks over which the experts of a mixture's layer are spread, neighbours among those of its stage in all
-    replicas; a divisor of the experts, and a divisor or a multiple of ``tensor_parallel``. None: as many as that."""
+    replicas; a divisor of the experts, and a divisor or a multiple of ``tensor_parallel`` times ``context_parallel``.
+    None: as many as ``tensor_parallel``."""
 
     sequence_parallel: bool = False
     """Let each of the ``tensor_parallel`` ranks of a stage have a part of the tokens between attention and MLP, not all
@@ -30,7 +34,8 @@ class MegatronConfig:
     (ZeRO, arXiv:1910.02054, stage 1)."""
 
     def __post_init__(self) -> None:
-        at_least("trainer.megatron", 1, tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel)
+        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        at_least("trainer.megatron", 1, **sizes, context_parallel=self.context_parallel)
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "trainer.megatron.sequence_parallel=true with trainer.megatron.tensor_parallel=1: there are no ranks "
@@ -39,15 +44,22 @@ class MegatronConfig:
         if self.expert_parallel is None:
             return
         at_least("trainer.megatron", 1, expert_parallel=self.expert_parallel)
-        if self.expert_parallel % self.tensor_parallel and self.tensor_parallel % self.expert_parallel:
+        of_stage = self.tensor_parallel * self.context_parallel
+        if self.expert_parallel % of_stage and of_stage % self.expert_parallel:
+            context = f" times context_parallel={self.context_parallel}" if self.context_parallel > 1 else ""
             raise ConfigError(
                 f"trainer.megatron.expert_parallel={self.expert_parallel}: expected a divisor or a multiple of "
-                f"trainer.megatron.tensor_parallel={self.tensor_parallel}"
+                f"trainer.megatron.tensor_parallel={self.tensor_parallel}{context}"
             )
 
     @property
     def ranks(self) -> int:
         """Ranks of a replica of the model."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def shards(self) -> int:
+        """Ranks of a replica over which its parameters are divided."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -58,7 +70,7 @@ class MegatronConfig:
     @property
     def linked_replicas(self) -> int:
         """Neighbouring replicas that run their micro-batches together, because their ranks share experts."""
-        return max(1, self.experts_over // self.tensor_parallel)
+        return max(1, self.experts_over // (self.tensor_parallel * self.context_parallel))
 
     @property
     def needs_megatron(self) -> list[str]:
@@ -66,6 +78,7 @@ class MegatronConfig:
         options = {
             "tensor_parallel": self.tensor_parallel,
             "pipeline_parallel": self.pipeline_parallel,
+            "context_parallel": self.context_parallel,
             "expert_parallel": self.expert_parallel or 1,
         }
         given = [f"trainer.megatron.{name}={value}" for name, value in options.items() if value > 1]

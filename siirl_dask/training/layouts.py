@@ -47,10 +47,11 @@ def check_megatron(trainer: TrainerConfig, path: str, workers: int) -> None:
 def check_ranks(megatron: MegatronConfig, workers: int) -> None:
     """Check that replicas, and the ranks that share experts, divide a role's workers. ConfigError if they do not."""
     if workers % megatron.ranks:
+        context = f"context_parallel={megatron.context_parallel}, " if megatron.context_parallel > 1 else ""
         raise ConfigError(
-            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel} and "
-            f"trainer.megatron.pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, "
-            f"expected a divisor of the role's {workers} workers"
+            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
+            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, expected a divisor "
+            f"of the role's {workers} workers"
         )
     of_stage = workers // megatron.pipeline_parallel
     if of_stage % megatron.experts_over:

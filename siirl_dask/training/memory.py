@@ -94,7 +94,7 @@ def ranks_of_replica(trainer: TrainerConfig, workers: int) -> int:
         case Backend.fsdp:
             return trainer.fsdp.shard_size or workers
         case Backend.megatron:
-            return trainer.megatron.ranks
+            return trainer.megatron.shards
 
 
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:

@@ -109,7 +109,8 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
         linked = {"trainer.megatron.expert_parallel": megatron.ranks * megatron.linked_replicas}
         return {
             "trainer.megatron.tensor_parallel": megatron.tensor_parallel,
-            "trainer.megatron.tensor_parallel x pipeline_parallel": megatron.ranks,
+            "trainer.megatron.tensor_parallel x context_parallel": megatron.tensor_parallel * megatron.context_parallel,
+            "trainer.megatron.tensor_parallel x context_parallel x pipeline_parallel": megatron.ranks,
         } | (linked if megatron.linked_replicas > 1 else {})
     if trainer.backend is not Backend.fsdp:
         return {}
@@ -195,8 +196,9 @@ def _passes(
     most = -(-rows // workers) * longest
 
     def tokens(trainer: TrainerConfig) -> int:
-        row = -(-longest // trainer.fsdp.sequence_parallel)  # whose ranks share the tokens of a row
-        rows = max(most * trainer.fsdp.tensor_parallel * trainer.megatron.ranks, row)  # all compute the rows of each
+        megatron = trainer.megatron
+        row = -(-longest // (trainer.fsdp.sequence_parallel * megatron.context_parallel))  # ranks share a row's tokens
+        rows = max(most * trainer.fsdp.tensor_parallel * megatron.shards, row)  # all compute the rows of each
         return min(max(trainer.max_tokens_per_micro_batch, row), rows)
 
     def adapters(trainer: TrainerConfig) -> int:
@@ -259,7 +261,7 @@ def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
     megatron as if each rank had as many as the one with most.
     """
     if trainer.backend is Backend.megatron:
-        return trainer.megatron.ranks * on_one_rank(size, trainer.megatron)
+        return trainer.megatron.shards * on_one_rank(size, trainer.megatron)
     return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
 
 

@@ -11,6 +11,7 @@ APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], ref
 CASES = {  # family of the model, options
     "tensor": ("qwen3", ["trainer.megatron.tensor_parallel=2"]),
     "stages": ("qwen3", ["trainer.megatron.pipeline_parallel=2"]),
+    "context": ("qwen3", ["trainer.megatron.context_parallel=2"]),
     "experts": ("qwen3_moe", ["trainer.megatron.expert_parallel=2"]),
 }
 

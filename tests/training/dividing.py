@@ -18,11 +18,20 @@ SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro
 
 
 def config_of(
-    tensor, pipeline, dtype=None, backend=Backend.megatron, experts=None, tokens=False, divided=False, **settings
+    tensor,
+    pipeline,
+    dtype=None,
+    backend=Backend.megatron,
+    context=1,
+    experts=None,
+    tokens=False,
+    divided=False,
+    **settings,
 ):
     megatron = MegatronConfig(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
+        context_parallel=context,
         expert_parallel=experts,
         sequence_parallel=tokens,
         distributed_optimizer=divided,

@@ -35,9 +35,22 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "2 replicas, state divided": (1, 1, 2, "tied", {"divided": True}),
     "2 x 1, 2 replicas, state divided": (2, 1, 4, "untied", {"divided": True}),
     "1 x 2, 2 replicas, state divided": (1, 2, 4, "tied", {"divided": True}),
+    "context 2": (1, 1, 2, "tied", {"context": 2}),
+    "context 4": (1, 1, 4, "tied", {"context": 4}),
+    "2 x 1, context 2": (2, 1, 4, "untied", {"context": 2}),
+    "2 x 1, context 2, tokens split": (2, 1, 4, "tied", {"context": 2, "tokens": True}),
+    "1 x 2, context 2": (1, 2, 4, "tied", {"context": 2, "gradient_checkpointing": True}),
+    "context 2, 2 replicas, state divided": (1, 1, 4, "untied", {"context": 2, "divided": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
 }
+CRITICS = {
+    "critic": (2, 2, {}),
+    "critic, tokens split": (2, 2, {"tokens": True}),
+    "critic, context 2": (1, 2, {"context": 2}),
+}
+PAIRS = ("2 x 1", "context 2")
+"""Layouts of two ranks: each computes all tokens, and half of them."""
 EXACT = [name for name in CASES if name not in ("2 x 2, bfloat16", "fsdp")]
 MOVES = (
     ("2 x 2", "1 x 2"),
@@ -48,6 +61,8 @@ MOVES = (
     ("1 x 2, 2 replicas, state divided", "2 x 1"),
     ("2 x 1", "1 x 2, 2 replicas, state divided"),
     ("2 replicas, state divided", "fsdp"),
+    ("1 x 2, context 2", "2 x 1"),
+    ("2 x 2", "context 2"),
 )
 
 
@@ -92,12 +107,23 @@ def in_each_rank(folders, root, world):
             )  # fmt: skip
             results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
-    for name, tokens in {"critic": False, "critic, tokens split": True}.items():
-        values = critic(folders["tied"], config_of(2, 2, tokens=tokens), Rank(world.rank, 4, world.group))
+    for name, (tensor, pipeline, settings) in CRITICS.items():
+        values = critic(folders["tied"], config_of(tensor, pipeline, **settings), Rank(world.rank, 4, world.group))
         results[name] = learn_values(values, world)
-    results["skipped"] = skipped(*trained["2 x 2"])
+    results["tokens"] = {name: tokens_of_a_pass(*trained[name]) for name in PAIRS if name in trained}
+    results["skipped"] = {name: skipped(*trained[name]) for name in ("2 x 2", "2 x 1, context 2")}
     results["resumed"] = resumed(trained, MOVES, root)
     return results
+
+
+def tokens_of_a_pass(trainer, rank):
+    """Return the tokens that this rank's first layer computes of all rows."""
+    seen = []
+    layer = trainer._replica.stage.decoder.layers[0]
+    hook = layer.register_forward_hook(lambda _, given, output: seen.append(len(output[0])))
+    trainer.logprobs(own_rows(rank, LENGTHS))
+    hook.remove()
+    return sum(seen)
 
 
 def learn_values(critic, rank):
@@ -136,6 +162,14 @@ def test_a_rank_holds_its_part_of_weights_and_moments(seen, alone):
         assert sum(held) < 1.1 * whole + embeddings
 
 
+def test_ranks_that_share_tokens_compute_an_equal_part_each(seen):
+    whole, part = ([seen[rank]["tokens"][name] for rank in range(2)] for name in PAIRS)
+    tokens = sum(map(sum, LENGTHS))
+    assert whole == [tokens] * 2
+    assert part[0] == part[1]
+    assert tokens <= 2 * part[0] <= tokens + len(LENGTHS), "a micro-batch is filled up by one token at most"
+
+
 @pytest.mark.parametrize("name", ["1 x 1, 2 replicas", "2 x 1, 2 replicas", "1 x 2, 2 replicas"])
 def test_replicas_that_divide_the_state_hold_it_once_and_give_the_same_to_the_bit(name, seen):
     size, divided = CASES[name][2], f"{name.removeprefix('1 x 1, ')}, state divided"
@@ -168,7 +202,7 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(seen, alone):
         assert_close(result["logprobs"], seen[rank]["2 x 2"]["logprobs"], atol=0.07, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["critic", "critic, tokens split"])
+@pytest.mark.parametrize("name", CRITICS)
 def test_a_divided_critic_learns_like_a_single_process(name, seen, alone):
     expected = alone["critic"]
     for rank in range(4):
@@ -180,8 +214,10 @@ def test_a_divided_critic_learns_like_a_single_process(name, seen, alone):
     assert_close(torch.cat([seen[rank][name]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0)
 
 
-def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(seen):
-    rows = [seen[rank]["skipped"][1] for rank in range(4)]
+@pytest.mark.parametrize("name", ["2 x 2", "2 x 1, context 2"])
+def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(name, seen):
+    found = [seen[rank]["skipped"][name] for rank in range(4)]
+    rows = [at for _, at, _ in found]
     assert rows[0] == rows[2] == rows[3] == {}
     assert set(rows[1]) == {"advantages", "loss"}
-    assert all(seen[rank]["skipped"][0] == 1 and seen[rank]["skipped"][2] for rank in range(4))
+    assert all(steps == 1 and same for steps, _, same in found)

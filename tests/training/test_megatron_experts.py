@@ -39,6 +39,10 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "2 x 1, tokens split, over 2 replicas": (2, 1, 4, 4, "some", {"tokens": True}),
     "over 2 of 4 replicas, state divided": (1, 1, 2, 4, "all", {"divided": True}),
     "2 x 1, 2 replicas, state divided": (2, 1, None, 4, "all", {"divided": True}),
+    "context 2, experts whole": (1, 1, 1, 2, "some", {"context": 2}),
+    "context 2, over its ranks": (1, 1, 2, 2, "all", {"context": 2}),
+    "context 2, over 2 replicas": (1, 1, 4, 4, "all", {"context": 2, "divided": True}),
+    "2 x 1, context 2, over a replica": (2, 1, 4, 4, "some", {"context": 2, "gradient_checkpointing": True}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
 }
@@ -50,6 +54,7 @@ MOVES = (
     ("fsdp", "2 x 1, over 2 replicas"),
     ("over 2 of 4 replicas, state divided", "1 x 2"),
     ("1 x 2", "over 2 of 4 replicas, state divided"),
+    ("context 2, over 2 replicas", "over 2 replicas"),
 )
 
 
@@ -97,8 +102,10 @@ def in_each_rank(folders, root, world):
             trained[name] = trainer, rank
     results["skipped"] = {
         name: skipped(*trained[name])
-        for name in ("over 4 replicas", "2 x 1, over 2 replicas", "1 x 2, over 2 replicas")
-    }
+        for name in (
+            "over 4 replicas", "2 x 1, over 2 replicas", "1 x 2, over 2 replicas", "context 2, over 2 replicas",
+        )
+    }  # fmt: skip
     results["resumed"] = resumed(trained, MOVES, root)
     return results
 

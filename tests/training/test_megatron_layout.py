@@ -34,10 +34,11 @@ def there(monkeypatch):
     monkeypatch.setattr(layouts, "find_spec", lambda name: name)
 
 
-def megatron(tensor=1, pipeline=1, experts=None, divided=False, **settings):
+def megatron(tensor=1, pipeline=1, experts=None, context=1, divided=False, **settings):
     parallel = MegatronConfig(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=experts, distributed_optimizer=divided
-    )
+        tensor_parallel=tensor, pipeline_parallel=pipeline, context_parallel=context, expert_parallel=experts,
+        distributed_optimizer=divided,
+    )  # fmt: skip
     return TrainerConfig(backend=Backend.megatron, megatron=parallel, **settings)
 
 
@@ -64,6 +65,8 @@ def test_a_missing_package_is_named_with_its_extra(digits_config, monkeypatch):
     [
         ({"tensor": 2, "pipeline": 2}, r"a replica has 4 ranks, expected a divisor of the role's 6 workers"),
         ({"tensor": 3}, r"tensor_parallel=3: expected a divisor of num_attention_heads=4"),
+        ({"tensor": 2, "context": 2}, r"context_parallel=2, .* a replica has 4 ranks, expected a divisor"),
+        ({"context": 3}, r"context_parallel=3: expected a divisor of the 4 heads that each of tensor_parallel=1 has"),
         ({"pipeline": 3}, r"pipeline_parallel=3: expected a divisor of num_hidden_layers=2"),
     ],
 )
@@ -104,6 +107,8 @@ def test_a_model_without_experts_spreads_none(digits_config, there):
 def test_experts_over_part_of_the_tensor_ranks_and_others_are_refused():
     with pytest.raises(ConfigError, match=r"expert_parallel=3: expected a divisor or .*tensor_parallel=2"):
         MegatronConfig(tensor_parallel=2, expert_parallel=3)
+    with pytest.raises(ConfigError, match=r"expert_parallel=6: .*tensor_parallel=2 times context_parallel=2"):
+        MegatronConfig(tensor_parallel=2, context_parallel=2, expert_parallel=6)
 
 
 def test_images_are_refused(digits_config, there):
@@ -207,6 +212,26 @@ def test_split_tokens_keep_a_part_of_norms_and_layer_inputs(digits_config, tmp_p
         norms = 2 * (4 + 4 + 4) * 64 if checkpointing else 0  # of the layer that is computed again
         tokens = next(int(part.split()[2]) for part in footprint.working if part.startswith("activations of"))
         assert working[0] - working[1] == tokens * (4 * each + norms) // 2
+
+
+def test_ranks_that_share_tokens_are_planned_with_a_part_of_a_long_row_and_all_parameters(
+    digits_config, tmp_path, there
+):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
+    digits_config.rollout.max_response_length = 4096
+    workers = ["w0", "w1", "w2", "w3"]
+    costs = [
+        check_trainer({"trainer": megatron(context=context, max_tokens_per_micro_batch=32)}, workers, digits_config)
+        for context in (1, 4)
+    ]
+    held, shared = (cost.device.held for cost in costs)
+    assert held == shared
+    assert costs[0].memory == costs[1].memory
+    whole, part = (
+        int(next(each for each in cost.device.working if each.startswith("activations")).split()[2].replace(",", ""))
+        for cost in costs
+    )
+    assert part == -(-whole // 4)
 
 
 def test_a_run_with_megatron_is_planned(digits_task, tmp_path, there):

@@ -120,8 +120,9 @@ MEGATRON = (
            "*.megatron.vanilla_mbridge *.megatron.use_remove_padding *.megatron.param_dtype *.megatron.pad_*",
            "rows are packed, and weights are read from the model's own folder"),
     none("*.megatron.virtual_pipeline_model_parallel_size", "a stage has one run of layers (1F1B)"),
-    none("*.megatron.context_parallel_size *.megatron.dynamic_context_parallel", "take trainer.backend=fsdp "
-         "with trainer.fsdp.sequence_parallel, where workers share the tokens of a row"),
+    rule("actor_rollout_ref.actor.megatron.context_parallel_size critic.megatron.context_parallel_size",
+         "trainer.megatron.context_parallel, critic.megatron.context_parallel"),
+    none("*.megatron.dynamic_context_parallel", "workers share the tokens of every micro-batch, or of none"),
     rule("actor_rollout_ref.actor.megatron.expert_model_parallel_size critic.megatron.expert_model_parallel_size "
          "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size critic.megatron.expert_tensor_parallel_size",
          "trainer.megatron.expert_parallel, critic.megatron.expert_parallel",

@@ -68,7 +68,12 @@ def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
 def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
     """Set Megatron's layout."""
     prefix = f"{theirs}.megatron"
-    for option, key in {"tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline"}.items():
+    sizes = {
+        "tensor_model_parallel_size": "tensor",
+        "pipeline_model_parallel_size": "pipeline",
+        "context_parallel_size": "context",
+    }
+    for option, key in sizes.items():
         if (ranks := int(draft.number(f"{prefix}.{option}", 1))) > 1:
             draft.set(f"{ours}.megatron.{key}_parallel", ranks, f"{prefix}.{option}")
         draft.hold(f"{prefix}.{option}", "the default here")

@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from siirl_dask.context import Rank
 from siirl_dask.training.model.attention import packed_attention
 from siirl_dask.training.packing import Packing
+from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,25 @@ class CoreRows:
     packing: Packing
     tokens: int
     """Tokens of the rows; those after them only fill up the parts of ranks."""
+    context: Rank | None = None
+    """This rank among those that have a part of the tokens each; None where each has all."""
+
+    def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give megatron-core's heads the shape for attention: the rows' tokens alone, and of a rank that has a part of
+        them all, of a part of the heads. [T, 1, H, D], [T, 1, H_kv, D] twice -> [1, H', N, D], [1, H_kv', N, D] twice.
+        """
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        if self.context is not None:
+            q, k, v = to_heads(q, k, v, self.context)
+        return q[:, :, : self.tokens], k[:, :, : self.tokens], v[:, :, : self.tokens]
+
+    def scatter(self, output: Tensor, query: Tensor) -> Tensor:
+        """Return attention's output for the tokens of ``query``. [N, H', D], [T, 1, H, D] -> [T, 1, H * D]."""
+        ranks = 1 if self.context is None else self.context.size
+        output = pad(output, (0, 0, 0, 0, 0, len(query) * ranks - self.tokens))
+        if self.context is not None:
+            output = to_tokens(output, self.context)
+        return output.flatten(1)[:, None].contiguous()
 
 
 class PackedCoreAttention(nn.Module):
@@ -40,6 +61,5 @@ class PackedCoreAttention(nn.Module):
     ) -> Tensor:
         """Attend within each packed row. [T, 1, H, D], [T, 1, H_kv, D] twice -> [T, 1, H * D]."""
         rows = attention_mask
-        q, k, v = (each[: rows.tokens].permute(1, 2, 0, 3) for each in (query, key, value))
-        output, _ = packed_attention(self, q, k, v, None, packing=rows.packing)
-        return pad(output.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, len(query) - rows.tokens)).contiguous()
+        output, _ = packed_attention(self, *rows.gather(query, key, value), None, packing=rows.packing)
+        return rows.scatter(output[0], query)

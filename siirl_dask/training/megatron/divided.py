@@ -1,4 +1,4 @@
-"""Divides a stage's parameters among its replicas: each steps its own, and gives them to the others.
+"""Divides a stage's parameters among the ranks that hold them: each steps its own, and gives them to the others.
 
 This is stage 1 of ZeRO (arXiv:1910.02054): the optimizer's state is held once, not once for each replica. Parameters
 stay whole, so that a checkpoint has each under its own name, whoever stepped it.
@@ -24,16 +24,17 @@ class DividedParameters:
     """The parameters of a stage, each of which one of the ranks that hold it steps."""
 
     def __init__(self, weights: StageWeights, grid: Grid) -> None:
-        """ConfigError, by its key, where there are more replicas than parameters."""
+        """ConfigError, by its key, where more ranks than there are parameters hold them."""
         names = list(weights.parameters)
         shared, experts = names[: len(names) - weights.experts], names[len(names) - weights.experts :]
-        if len(shared) < grid.replicas:
+        if len(shared) < grid.holders:
             raise ConfigError(
                 f"trainer.megatron.distributed_optimizer=true: a stage has {len(shared)} parameters for its "
-                f"{grid.replicas} replicas, expected at least as many; leave it out, or give a stage more layers"
+                f"{grid.holders} copies, expected at least as many; leave it out, or give a stage more layers"
             )
         self._sizes = {name: each.numel() for name, each in weights.parameters.items()}
-        self._divided = [self._divide(part, group) for part, group in ((shared, grid.dp), (experts, grid.edp)) if part]
+        groups = ((shared, grid.held_by), (experts, grid.edp))
+        self._divided = [self._divide(names, group) for names, group in groups if names]
 
     @property
     def own(self) -> set[str]:

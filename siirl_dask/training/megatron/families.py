@@ -122,6 +122,12 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
             raise ConfigError(
                 f"trainer.megatron.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}"
             )
+    context, heads = megatron.context_parallel, sizes.heads // tensor
+    if heads % context:
+        raise ConfigError(
+            f"trainer.megatron.context_parallel={context}: expected a divisor of the {heads} heads that each of "
+            f"tensor_parallel={tensor} has of num_attention_heads={sizes.heads} of {path!r}"
+        )
     if sizes.layers % pipeline:
         raise ConfigError(
             f"trainer.megatron.pipeline_parallel={pipeline}: expected a divisor of num_hidden_layers={sizes.layers} "

@@ -38,10 +38,8 @@ class MegatronLearner(Learner):
         """``waiting()`` is entered for what waits for other ranks."""
         grid = self._grid = replica.grid
         self._weights = replica.weights
-        self._of_replica = range(grid.tensor * grid.pipeline)
         self._own: Sequence[slice] = ()
-        alone = len(self._of_replica) * grid.linked == 1
-        shards = None if alone else self._of_replica
+        shards = None if grid.ranks * grid.linked == 1 else range(grid.ranks)
         self._divided = DividedParameters(self._weights, grid) if config.megatron.distributed_optimizer else None
         super().__init__(
             self._weights.parameters,
@@ -103,7 +101,7 @@ class MegatronLearner(Learner):
                     dist.all_reduce(gradient, group=grid.tp)
                 if name == shared:
                     dist.all_reduce(gradient, group=grid.ends)
-            self._gradients.reduce(self._group, self._shared)
+            self._gradients.reduce(grid.held_by, self._shared)
             self._gradients.reduce(grid.edp, self._of_experts)
             return sqrt(sum(grid.gather_linked(self._squares())))
 
@@ -127,7 +125,7 @@ class MegatronLearner(Learner):
         """Return whether this rank counts a parameter that is not one of experts."""
         grid, weights = self._grid, self._weights
         return (
-            grid.replica % grid.linked == 0
+            grid.replica % grid.linked == grid.of_tokens == 0
             and (grid.part == 0 or weights.is_shared(parameter))
             and (grid.first or parameter != weights.shared_at_ends)
         )

@@ -19,10 +19,10 @@ def stepped_on_one_rank(size: ModelSize, megatron: MegatronConfig, ranks: int) -
     """
     rest, experts = _of_rank(size, megatron)
     of_stage = ranks // megatron.pipeline_parallel
-    replicas, same_experts = of_stage // megatron.tensor_parallel, of_stage // megatron.experts_over
-    if not megatron.distributed_optimizer or replicas == 1:
+    holders, same_experts = of_stage // megatron.tensor_parallel, of_stage // megatron.experts_over
+    if not megatron.distributed_optimizer or holders == 1:
         return rest + experts
-    stepped = min(rest, -(-rest // replicas) + -(-size.largest // megatron.tensor_parallel))
+    stepped = min(rest, -(-rest // holders) + -(-size.largest // megatron.tensor_parallel))
     if not experts:
         return stepped
     of_layer = -(-size.layer // megatron.experts_over)  # the experts of a layer are two parameters

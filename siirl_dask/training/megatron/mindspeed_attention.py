@@ -13,7 +13,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
-from torch.nn.functional import pad
 
 from siirl_dask.devices.fused import causal_mask
 from siirl_dask.training.megatron.attention import CoreRows
@@ -35,7 +34,7 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
     ) -> Tensor:
         """Attend within each packed row. [T, 1, H, D], [T, 1, H_kv, D] twice -> [T, 1, H * D]."""
         rows, packing = attention_mask, attention_mask.packing
-        heads = [each[: rows.tokens].permute(1, 2, 0, 3) for each in (query, key, value)]
+        heads = [*rows.gather(query, key, value)]
         if packing.shared is not None:
             heads = packing.shared.spread(heads)
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in heads)
@@ -51,4 +50,4 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
         output = output.reshape(q.shape)
         if packing.shared is not None:
             output = packing.shared.gather(output)
-        return pad(output.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - rows.tokens)).contiguous()
+        return rows.scatter(output, query)

@@ -81,12 +81,12 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
 
     def forward(self, part: MicroBatch) -> Tensor:
-        """Return the hidden states after this stage's layers, [T, 1, D]. Where ranks split tokens, they are those of
-        this rank's part before the last stage.
+        """Return the hidden states after this stage's layers, [T, 1, D]. Where ranks share the tokens of a micro-batch
+        (``context``) they are those of this rank's part, filled up to be as long as the others, and where they split
+        tokens between attention and MLP, before the last stage of a part of that.
         """
-        tokens = part.position_ids.shape[1]
-        fill = -tokens % self._grid.tensor if self._grid.split_tokens else 0  # so that all parts are equal
-        embedded = self._embed(pad(part.input_ids, (0, fill)).to(self.device)) if self.pre_process else None
+        ids, positions = (self._own_tokens(each) for each in (part.input_ids, part.position_ids))
+        embedded = self._embed(ids.to(self.device)) if self.pre_process else None
         packing = Packing(
             part.runs,
             ends=ends_for_kernels(part.runs, self.device),
@@ -95,14 +95,20 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         )
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
-            attention_mask=CoreRows(packing, tokens),
-            rotary_pos_emb=self._angles(pad(part.position_ids, (0, fill))),
+            attention_mask=CoreRows(packing, part.position_ids.shape[1], self._grid.of_context),
+            rotary_pos_emb=self._angles(positions),
         )
-        if self._grid.split_tokens and self.post_process:  # every rank scores all tokens, and has each one's gradient
-            group = self._grid.tp
-            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
-            hidden = whole[:tokens]
+        if self._grid.split_tokens and self.post_process:  # every rank scores all of them, and has each one's gradient
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._grid.tp
+            )
         return hidden
+
+    def _own_tokens(self, values: Tensor) -> Tensor:
+        """Return this rank's part of a micro-batch's tokens, filled up so that all parts are equal. [1, T] -> [1, N]"""
+        grid = self._grid
+        parts = grid.context * (grid.tensor if grid.split_tokens else 1)
+        return pad(values, (0, -values.shape[1] % parts)).chunk(grid.context, dim=1)[grid.of_tokens]
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Embed tokens. [1, T] -> [T, 1, D], or this rank's part of it."""

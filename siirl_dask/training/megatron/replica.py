@@ -29,7 +29,7 @@ from siirl_dask.training.megatron.families import check_division, sizes_of
 from siirl_dask.training.megatron.grid import Grid
 from siirl_dask.training.megatron.model import Stage
 from siirl_dask.training.megatron.rows import joined_rows
-from siirl_dask.training.megatron.scores import shared_logprobs
+from siirl_dask.training.megatron.scores import shared_logprobs, shared_tokens
 from siirl_dask.training.megatron.weights import StageWeights
 from siirl_dask.training.model.layers import recompute
 from siirl_dask.training.model.operators import say
@@ -135,7 +135,8 @@ class Replica:
         """Cut the replica's rows into micro-batches; none without rows. Linked replicas take part in each pass, so that
         one with fewer gets idle ones as well.
         """
-        parts = micro_batches(rows, self._trainer.max_tokens_per_micro_batch) if rows.tokens.numel() else []
+        budget = self._trainer.max_tokens_per_micro_batch * self.grid.context  # that of one rank
+        parts = micro_batches(rows, budget) if rows.tokens.numel() else []
         most = len(parts) if self.grid.linked == 1 else max(self.grid.gather_linked(len(parts)))
         return parts + [idle_batch(rows)] * (most - len(parts))
 
@@ -175,13 +176,22 @@ class Replica:
         return found
 
     def _scores(self, part: MicroBatch, hidden: Tensor) -> list[Tensor]:
-        """Score response tokens from the last hidden states. [T, 1, D] -> [K] each."""
-        predicting = hidden[:, 0][part.predicting.to(self.device)]
+        """Score response tokens from the last hidden states, of which each rank has those of its tokens. [T, 1, D] ->
+        [K] each.
+        """
+        at, targets = (each.to(self.device) for each in (part.predicting, part.targets))
+        if self.grid.context == 1:
+            return self._scores_of(hidden[:, 0][at], targets)
+        at = at - self.grid.of_tokens * len(hidden)
+        here = (at >= 0) & (at < len(hidden))
+        return shared_tokens(self._scores_of(hidden[:, 0][at[here]], targets[here]), here, self.grid.cp)
+
+    def _scores_of(self, predicting: Tensor, targets: Tensor) -> list[Tensor]:
+        """Score tokens from the states that predict them. [C, D], [C] -> [C] each."""
         if self._temperature is None:
             head = self.stage.value_head
             return [linear(predicting.float(), head.weight, head.bias).squeeze(-1)]
-        weight = self.stage.output_layer.weight
-        targets, group = part.targets.to(self.device), self.grid.tp
+        weight, group = self.stage.output_layer.weight, self.grid.tp
         return list(shared_logprobs(predicting, weight, targets, temperature=self._temperature, group=group))
 
 

@@ -1,7 +1,8 @@
-"""Log-prob and entropy of tokens from hidden states, where each rank of a stage has a part of the vocabulary."""
+"""Scores of tokens from hidden states, where each rank of a stage has a part of the vocabulary, or of the tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,32 @@ def shared_logprobs(
     logits = _Copied.apply(hidden, group) @ weight.T  # type: ignore[no-untyped-call]
     result: tuple[Tensor, Tensor] = apply(logits.float() / temperature, targets, group)
     return result
+
+
+def shared_tokens(scores: Sequence[Tensor], here: Tensor, group: Any) -> list[Tensor]:
+    """Put together the scores of the ranks of ``group``, of which each computed those where ``here`` is True.
+
+    [C] each, [K] bool -> [K] each, float32, the same on all ranks. All must call, and compute the same loss from them:
+    each has the gradient of its own.
+    """
+    placed = [each.new_zeros(here.shape).masked_scatter(here, each) for each in scores]
+    together: Tensor = _Summed.apply(torch.stack(placed), group)  # type: ignore[no-untyped-call]
+    return list(together)
+
+
+class _Summed(torch.autograd.Function):
+    """Sums what ranks have; as all compute the same of it, the gradient of each is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
 
 
 class _Copied(torch.autograd.Function):
