@@ -18,6 +18,9 @@ class MegatronConfig:
     pipeline_parallel: int = 1
     """Stages, each with as many layers, through which micro-batches pass one after the other (1F1B); a divisor of the
     model's layers."""
+    virtual_pipeline: int = 1
+    """Runs of layers that each stage has, first one of every stage, then the next: micro-batches pass through all
+    stages that often (interleaved 1F1B). Times ``pipeline_parallel`` a divisor of the model's layers."""
     context_parallel: int = 1
     """Ranks that hold the same part of the model and have an equal part of each micro-batch's tokens each, of every
     row's; a divisor of the heads that each has of ``tensor_parallel``."""
@@ -35,7 +38,13 @@ class MegatronConfig:
 
     def __post_init__(self) -> None:
         sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-        at_least("trainer.megatron", 1, **sizes, context_parallel=self.context_parallel)
+        sizes |= {"context_parallel": self.context_parallel, "virtual_pipeline": self.virtual_pipeline}
+        at_least("trainer.megatron", 1, **sizes)
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(
+                f"trainer.megatron.virtual_pipeline={self.virtual_pipeline} with trainer.megatron.pipeline_parallel=1: "
+                "there are no stages to pass through more than once; leave it out, or give pipeline_parallel more"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "trainer.megatron.sequence_parallel=true with trainer.megatron.tensor_parallel=1: there are no ranks "

@@ -65,6 +65,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "trainer.fsdp.gather_size",
     "trainer.megatron.tensor_parallel",
     "trainer.megatron.pipeline_parallel",
+    "trainer.megatron.virtual_pipeline",
     "trainer.megatron.context_parallel",
     "trainer.megatron.expert_parallel",
     "trainer.megatron.sequence_parallel",

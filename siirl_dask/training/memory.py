@@ -192,12 +192,16 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
 
 
 def _moments_with_megatron(model: ModelOnWorkers) -> list[dict[str, int]]:
-    """The first of p stages keeps the activations of p micro-batches; the last one those of one, and has the head."""
+    """The first of p stages keeps the activations of p micro-batches, and of (p - 1) / v more with v runs of layers
+    (arXiv:2205.05198, section 4.2.3); the last one those of one, and has the head.
+    """
     stages, one = model.trainer.megatron.pipeline_parallel, model.architecture
+    runs = model.trainer.megatron.virtual_pipeline
+    most = stages + (-(-(stages - 1) // runs) if runs > 1 else 0)
     stage = replace(model, architecture=replace(one, layers=-(-one.layers // stages)))
     each, label = activation_bytes(stage) * model.tokens, f"activations of {model.tokens:,} tokens"
     last = {label: each, **head_bytes(model)}
-    return [last] if stages == 1 else [last, {f"{label}, {stages} times": each * (stages if model.learns else 1)}]
+    return [last] if stages == 1 else [last, {f"{label}, {most} times": each * (most if model.learns else 1)}]
 
 
 def _gathered(model: ModelOnWorkers) -> dict[str, int]:

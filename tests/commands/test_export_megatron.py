@@ -35,6 +35,7 @@ CASES = {  # model, ranks, keys of trainer.megatron
     "1 x 2": ("qwen3", 2, {"pipeline_parallel": 2}),
     "2 x 2": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "1 x 2, context 2": ("qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}),
+    "1 x 2, two chunks": ("qwen3", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "2 x 2, untied": ("qwen2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "experts of 2 x 1": ("qwen3_moe", 2, {"tensor_parallel": 2}),
     "experts over 2 of 4 replicas": ("qwen3_moe", 4, {"expert_parallel": 2}),

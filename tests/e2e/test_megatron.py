@@ -12,6 +12,7 @@ CASES = {  # family of the model, options
     "tensor": ("qwen3", ["trainer.megatron.tensor_parallel=2"]),
     "stages": ("qwen3", ["trainer.megatron.pipeline_parallel=2"]),
     "context": ("qwen3", ["trainer.megatron.context_parallel=2"]),
+    "chunks": ("qwen3", ["trainer.megatron.pipeline_parallel=2", "trainer.megatron.virtual_pipeline=2"]),
     "experts": ("qwen3_moe", ["trainer.megatron.expert_parallel=2"]),
 }
 
@@ -19,7 +20,8 @@ CASES = {  # family of the model, options
 @pytest.mark.parametrize("case", CASES)
 def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, tmp_path, case):
     family, layout = CASES[case]
-    config, model = shipped("grpo_kl"), tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=32, family=family)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 4}
+    config, model = shipped("grpo_kl"), tiny_model(tmp_path / "model", family=family, **sizes)
     options = [APART, f"model.path={model}", "cluster.workers=4"]
     whole = train("whole", *options, config_file=config)
     divided = train("divided", *options, "trainer.backend=megatron", *layout, config_file=config)

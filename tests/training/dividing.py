@@ -23,6 +23,7 @@ def config_of(
     dtype=None,
     backend=Backend.megatron,
     context=1,
+    chunks=1,
     experts=None,
     tokens=False,
     divided=False,
@@ -31,6 +32,7 @@ def config_of(
     megatron = MegatronConfig(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
+        virtual_pipeline=chunks,
         context_parallel=context,
         expert_parallel=experts,
         sequence_parallel=tokens,

@@ -41,6 +41,16 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "2 x 1, context 2, tokens split": (2, 1, 4, "tied", {"context": 2, "tokens": True}),
     "1 x 2, context 2": (1, 2, 4, "tied", {"context": 2, "gradient_checkpointing": True}),
     "context 2, 2 replicas, state divided": (1, 1, 4, "untied", {"context": 2, "divided": True}),
+    "1 x 2, two chunks": (1, 2, 2, "tied", {"chunks": 2}),
+    "2 x 2, two chunks, tokens split": (
+        2,
+        2,
+        4,
+        "untied",
+        {"chunks": 2, "tokens": True, "gradient_checkpointing": True},
+    ),
+    "1 x 2, two chunks, context 2": (1, 2, 4, "tied", {"chunks": 2, "context": 2, "gradient_checkpointing": True}),
+    "1 x 2, two chunks, 2 replicas": (1, 2, 4, "untied", {"chunks": 2, "divided": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
 }
@@ -48,7 +58,9 @@ CRITICS = {
     "critic": (2, 2, {}),
     "critic, tokens split": (2, 2, {"tokens": True}),
     "critic, context 2": (1, 2, {"context": 2}),
+    "critic, two chunks": (2, 2, {"chunks": 2}),
 }
+SKIPPED = ("2 x 2", "2 x 1, context 2", "2 x 2, two chunks, tokens split")
 PAIRS = ("2 x 1", "context 2")
 """Layouts of two ranks: each computes all tokens, and half of them."""
 EXACT = [name for name in CASES if name not in ("2 x 2, bfloat16", "fsdp")]
@@ -63,6 +75,8 @@ MOVES = (
     ("2 replicas, state divided", "fsdp"),
     ("1 x 2, context 2", "2 x 1"),
     ("2 x 2", "context 2"),
+    ("1 x 2, two chunks", "2 x 1"),
+    ("fsdp", "1 x 2, two chunks, context 2"),
 )
 
 
@@ -111,7 +125,7 @@ def in_each_rank(folders, root, world):
         values = critic(folders["tied"], config_of(tensor, pipeline, **settings), Rank(world.rank, 4, world.group))
         results[name] = learn_values(values, world)
     results["tokens"] = {name: tokens_of_a_pass(*trained[name]) for name in PAIRS if name in trained}
-    results["skipped"] = {name: skipped(*trained[name]) for name in ("2 x 2", "2 x 1, context 2")}
+    results["skipped"] = {name: skipped(*trained[name]) for name in SKIPPED}
     results["resumed"] = resumed(trained, MOVES, root)
     return results
 
@@ -119,7 +133,7 @@ def in_each_rank(folders, root, world):
 def tokens_of_a_pass(trainer, rank):
     """Return the tokens that this rank's first layer computes of all rows."""
     seen = []
-    layer = trainer._replica.stage.decoder.layers[0]
+    layer = trainer._replica.stage.layers()[0]
     hook = layer.register_forward_hook(lambda _, given, output: seen.append(len(output[0])))
     trainer.logprobs(own_rows(rank, LENGTHS))
     hook.remove()
@@ -214,7 +228,7 @@ def test_a_divided_critic_learns_like_a_single_process(name, seen, alone):
     assert_close(torch.cat([seen[rank][name]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["2 x 2", "2 x 1, context 2"])
+@pytest.mark.parametrize("name", SKIPPED)
 def test_rows_that_are_not_finite_are_named_on_the_rank_that_has_them(name, seen):
     found = [seen[rank]["skipped"][name] for rank in range(4)]
     rows = [at for _, at, _ in found]

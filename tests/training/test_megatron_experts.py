@@ -43,6 +43,7 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "context 2, over its ranks": (1, 1, 2, 2, "all", {"context": 2}),
     "context 2, over 2 replicas": (1, 1, 4, 4, "all", {"context": 2, "divided": True}),
     "2 x 1, context 2, over a replica": (2, 1, 4, 4, "some", {"context": 2, "gradient_checkpointing": True}),
+    "1 x 2, two chunks, over 2 replicas": (1, 2, 2, 4, "some", {"chunks": 2}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
 }

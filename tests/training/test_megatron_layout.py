@@ -34,10 +34,10 @@ def there(monkeypatch):
     monkeypatch.setattr(layouts, "find_spec", lambda name: name)
 
 
-def megatron(tensor=1, pipeline=1, experts=None, context=1, divided=False, **settings):
+def megatron(tensor=1, pipeline=1, experts=None, context=1, chunks=1, divided=False, **settings):
     parallel = MegatronConfig(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, context_parallel=context, expert_parallel=experts,
-        distributed_optimizer=divided,
+        tensor_parallel=tensor, pipeline_parallel=pipeline, virtual_pipeline=chunks, context_parallel=context,
+        expert_parallel=experts, distributed_optimizer=divided,
     )  # fmt: skip
     return TrainerConfig(backend=Backend.megatron, megatron=parallel, **settings)
 
@@ -67,6 +67,7 @@ def test_a_missing_package_is_named_with_its_extra(digits_config, monkeypatch):
         ({"tensor": 3}, r"tensor_parallel=3: expected a divisor of num_attention_heads=4"),
         ({"tensor": 2, "context": 2}, r"context_parallel=2, .* a replica has 4 ranks, expected a divisor"),
         ({"context": 3}, r"context_parallel=3: expected a divisor of the 4 heads that each of tensor_parallel=1 has"),
+        ({"pipeline": 2, "chunks": 2}, r"pipeline_parallel=2 times virtual_pipeline=2: expected a divisor"),
         ({"pipeline": 3}, r"pipeline_parallel=3: expected a divisor of num_hidden_layers=2"),
     ],
 )
@@ -92,6 +93,22 @@ def test_experts_that_ranks_cannot_share_are_refused(digits_config, tmp_path, th
         with pytest.raises(ConfigError, match=message):
             check({"trainer": megatron(**settings)}, workers, digits_config)
         check({"trainer": megatron(2, 2, 2)}, workers, digits_config)
+
+
+def test_chunks_without_stages_are_refused():
+    with pytest.raises(ConfigError, match=r"virtual_pipeline=2 with trainer\.megatron\.pipeline_parallel=1"):
+        MegatronConfig(virtual_pipeline=2)
+
+
+def test_stages_of_several_chunks_are_planned_with_more_micro_batches_under_way(digits_config, tmp_path, there):
+    digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
+    workers, times = ["w0", "w1", "w2", "w3"], []
+    for chunks in (1, 2):
+        config = megatron(pipeline=2, chunks=chunks, max_tokens_per_micro_batch=32)
+        working = check_trainer({"trainer": config}, workers, digits_config).device.working
+        (label,) = (each for each in working if each.endswith("times"))
+        times.append(int(label.split()[-2]))
+    assert times == [2, 3]
 
 
 def test_tokens_without_ranks_to_split_them_are_refused():

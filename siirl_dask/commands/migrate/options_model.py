@@ -119,7 +119,9 @@ MEGATRON = (
     always("*.megatron.use_distributed_optimizer *.megatron.use_mbridge "
            "*.megatron.vanilla_mbridge *.megatron.use_remove_padding *.megatron.param_dtype *.megatron.pad_*",
            "rows are packed, and weights are read from the model's own folder"),
-    none("*.megatron.virtual_pipeline_model_parallel_size", "a stage has one run of layers (1F1B)"),
+    rule("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size "
+         "critic.megatron.virtual_pipeline_model_parallel_size",
+         "trainer.megatron.virtual_pipeline, critic.megatron.virtual_pipeline"),
     rule("actor_rollout_ref.actor.megatron.context_parallel_size critic.megatron.context_parallel_size",
          "trainer.megatron.context_parallel, critic.megatron.context_parallel"),
     none("*.megatron.dynamic_context_parallel", "workers share the tokens of every micro-batch, or of none"),

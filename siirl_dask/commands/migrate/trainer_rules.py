@@ -73,9 +73,10 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         "pipeline_model_parallel_size": "pipeline",
         "context_parallel_size": "context",
     }
-    for option, key in sizes.items():
+    sizes = {option: f"{key}_parallel" for option, key in sizes.items()}
+    for option, key in {**sizes, "virtual_pipeline_model_parallel_size": "virtual_pipeline"}.items():
         if (ranks := int(draft.number(f"{prefix}.{option}", 1))) > 1:
-            draft.set(f"{ours}.megatron.{key}_parallel", ranks, f"{prefix}.{option}")
+            draft.set(f"{ours}.megatron.{key}", ranks, f"{prefix}.{option}")
         draft.hold(f"{prefix}.{option}", "the default here")
     _set_experts(draft, ours, prefix)
     tokens = f"{prefix}.sequence_parallel"

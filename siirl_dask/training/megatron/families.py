@@ -128,10 +128,11 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
             f"trainer.megatron.context_parallel={context}: expected a divisor of the {heads} heads that each of "
             f"tensor_parallel={tensor} has of num_attention_heads={sizes.heads} of {path!r}"
         )
-    if sizes.layers % pipeline:
+    if sizes.layers % (pipeline * megatron.virtual_pipeline):
+        runs = f" times virtual_pipeline={megatron.virtual_pipeline}" if megatron.virtual_pipeline > 1 else ""
         raise ConfigError(
-            f"trainer.megatron.pipeline_parallel={pipeline}: expected a divisor of num_hidden_layers={sizes.layers} "
-            f"of {path!r}"
+            f"trainer.megatron.pipeline_parallel={pipeline}{runs}: expected a divisor of num_hidden_layers="
+            f"{sizes.layers} of {path!r}"
         )
     _check_experts(megatron, sizes.mixture, path)
 

@@ -37,6 +37,8 @@ class Grid:
         )  # fmt: skip
         self.role, self.ranks = rank, megatron.ranks
         """This rank in the role, and the number of a replica's ranks."""
+        self.chunks = megatron.virtual_pipeline
+        """Runs of layers of a stage."""
         self.split_tokens = megatron.sequence_parallel
         """Whether the ranks that share a layer have a part of the tokens each between attention and MLP."""
         self.replica, self.in_replica = divmod(rank.rank, self.ranks)
@@ -113,6 +115,7 @@ class Grid:
         self.tp = self.cp = self.pp = self.mp = self.ends = self.one = group_of_one(device.type)
         self.ep = self.one
         self.held_by = self.edp = self._dp = self._dp_cpu = self._replica_cpu = self._linked_cpu = None
+        self.pp_cpu = self.pp
         self.mesh: DeviceMesh | None = None
         self.expert_mesh: DeviceMesh | None = None
 
@@ -138,6 +141,7 @@ class Grid:
         """Group of the first and the last stage, which share tied embeddings."""
         shared = rank.cpu_group is rank.group
         self._dp_cpu = self._dp if shared else new_subgroup(same_place, rank.cpu_group)
+        self.pp_cpu = self.pp if shared else new_subgroup(same_tokens[:, self.part].tolist(), rank.cpu_group)
         of_replica = self.mp if shared and self.context == 1 else None
         self._replica_cpu = of_replica or new_subgroup(replica.flatten().tolist(), rank.cpu_group)
         self.mesh = one_axis(self.tp, device, "tensor") if self.tensor > 1 else None

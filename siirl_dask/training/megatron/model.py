@@ -1,4 +1,8 @@
-"""A pipeline stage of a decoder, of megatron-core's layers with the project's attention over packed rows."""
+"""A pipeline stage of a decoder, of megatron-core's layers with the project's attention over packed rows.
+
+A stage is a run of layers, or several of which each continues where the last stage's one before ended
+(``virtual_pipeline``): a ``Chunk`` each.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,8 @@ from siirl_dask.training.model.attention import ends_for_kernels
 from siirl_dask.training.packing import MicroBatch, Packing
 
 
-class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to say its types
-    """The layers of this rank's stage, with the embeddings on the first one and norm and head on the last.
-
-    ``forward`` gives hidden states; those of the last stage are normalised and not multiplied with the head.
-    """
+class Stage(nn.Module):
+    """The chunks of this rank's stage."""
 
     def __init__(
         self,
@@ -45,45 +46,90 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         operators: Mapping[str, str],
         *,
         head: bool,
+        padding: int | None,
     ) -> None:
         """``operators`` are the libraries of fused operators. Parameters are without values. Without ``head`` the last
-        stage has no output layer.
+        stage has no output layer, but what is then given as ``value_head``. ``padding`` is the token whose embedding
+        learns nothing, if there is one.
         """
+        super().__init__()
         if grid.split_tokens:
             share_buffer()
         initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
-        first = grid.stage * sizes.layers // grid.pipeline
-        mixed = [sizes.has_experts(first + layer) for layer in range(sizes.layers // grid.pipeline)]
+        self.config = transformer_config(sizes, grid, device, dtype, operators)
+        self.pg_collection = grid.collection()
+        self.chunks = nn.ModuleList(
+            Chunk(self, sizes, grid, device, dtype, operators, number, head=head, padding=padding)
+            for number in range(grid.chunks)
+        )
+        self.value_head: nn.Linear | None = None
+        self.device = device
+
+    @property
+    def output_layer(self) -> Any:
+        """The head, which the last stage's last chunk has."""
+        return self.chunks[-1].output_layer
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers of this stage."""
+        return [layer for chunk in self.chunks for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+
+
+class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to say its types
+    """A run of layers, with the embeddings on the model's first one and norm and head on the last.
+
+    ``forward`` gives hidden states; those of the last chunk are normalised and not multiplied with the head.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        sizes: Sizes,
+        grid: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        operators: Mapping[str, str],
+        number: int,
+        *,
+        head: bool,
+        padding: int | None,
+    ) -> None:
+        """``number`` is that of the chunk in its ``stage``; for the others see there."""
+        count = sizes.layers // (grid.pipeline * grid.chunks)
+        first = (number * grid.pipeline + grid.stage) * count
+        mixed = [sizes.has_experts(first + layer) for layer in range(count)]
+        is_first, is_last = grid.first and number == 0, grid.last and number == grid.chunks - 1
         super().__init__(
-            transformer_config(sizes, grid, device, dtype, operators),
+            stage.config,
             _layers(sizes, operators, mixed),
             vocab_size=sizes.vocabulary,
             max_sequence_length=0,
-            pre_process=grid.first,
-            post_process=grid.last,
+            pre_process=is_first,
+            post_process=is_last,
             position_embedding_type="none",
             parallel_output=True,
             share_embeddings_and_output_weights=False,
-            pg_collection=grid.collection(),
+            pg_collection=stage.pg_collection,
+            vp_stage=number if grid.chunks > 1 else None,
         )
-        if grid.last and not head:
+        if is_last and not head:
             del self.output_layer
-        elif grid.last and grid.first and sizes.tied:
+        elif is_last and is_first and sizes.tied:
             self.output_layer.weight = self.embedding.word_embeddings.weight
         for layer in compress(self.decoder.layers, mixed):
             assert sizes.mixture is not None
             layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
         self.to(device)
         self.device, self._grid = device, grid
-        self.padding: int | None = None
+        self._padding = padding
         self._attention = operators["attention"]
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
         self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
 
     def forward(self, part: MicroBatch) -> Tensor:
-        """Return the hidden states after this stage's layers, [T, 1, D]. Where ranks share the tokens of a micro-batch
+        """Return the hidden states after these layers, [T, 1, D]. Where ranks share the tokens of a micro-batch
         (``context``) they are those of this rank's part, filled up to be as long as the others, and where they split
-        tokens between attention and MLP, before the last stage of a part of that.
+        tokens between attention and MLP, before the last chunk of a part of that.
         """
         ids, positions = (self._own_tokens(each) for each in (part.input_ids, part.position_ids))
         embedded = self._embed(ids.to(self.device)) if self.pre_process else None
@@ -113,16 +159,12 @@ class Stage(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
     def _embed(self, ids: Tensor) -> Tensor:
         """Embed tokens. [1, T] -> [T, 1, D], or this rank's part of it."""
         embedded: Tensor = self.embedding(input_ids=ids, position_ids=None)
-        if self.padding is None:
+        if self._padding is None:
             return embedded
         if self._grid.split_tokens:
             ids = ids.chunk(self._grid.tensor, dim=1)[self._grid.part]
         # as in transformers, whose embedding of padding learns nothing
-        return torch.where((ids == self.padding).T[..., None], embedded.detach(), embedded)
-
-    def layers(self) -> list[nn.Module]:
-        """Return the layers of this stage."""
-        return list(self.decoder.layers)
+        return torch.where((ids == self._padding).T[..., None], embedded.detach(), embedded)
 
     def _angles(self, positions: Tensor) -> Tensor:
         """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1, T]."""
@@ -138,7 +180,7 @@ class Norm(nn.RMSNorm):
 
 
 def _layers(sizes: Sizes, operators: Mapping[str, str], mixed: Sequence[bool]) -> TransformerBlockSubmodules:
-    """Return the stage's layers, those that are ``mixed`` with nothing where their experts go: megatron-core builds
+    """Return a chunk's layers, those that are ``mixed`` with nothing where their experts go: megatron-core builds
     none but its own from a description.
     """
     spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
@@ -180,6 +222,7 @@ def transformer_config(
         tensor_model_parallel_size=grid.tensor,
         sequence_parallel=grid.split_tokens,
         pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.chunks if grid.chunks > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -187,7 +230,9 @@ def transformer_config(
         perform_initialization=False,  # weights are read, each rank its own part
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # experts are not its own, but the default takes no variable lengths
-        batch_p2p_comm=not on_cpu,
+        # of two stages each sends the other both kinds of messages, which a batch would mix up
+        batch_p2p_comm=not on_cpu and grid.chunks == 1,
+        overlap_p2p_comm=not on_cpu and grid.chunks > 1,
         calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
         bias_activation_fusion=operators["swiglu"] == MINDSPEED,  # through the function that MindSpeed replaces
         **options,

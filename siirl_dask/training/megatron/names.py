@@ -13,7 +13,7 @@ from torch import Tensor
 
 from siirl_dask.training.megatron.families import Sizes
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _QUERIES, _KEYS, _VALUES, _GATE, _UP = "q", "k", "v", "gate", "up"
 
@@ -23,7 +23,7 @@ class Place:
     """Where a parameter lies in megatron-core's model."""
 
     parameter: str
-    """Name there; of a layer without its number."""
+    """Name in the stage; in these tables without the number of chunk and layer."""
     split: int | None = None
     """Dimension along which the ranks of a stage share it; None: each has all of it."""
     piece: str = ""
@@ -33,12 +33,11 @@ class Place:
 
 
 _ENDS = {
-    "model.embed_tokens.weight": Place(EMBEDDING, 0),
+    "model.embed_tokens.weight": Place("embedding.word_embeddings.weight", 0),
     "model.norm.weight": Place("decoder.final_layernorm.weight"),
-    "lm_head.weight": Place(OUTPUT, 0),
-    "value_head.weight": Place("value_head.weight"),
-    "value_head.bias": Place("value_head.bias"),
+    HEAD: Place("output_layer.weight", 0),
 }
+_BESIDE = {"value_head.weight", "value_head.bias"}  # the stage's own, of no chunk
 _IN_LAYER = {
     "self_attn.q_proj.weight": Place("self_attention.linear_qkv.weight", 0, _QUERIES),
     "self_attn.k_proj.weight": Place("self_attention.linear_qkv.weight", 0, _KEYS),
@@ -66,16 +65,18 @@ def layer_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def place_of(name: str, first_layer: int) -> Place:
-    """Return where the Hugging Face parameter ``name`` lies in a stage whose layers begin with ``first_layer``.
+def place_of(name: str, chunk: int, layer: int = 0) -> Place:
+    """Return where the Hugging Face parameter ``name`` lies in a stage that has it in this ``chunk``, and there in the
+    ``layer`` of this number, if it belongs to one.
 
     KeyError for a name that no known family has.
     """
+    if name in _BESIDE:
+        return Place(name)
     match = _LAYER.fullmatch(name)
-    if match is None:
-        return _ENDS[name]
-    place = _IN_LAYER[match[2]]
-    return replace(place, parameter=f"decoder.layers.{int(match[1]) - first_layer}.{place.parameter}")
+    place = _ENDS[name] if match is None else _IN_LAYER[match[2]]
+    within = "" if match is None else f"decoder.layers.{layer}."
+    return replace(place, parameter=f"chunks.{chunk}.{within}{place.parameter}")
 
 
 def piece_of(held: Tensor, place: Place, sizes: Sizes) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, PreTrainedModel
@@ -27,7 +26,8 @@ from siirl_dask.training.learner import Passes, See, Weighing
 from siirl_dask.training.megatron.core import on_device, quietly
 from siirl_dask.training.megatron.families import check_division, sizes_of
 from siirl_dask.training.megatron.grid import Grid
-from siirl_dask.training.megatron.model import Stage
+from siirl_dask.training.megatron.messages import StageMessages
+from siirl_dask.training.megatron.model import Chunk, Stage
 from siirl_dask.training.megatron.rows import joined_rows
 from siirl_dask.training.megatron.scores import shared_logprobs, shared_tokens
 from siirl_dask.training.megatron.weights import StageWeights
@@ -69,10 +69,12 @@ class Replica:
         self.dtype = torch.bfloat16 if built.model.dtype is Dtype.bfloat16 else torch.float32
         operators = operators_of(built.trainer, self.device.type)
         say(operators)
-        with on_device(self.device), quietly():
-            self.stage = Stage(sizes, self.grid, self.device, self.dtype, operators, head=temperature is not None)
         meta = _meta_model(path)
-        self.stage.padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
+        padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
+        with on_device(self.device), quietly():
+            self.stage = Stage(
+                sizes, self.grid, self.device, self.dtype, operators, head=temperature is not None, padding=padding
+            )
         shapes = {name: tuple(each.shape) for name, each in meta.named_parameters()}
         if temperature is None:
             shapes = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
@@ -84,7 +86,8 @@ class Replica:
         self.weights.read(path, parameter_names(meta, open_weights(path)), built.progress)
         if built.trainer.gradient_checkpointing:
             recompute(self.stage.layers())
-        self._schedule = get_forward_backward_func(pp_size=self.grid.pipeline, vp_size=None)
+        several = self.grid.chunks if self.grid.chunks > 1 else None
+        self._schedule = get_forward_backward_func(pp_size=self.grid.pipeline, vp_size=several)
 
     @torch.no_grad()
     def score(self, rows: PackedRows) -> list[Tensor]:
@@ -94,7 +97,9 @@ class Replica:
         count = 1 if self._temperature is None else 2
         scores: list[Tensor] = [torch.empty(0, device=self.device)] * count
         if parts:
-            found = self._run(parts, lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden)))
+            found = self._run(
+                self._enough(parts, joined), lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden))
+            )
             scores = [torch.cat(each) for each in zip(*found, strict=True)]
         if self.grid.pipeline > 1:
             total = sum(len(part.targets) for part in parts)
@@ -125,7 +130,7 @@ class Replica:
                 return weigh(*newest[0]), None
 
             for together in [parts] if see is None else [[part] for part in parts]:
-                self._run(together, loss, backward=True)
+                self._run(self._enough(together, batch.rows), loss, backward=True)
                 if see is not None and self.grid.last:
                     see(*newest[0])
 
@@ -140,6 +145,16 @@ class Replica:
         most = len(parts) if self.grid.linked == 1 else max(self.grid.gather_linked(len(parts)))
         return parts + [idle_batch(rows)] * (most - len(parts))
 
+    def _enough(self, parts: list[MicroBatch], rows: PackedRows) -> list[MicroBatch]:
+        """Return the micro-batches after as many idle ones as an interleaved schedule wants: it takes multiples of the
+        stages, and waits for ever for what nobody sends if it has no more than one for each.
+        """
+        if self.grid.chunks == 1:
+            return parts
+        stages = self.grid.pipeline
+        most = max(2 * stages, -(-len(parts) // stages) * stages)
+        return [idle_batch(rows)] * (most - len(parts)) + parts
+
     def _run(
         self,
         parts: Sequence[MicroBatch],
@@ -148,24 +163,26 @@ class Replica:
         backward: bool = False,
     ) -> list[Any]:
         """Run micro-batches through the stages. Returns, on the last one, what ``loss`` gives besides the loss."""
-        grid, config = self.grid, self.stage.config
+        grid, chunks = self.grid, list(self.stage.chunks)
         no_tokens = torch.zeros((), dtype=torch.int)
 
         def finish(part: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, found = loss(part, hidden)
             return value, no_tokens, found
 
-        def step(waiting: Any, stage: Stage) -> tuple[Tensor, Any]:
+        def step(waiting: Any, chunk: Chunk) -> tuple[Tensor, Any]:
             part = next(waiting)
             self._progress()
-            return stage(part), partial(finish, part)
+            return chunk(part), partial(finish, part)
 
-        talking = {} if grid.pipeline == 1 else {"p2p_communicator": P2PCommunicator(pp_group=grid.pp, config=config)}
+        talking = {}
+        if grid.pipeline > 1:
+            talking["p2p_communicator"] = StageMessages(grid.pp, grid.pp_cpu, self.stage.config, self.device)
         with on_device(self.device):
             found: list[Any] = self._schedule(
                 forward_step_func=step,
-                data_iterator=iter(parts),
-                model=self.stage,
+                data_iterator=[iter(parts) for _ in chunks],
+                model=chunks,
                 num_microbatches=len(parts),
                 seq_length=1,  # micro-batches tell their own lengths
                 micro_batch_size=1,
@@ -190,6 +207,7 @@ class Replica:
         """Score tokens from the states that predict them. [C, D], [C] -> [C] each."""
         if self._temperature is None:
             head = self.stage.value_head
+            assert head is not None
             return [linear(predicting.float(), head.weight, head.bias).squeeze(-1)]
         weight, group = self.stage.output_layer.weight, self.grid.tp
         return list(shared_logprobs(predicting, weight, targets, temperature=self._temperature, group=group))

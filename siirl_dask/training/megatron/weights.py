@@ -16,7 +16,7 @@ from siirl_dask.models.weight_files import open_weights
 from siirl_dask.training.megatron.families import Sizes
 from siirl_dask.training.megatron.grid import Grid
 from siirl_dask.training.megatron.model import Stage
-from siirl_dask.training.megatron.names import EMBEDDING, OUTPUT, Place, layer_of, piece_of, place_of
+from siirl_dask.training.megatron.names import HEAD, Place, layer_of, piece_of, place_of
 from siirl_dask.training.parallel.dtensor import local
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,7 +35,7 @@ class StageWeights:
         type learns in float32 copies of its parameters (``learns``).
         """
         self._stage, self._sizes, self._grid, self._shapes = stage, sizes, grid, shapes
-        self._per_stage = sizes.layers // grid.pipeline
+        self._per_chunk = sizes.layers // (grid.pipeline * grid.chunks)
         self._scores = not any(name.startswith(VALUES) for name in shapes)  # tokens of the vocabulary
         self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
         """Where each Hugging Face parameter of this stage lies."""
@@ -51,7 +51,7 @@ class StageWeights:
         """Name of this stage's copy of embeddings that first and last stage share; None where it has none."""
         if not (self._sizes.tied and self._scores) or self._grid.pipeline == 1:
             return None
-        return EMBEDDING if self._grid.first else OUTPUT if self._grid.last else None
+        return self.places[_TIED].parameter if self._grid.first or self._grid.last else None
 
     @torch.no_grad()
     def read(self, path: str, renamed: Mapping[str, str], progress: Callable[[], None]) -> None:
@@ -60,8 +60,8 @@ class StageWeights:
         """
         subject = f"model.path={path!r}"
         files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
-        if _TIED not in files and self._sizes.tied and "lm_head.weight" in files:
-            files[_TIED] = files["lm_head.weight"]
+        if _TIED not in files and self._sizes.tied and HEAD in files:
+            files[_TIED] = files[HEAD]
         heads = {name for name in self.places if name.startswith(VALUES)}
         if missing := sorted(self.places.keys() - files.keys() - heads):
             raise ConfigError(
@@ -128,7 +128,7 @@ class StageWeights:
     def _stage_of(self, name: str) -> int:
         layer = layer_of(name)
         if layer is not None:
-            return layer // self._per_stage
+            return layer // self._per_chunk % self._grid.pipeline
         return 0 if name == _TIED else self._grid.pipeline - 1
 
     def _is_here(self, name: str) -> bool:
@@ -137,8 +137,13 @@ class StageWeights:
         return self._stage_of(name) == self._grid.stage or copy
 
     def _place(self, name: str) -> Place:
-        place = place_of(name, self._grid.stage * self._per_stage)
-        return Place(OUTPUT, place.split) if name == _TIED and not self._grid.first else place
+        layer, last = layer_of(name), self._grid.chunks - 1
+        if layer is not None:
+            chunk, within = divmod(layer, self._per_chunk * self._grid.pipeline)
+            return place_of(name, chunk, within % self._per_chunk)
+        if name == _TIED and not self._grid.first:
+            return place_of(HEAD, last)
+        return place_of(name, 0 if name == _TIED else last)
 
     def _own(self, name: str, place: Place) -> tuple[slice, ...]:
         """Return which part of a full parameter is this rank's."""
