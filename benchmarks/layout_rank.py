@@ -28,6 +28,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    chunks: int = 1
+    """Runs of layers of a stage."""
     tokens: bool = False
     """Whether ranks that split a layer split its tokens as well."""
     divided: bool = False
@@ -39,6 +41,7 @@ class Layout:
             tensor_parallel=self.tensor,
             pipeline_parallel=self.pipeline,
             context_parallel=self.context,
+            virtual_pipeline=self.chunks,
             sequence_parallel=self.tokens,
             distributed_optimizer=self.divided,
         )

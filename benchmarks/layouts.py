@@ -41,6 +41,7 @@ LAYOUTS = (
     Layout("tensor 2", 2, tensor=2),
     Layout("tensor 2, tokens split", 2, tensor=2, tokens=True),
     Layout("stages 2", 2, pipeline=2),
+    Layout("stages 2, two runs of layers", 2, pipeline=2, chunks=2),
     Layout("context 2", 2, context=2),
     Layout("fsdp", 4, Backend.fsdp),
     Layout("tensor 4", 4, tensor=4),

@@ -101,7 +101,8 @@ def main() -> None:
     text = report(cases, given.steps)
     print(text)
     if given.out:
-        given.out.write_text(text)
+        _, rule, sections = (given.out.read_text() if given.out.exists() else "").partition("\n## ")
+        given.out.write_text(f"{text}{rule}{sections}")
 
 
 def measure(folder: Path, name: str, engine: str, steps: int) -> Case:

@@ -202,11 +202,15 @@ def _forward_flops(model: _Model, tokens: _Tokens) -> float:
     return 2 * model.needed() * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
 
 
-def _pass_bytes(model: _Model, tokens: float) -> float:
-    """Return the bytes of activations that a forward pass writes and reads again."""
+def _pass_bytes(model: _Model, tokens: _Tokens) -> float:
+    """Return the bytes of activations that a forward pass writes and reads again. Attention is of whole rows, to which
+    prompts that they share are copied first.
+    """
     one = model.one
-    each = 24 * one.hidden + model.narrow * (2 * one.queries + 2 * one.keys + 4 * one.intermediate)
-    return 2 * tokens * one.layers * each
+    each = 24 * one.hidden + model.narrow * 4 * one.intermediate
+    in_attention = model.narrow * 2 * (one.queries + one.keys)
+    copies = 1 + (tokens.computed < tokens.whole)
+    return 2 * one.layers * (tokens.computed * each + tokens.whole * in_attention * copies)
 
 
 def _operations(model: _Model, speed: Speed, kind: str) -> float:
@@ -231,7 +235,7 @@ def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed
     compute = _forward_flops(model, tokens)
     passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
     seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
-    seconds += _pass_bytes(model, tokens.computed) / speed.memory_rate if speed.cores else 0.0
+    seconds += _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
     gathered = model.narrow * model.size.total if trainer.backend is Backend.fsdp else 0
     return _with_collectives(seconds, passes * gathered * _ring(model.workers) / speed.link)
 
@@ -246,7 +250,7 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     passes = max(float(steps), tokens.whole / trainer.max_tokens_per_micro_batch)
     operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
-    seconds += times * _pass_bytes(model, tokens.computed) / speed.memory_rate if speed.cores else 0.0
+    seconds += times * _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
     learned = model.size.total if not trainer.lora.rank else 0
     shards = ranks_of_replica(trainer, model.workers)
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate

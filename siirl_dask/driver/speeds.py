@@ -123,6 +123,10 @@ def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
     return replace(speed, source=source, **{**given, **({"cores": int(given["cores"])} if "cores" in given else {})})  # type: ignore[arg-type]
 
 
+_OF_BEST = 0.7
+"""Share of a CPU's best rounds that whole runs reach: of twelve, of 0.3 and 32 million parameters (docs/planning.md)."""
+
+
 def measure_cpu(threads: int = 1) -> Speed:
     """Measure this machine's CPU with all cores at work, and return the figures of ``threads`` of them: a product of
     matrices, a copy, and small operations.
@@ -159,9 +163,9 @@ def measure_cpu(threads: int = 1) -> Speed:
         memory=float(memory),
         memory_rate=2 * block.nbytes / moved * threads / cores,
         link=1e9,
-        training=0.8,
-        prefill=0.8,
-        decoding=0.8,
+        training=_OF_BEST,
+        prefill=_OF_BEST,
+        decoding=_OF_BEST,
         step=0.0,
         operation=each,
         cores=cores,
