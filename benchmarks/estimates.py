@@ -1,4 +1,4 @@
-"""What ``plan --on cpu`` expects of a step beside what runs take: seconds of nodes and of whole steps.
+"""Holds estimates of ``plan --on cpu`` against runs: seconds of nodes and of whole steps.
 
     python benchmarks/estimates.py [--sizes 0.3M 32M] [--steps 6] [--out PAGE.md]
 

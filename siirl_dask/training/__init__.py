@@ -90,12 +90,13 @@ def build_trainer(
     engine's routes.
     """
     check_replay(trainer, rollout)
+    routing = needed_routing(local_model(model, device).path) if rollout.router_replay else None
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronPolicy
 
         with device.stage("the loading of weights"):
-            return MegatronPolicy(built, temperature=rollout.temperature, waiting=device.waiting)
+            return MegatronPolicy(built, temperature=rollout.temperature, waiting=device.waiting, routing=routing)
     backend = _backend(device, rank, model, trainer, images)
     from siirl_dask.training.model.network import PolicyNetwork
     from siirl_dask.training.model.shared_base import AgentNetwork
@@ -118,7 +119,7 @@ def build_trainer(
             park=_parks(trainer, device),
             waiting=device.waiting,
             network=own,
-            routing=needed_routing(local_model(model, device).path) if rollout.router_replay else None,
+            routing=routing,
         )
 
 

@@ -123,7 +123,6 @@ def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     """Check that a policy can replay routes, if ``rollout.router_replay`` asks for it. ConfigError if it cannot."""
     sequence = trainer.fsdp.sequence_parallel
     refused = {
-        f"trainer.backend={trainer.backend}": trainer.backend == Backend.megatron,
         f"trainer.fsdp.sequence_parallel={sequence}": sequence > 1,
         f"trainer.fsdp.tensor_parallel={trainer.fsdp.tensor_parallel}": trainer.fsdp.tensor_parallel > 1,
         "trainer.compile=true": trainer.compile,
@@ -131,8 +130,8 @@ def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     for option, given in refused.items():
         if given and rollout.router_replay:
             raise ConfigError(
-                f"rollout.router_replay=true with {option}: routes are replayed by trainer.backend=torch and fsdp, "
-                "each rank with its own rows, uncompiled; leave one of them out"
+                f"rollout.router_replay=true with {option}: with trainer.backend=torch and fsdp routes are replayed by "
+                "each rank of its own rows, uncompiled; leave one of them out"
             )
 
 

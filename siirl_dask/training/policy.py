@@ -18,7 +18,7 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
-from siirl_dask.training.model.replay import check_routes
+from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
 from siirl_dask.training.parallel.backend import ModelBackend, full_weights
 from siirl_dask.training.parallel.dtensor import copy_state
@@ -55,7 +55,7 @@ class Reference(HoldsNoGroups):
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
-        return self._score(self._replayed(rows))
+        return self._score(with_routes(rows, self._routing))
 
     @torch.no_grad()
     def _score(self, rows: PackedRows) -> TokenScores:
@@ -64,13 +64,6 @@ class Reference(HoldsNoGroups):
         self._network.reshard()
         logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy)
-
-    def _replayed(self, rows: PackedRows) -> PackedRows:
-        """Return rows with the routes that are replayed, without any where none are."""
-        if self._routing is None:
-            return replace(rows, routes=None)
-        check_routes(rows, self._routing)
-        return rows
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score like ``logprobs``: a reference's weights never change."""
@@ -208,7 +201,7 @@ class Policy(Reference):
         del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(self._replayed(batch.rows), self._network.inputs):
+        for part in self._backend.micro_batches(with_routes(batch.rows, self._routing), self._network.inputs):
             logprobs, entropy = self._network(part)
             selection = select_tokens(batch, part, logprobs.device)
             yield (

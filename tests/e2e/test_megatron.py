@@ -14,6 +14,7 @@ CASES = {  # family of the model, options
     "context": ("qwen3", ["trainer.megatron.context_parallel=2"]),
     "chunks": ("qwen3", ["trainer.megatron.pipeline_parallel=2", "trainer.megatron.virtual_pipeline=2"]),
     "experts": ("qwen3_moe", ["trainer.megatron.expert_parallel=2"]),
+    "routes": ("qwen3_moe", ["trainer.megatron.expert_parallel=2"]),
 }
 
 
@@ -22,7 +23,8 @@ def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, tmp_p
     family, layout = CASES[case]
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 4}
     config, model = shipped("grpo_kl"), tiny_model(tmp_path / "model", family=family, **sizes)
-    options = [APART, f"model.path={model}", "cluster.workers=4"]
+    replay = f"rollout.router_replay={case == 'routes'}"
+    options = [APART, replay, f"model.path={model}", "cluster.workers=4"]
     whole = train("whole", *options, config_file=config)
     divided = train("divided", *options, "trainer.backend=megatron", *layout, config_file=config)
     for expected, got in zip(whole.records(), divided.records(), strict=True):

@@ -1,5 +1,6 @@
 """Ranks that share a model learn, save and resume here as a single process does, to be compared with it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
 from siirl_dask.config import Backend, MegatronConfig, TrainerConfig
-from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs
+from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs, split_rows
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.parallel.dtensor import local
@@ -41,22 +42,34 @@ def config_of(
     return TrainerConfig(**SETTINGS | settings, backend=backend, megatron=megatron)
 
 
-def learn(trainer, rank):
+def learn(trainer, rank, prepared=lambda rows: rows):
     """Take three updates. Rank 0 has most rows, the last of four has none."""
-    seen = {"metrics": [advance(trainer, rank, at) for at in range(3)]}
-    scores = trainer.logprobs(own_rows(rank, LENGTHS))
+    seen = {"metrics": [advance(trainer, rank, at, prepared) for at in range(3)]}
+    scores = trainer.logprobs(prepared(own_rows(rank, LENGTHS)))
     seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
     seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
 
 
+def routed(rows, layers, experts, chosen):
+    """The rows with some experts for each token and layer, drawn at random of a row's tokens; of the last one none."""
+    parts = []
+    for row, _ in split_rows(rows):
+        numbers = torch.Generator().manual_seed(int(row.sum()))
+        own = torch.rand(len(row), layers, experts, generator=numbers).argsort(-1)[..., :chosen].flatten(1)
+        own[-1] = -1
+        parts.append(own)
+    routes = torch.cat(parts) if parts else torch.empty(0, layers * chosen)
+    return replace(rows, routes=routes.to(torch.int16))
+
+
 def copied(trainer):
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
-def advance(trainer, rank, at):
-    rows = own_rows(rank, LENGTHS[at:])
+def advance(trainer, rank, at, prepared=lambda rows: rows):
+    rows = prepared(own_rows(rank, LENGTHS[at:]))
     logprobs = trainer.logprobs(rows).logprobs
     batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
     return trainer.update([batch], partial(ppo_with_entropy, clip_low=0.2, clip_high=0.2))

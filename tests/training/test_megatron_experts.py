@@ -16,7 +16,17 @@ from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, signs
 from siirl_dask.training import TrainBatch
 from tests.settings import trainer_config
-from tests.training.dividing import SETTINGS, advance, assert_learned, config_of, copied, learn, own_rows, resumed
+from tests.training.dividing import (
+    SETTINGS,
+    advance,
+    assert_learned,
+    config_of,
+    copied,
+    learn,
+    own_rows,
+    resumed,
+    routed,
+)
 from tests.training.roles import policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
@@ -46,6 +56,13 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "1 x 2, two chunks, over 2 replicas": (1, 2, 2, 4, "some", {"chunks": 2}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
+}
+REPLAYED = {  # tensor and pipeline parallel, ranks of experts, ranks, settings; of the model whose layers have them all
+    "2 x 1": (2, 1, None, 2, {}),
+    "2 x 1, tokens split, over 2 replicas": (2, 1, 4, 4, {"tokens": True, "gradient_checkpointing": True}),
+    "1 x 2, two chunks": (1, 2, None, 2, {"chunks": 2}),
+    "1 x 2, context 2, over its ranks": (1, 2, 2, 4, {"context": 2, "gradient_checkpointing": True}),
+    "some, 1 x 2": (1, 2, None, 2, {}),
 }
 EXACT = [name for name in CASES if name not in ("over 2 replicas, bfloat16", "fsdp")]
 MOVES = (
@@ -79,6 +96,8 @@ def alone(folders):
     for name, folder in folders.items():
         trainer = policy(folder, trainer_config(**SETTINGS), temperature=0.7)
         results[name] = learn(trainer, Rank()) | {"next": advance(trainer, Rank(), 3)}
+        trainer = policy(folder, trainer_config(**SETTINGS), temperature=0.7, replay=True)
+        results[f"replayed, {name}"] = learn(trainer, Rank(), routes_of(name))
     return results
 
 
@@ -101,6 +120,13 @@ def in_each_rank(folders, root, world):
             )  # fmt: skip
             results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
+    for name, (tensor, pipeline, experts, size, settings) in REPLAYED.items():
+        if world.rank < size:
+            rank = Rank(world.rank, size, pair, beside) if size == 2 else world
+            model = folders["some" if name.startswith("some") else "all"]
+            config = config_of(tensor, pipeline, experts=experts, **settings)
+            trainer = policy(model, config, temperature=0.7, rank=rank, replay=True)
+            results[f"replayed, {name}"] = learn(trainer, rank, routes_of(name))
     results["skipped"] = {
         name: skipped(*trained[name])
         for name in (
@@ -109,6 +135,11 @@ def in_each_rank(folders, root, world):
     }  # fmt: skip
     results["resumed"] = resumed(trained, MOVES, root)
     return results
+
+
+def routes_of(name):
+    layers, chosen = (3, 3) if name.startswith("some") else (4, 2)
+    return partial(routed, layers=layers, experts=4, chosen=chosen)
 
 
 def skipped(trainer, rank):
@@ -128,6 +159,14 @@ def skipped(trainer, rank):
 def test_spread_experts_learn_like_a_single_process(name, seen, alone):
     _, _, _, size, model, _ = CASES[name]
     assert_learned(name, size, seen, alone[model])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_spread_experts_replay_routes_like_a_single_process(name, seen, alone):
+    model = "some" if name.startswith("some") else "all"
+    assert_learned(f"replayed, {name}", REPLAYED[name][3], seen, alone[f"replayed, {model}"])
+    apart = alone[model]["logprobs"] - alone[f"replayed, {model}"]["logprobs"]
+    assert apart.abs().max() > 1e-3, "the routes change nothing"
 
 
 def test_a_rank_holds_its_part_of_the_experts(seen, alone):

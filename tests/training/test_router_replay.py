@@ -195,7 +195,6 @@ def test_rows_without_routes_or_with_those_of_another_model_are_refused(folder, 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"backend": "megatron"}, "trainer.backend=megatron"),
         ({"backend": "fsdp", "sequence_parallel": 2}, "trainer.fsdp.sequence_parallel=2"),
         ({"backend": "fsdp", "tensor_parallel": 2}, "trainer.fsdp.tensor_parallel=2"),
         ({"compile": True}, "trainer.compile=true"),

@@ -23,6 +23,9 @@ class CoreRows:
     """Tokens of the rows; those after them only fill up the parts of ranks."""
     context: Rank | None = None
     """This rank among those that have a part of the tokens each; None where each has all."""
+    routes: Tensor | None = None
+    """[N, W] int64, see ``PackedRows.routes``, of the tokens that this rank has between attention and MLP; -1 where the
+    router chooses. None: it chooses everywhere."""
 
     def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give megatron-core's heads the shape for attention: the rows' tokens alone, and of a rank that has a part of

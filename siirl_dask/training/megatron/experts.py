@@ -39,6 +39,7 @@ class Experts(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.gate = nn.Linear(hidden, mixture.experts, bias=False, device=device, dtype=dtype)
+        self._routes: Tensor | None = None
         self.gate_up_proj = parameter(here, 2 * mixture.width, hidden)
         self.down_proj = parameter(here, hidden, mixture.width)
 
@@ -57,10 +58,25 @@ class Experts(nn.Module):
             result = gather_from_sequence_parallel_region(result, tensor_parallel_output_grad=False, group=group)
         return result[:count].view_as(hidden), None
 
+    def go_by(self, routes: Tensor | None, place: int) -> None:
+        """Let tokens go to the experts of ``routes``, of which this layer's are those at ``place``, from now on.
+
+        [T, W] int64, see ``CoreRows``; None: the router chooses.
+        """
+        of_layer = slice(place * self._mixture.chosen, (place + 1) * self._mixture.chosen)
+        self._routes = None if routes is None else routes[:, of_layer]
+
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the k experts of each token, and their weights, as transformers does. [T, D] -> [T, k] twice."""
+        """Choose the k experts of each token, and their weights, as transformers does. [T, D] -> [T, k] twice.
+
+        By ``go_by`` tokens go where the routes say, weighed by the router's own probabilities.
+        """
         probabilities = self.gate(tokens).softmax(-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self._mixture.chosen, dim=-1)
+        if self._routes is not None:
+            routes = pad(self._routes, (0, 0, 0, len(tokens) - len(self._routes)), value=-1)
+            chosen = torch.where(routes < 0, chosen, routes)
+            weights = probabilities.gather(-1, chosen)
         if self._mixture.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(tokens.dtype), chosen

@@ -6,8 +6,9 @@ A stage is a run of layers, or several of which each continues where the last st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -119,6 +120,9 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         for layer in compress(self.decoder.layers, mixed):
             assert sizes.mixture is not None
             layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
+        before = sum(map(sizes.has_experts, range(first)))  # routes of a token are of one such layer after the other
+        for place, layer in enumerate(compress(self.decoder.layers, mixed), before):
+            layer.forward = partial(_with_routes, layer.forward, layer.mlp, place)
         self.to(device)
         self.device, self._grid = device, grid
         self._padding = padding
@@ -141,7 +145,7 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         )
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
-            attention_mask=CoreRows(packing, part.position_ids.shape[1], self._grid.of_context),
+            attention_mask=CoreRows(packing, part.position_ids.shape[1], self._grid.of_context, self._routes(part)),
             rotary_pos_emb=self._angles(positions),
         )
         if self._grid.split_tokens and self.post_process:  # every rank scores all of them, and has each one's gradient
@@ -150,11 +154,21 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             )
         return hidden
 
-    def _own_tokens(self, values: Tensor) -> Tensor:
+    def _own_tokens(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's part of a micro-batch's tokens, filled up so that all parts are equal. [1, T] -> [1, N]"""
         grid = self._grid
         parts = grid.context * (grid.tensor if grid.split_tokens else 1)
-        return pad(values, (0, -values.shape[1] % parts)).chunk(grid.context, dim=1)[grid.of_tokens]
+        filled = pad(values, (0, -values.shape[1] % parts), value=fill)
+        return filled.chunk(grid.context, dim=1)[grid.of_tokens]
+
+    def _routes(self, part: MicroBatch) -> Tensor | None:
+        """Return the routes of the tokens that this rank has between attention and MLP."""
+        if part.routes is None:
+            return None
+        routes = torch.stack([self._own_tokens(each[None], -1)[0] for each in part.routes.unbind(1)], dim=1)
+        if self._grid.split_tokens:
+            routes = routes.chunk(self._grid.tensor)[self._grid.part]
+        return routes.to(self.device, torch.int64)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Embed tokens. [1, T] -> [T, 1, D], or this rank's part of it."""
@@ -170,6 +184,16 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1, T]."""
         angles = positions[0].to(self.device).float()[:, None] * self._frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def _with_routes(forward: Callable[..., Any], experts: Experts, place: int, *args: Any, **given: Any) -> Any:
+    """Run a layer whose tokens go by its rows' routes; ``place`` is its own among layers that have experts."""
+    rows: CoreRows = given["attention_mask"]
+    experts.go_by(rows.routes, place)
+    try:
+        return forward(*args, **given)
+    finally:
+        experts.go_by(None, place)
 
 
 class Norm(nn.RMSNorm):

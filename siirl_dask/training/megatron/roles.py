@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, LossFn, TokenLoss, ValueLossFn, token_mean
 from siirl_dask.context import HoldsNoGroups
+from siirl_dask.models.routing import Routing
 from siirl_dask.training.critic import value_inputs
 from siirl_dask.training.learner import select_tokens
 from siirl_dask.training.megatron.learner import MegatronLearner
 from siirl_dask.training.megatron.replica import Built, Replica
+from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.dtensor import copy_state
 from siirl_dask.training.policy import loss_inputs
@@ -73,7 +76,7 @@ class MegatronReference(_Scoring):
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
-        return TokenScores(*self._replica.score(rows))
+        return TokenScores(*self._replica.score(with_routes(rows, None)))
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score like ``logprobs``: a reference's weights never change."""
@@ -132,13 +135,23 @@ class _Learning(_Scoring):
 class MegatronPolicy(_Learning):
     """A Trainer that learns. Its ranks begin with the weights of one folder and learn together."""
 
-    def __init__(self, built: Built, *, temperature: float, waiting: Waiting = nullcontext) -> None:
-        """``waiting()`` is entered for what waits for other ranks."""
+    def __init__(
+        self,
+        built: Built,
+        *,
+        temperature: float,
+        waiting: Waiting = nullcontext,
+        routing: Routing | None = None,
+    ) -> None:
+        """``waiting()`` is entered for what waits for other ranks. With ``routing`` rows must have routes, which the
+        model replays; else it chooses experts itself.
+        """
         super().__init__(built, temperature=temperature, waiting=waiting)
+        self._routing = routing
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
-        return TokenScores(*self._replica.score(rows))
+        return TokenScores(*self._replica.score(with_routes(rows, self._routing)))
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         raise TypeError("there are no adapters to leave out: trainer.backend=megatron has none")
@@ -158,6 +171,7 @@ class MegatronPolicy(_Learning):
             loss = loss_fn(loss_inputs(batch, selection, logprobs, entropy))
             return selection.attach(loss, logprobs), selection.offsets
 
+        batches = [replace(batch, rows=with_routes(batch.rows, self._routing)) for batch in batches]
         return self._learner.update(batches, self._replica.passes(evaluate), aggregate, on_nonfinite)
 
 
@@ -174,7 +188,7 @@ class MegatronCritic(_Learning):
 
     def values(self, rows: PackedRows) -> Tensor:
         """Predict the return before each response token. [K] float32."""
-        return self._replica.score(rows)[0]
+        return self._replica.score(with_routes(rows, None))[0]
 
     def update(
         self,
@@ -191,6 +205,7 @@ class MegatronCritic(_Learning):
             loss = loss_fn(value_inputs(batch, selection, values))
             return selection.attach(loss, values), selection.offsets
 
+        batches = [replace(batch, rows=with_routes(batch.rows, None)) for batch in batches]
         return self._learner.update(batches, self._replica.passes(evaluate), aggregate, on_nonfinite)
 
 

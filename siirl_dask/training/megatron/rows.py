@@ -58,10 +58,12 @@ def _join(values: Sequence[Any]) -> Any:
 
 def _rows(parts: Sequence[PackedRows]) -> PackedRows:
     lengths = torch.cat([part.offsets.diff() for part in parts])
+    routes = [part.routes for part in parts if part.routes is not None]  # a rank without rows may have none
     return PackedRows(
         torch.cat([part.tokens for part in parts]),
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         torch.cat([part.prompt_lengths for part in parts]),
+        routes=torch.cat(routes) if routes else None,
     )
 
 

@@ -6,7 +6,7 @@ The weights of the experts are the model's own, of its router's logits, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,14 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
         held, own = _Held(), slice(place * routing.chosen, (place + 1) * routing.chosen)
         router.forward = partial(_route, router, router.forward, held)
         layer.forward = partial(_with_routes, layer.forward, held, own)
+
+
+def with_routes(rows: PackedRows, routing: Routing | None) -> PackedRows:
+    """Return rows with the routes that are replayed, which are checked, and without any where none are."""
+    if routing is None:
+        return replace(rows, routes=None)
+    check_routes(rows, routing)
+    return rows
 
 
 def check_routes(rows: PackedRows, routing: Routing) -> None:
