@@ -117,11 +117,10 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             del self.output_layer
         elif is_last and is_first and sizes.tied:
             self.output_layer.weight = self.embedding.word_embeddings.weight
-        for layer in compress(self.decoder.layers, mixed):
+        before = sum(map(sizes.has_experts, range(first)))
+        for place, layer in enumerate(compress(self.decoder.layers, mixed), before):
             assert sizes.mixture is not None
             layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
-        before = sum(map(sizes.has_experts, range(first)))  # routes of a token are of one such layer after the other
-        for place, layer in enumerate(compress(self.decoder.layers, mixed), before):
             layer.forward = partial(_with_routes, layer.forward, layer.mlp, place)
         self.to(device)
         self.device, self._grid = device, grid
@@ -155,17 +154,17 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         return hidden
 
     def _own_tokens(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's part of a micro-batch's tokens, filled up so that all parts are equal. [1, T] -> [1, N]"""
+        """Return this rank's part of a micro-batch's tokens, filled up so that all parts are equal. [n, T] -> [n, N]"""
         grid = self._grid
         parts = grid.context * (grid.tensor if grid.split_tokens else 1)
         filled = pad(values, (0, -values.shape[1] % parts), value=fill)
         return filled.chunk(grid.context, dim=1)[grid.of_tokens]
 
     def _routes(self, part: MicroBatch) -> Tensor | None:
-        """Return the routes of the tokens that this rank has between attention and MLP."""
+        """Return the routes of the tokens that this rank has between attention and MLP, [N, W]."""
         if part.routes is None:
             return None
-        routes = torch.stack([self._own_tokens(each[None], -1)[0] for each in part.routes.unbind(1)], dim=1)
+        routes = self._own_tokens(part.routes.T, -1).T
         if self._grid.split_tokens:
             routes = routes.chunk(self._grid.tensor)[self._grid.part]
         return routes.to(self.device, torch.int64)
