@@ -22,12 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from generation import endless_model, two_workers
 from sections import replace_section
 from siirl_dask import grpo
-from siirl_dask.config.file import load, shipped
 from siirl_dask.driver.run import run
-from step_parts import SIZES, make_prompts
+from step_parts import SIZES, prepared
 
 WITHIN = 0.3
 _LAYOUTS = {
@@ -37,7 +35,6 @@ _LAYOUTS = {
 }
 """Number of workers, and their placement."""
 _NODES = ("rollout", "old_logprobs", "update")
-_SAMPLES = 8
 
 
 def main() -> None:
@@ -62,33 +59,13 @@ def main() -> None:
 
 def measure(folder: Path, name: str, layout: str, steps: int) -> dict[str, Any]:
     """Run, and return what ``plan --analyze`` says of the run."""
-    size, url = SIZES[name], f"{folder}/run"
-    model, _ = endless_model(folder / "random", **size.shape)
     workers, placement = _LAYOUTS[layout]
-    values = {
-        "run.steps": steps,
-        "data.url": make_prompts(folder / "data.parquet", size.prompts * steps),
-        "data.batch_size": size.prompts,
-        "model.path": model,
-        "rollout.engine": "transformers",
-        "rollout.n": _SAMPLES,
-        "rollout.max_response_length": size.tokens,
-        "cluster.workers": workers,
-        "cluster.placement": placement,
-    }
-    config = load(shipped("quickstart.yaml"), two_workers(url, values))
+    config, _ = prepared(folder, name, "transformers", steps, workers=workers, placement=placement)
     run(config, grpo(config))
-    command = [
-        str(Path(sys.executable).with_name("siirl-dask")),
-        "plan",
-        "--analyze",
-        url,
-        "--on",
-        "cpu",
-        "--format",
-        "json",
-    ]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command = str(Path(sys.executable).with_name("siirl-dask"))
+    given = ("plan", "--analyze", config.run.url, "--on", "cpu", "--format", "json")
+    said = subprocess.run([command, *given], check=True, capture_output=True, text=True).stdout
+    found: dict[str, Any] = json.loads(said)
     return found
 
 

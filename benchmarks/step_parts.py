@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from generation import endless_model, two_workers
+from siirl_dask.config import Config
 from siirl_dask.config.file import load, shipped
 from siirl_dask.driver.run import run
 from siirl_dask.observe import Record, read_metrics
@@ -106,25 +107,33 @@ def main() -> None:
 
 
 def measure(folder: Path, name: str, engine: str, steps: int) -> Case:
-    size, last = SIZES[name], steps + _WARM_UP
+    config, parameters = prepared(folder, name, engine, steps + _WARM_UP)
+    run(config, profiled_grpo(config))
+    url = config.run.url
+    spans = [span for span in read_trace(url).spans if span.step > _WARM_UP and not is_profiled(span.step)]
+    found = find_bottleneck(spans)
+    parts = [parts_of(worker, found.steps) for worker in found.workers]
+    means = {part: mean(one[part] for one in parts) for part in COLUMNS}
+    return Case(name, parameters, engine, means, python_shares(read_metrics(url)[_WARM_UP:]))
+
+
+def prepared(folder: Path, name: str, engine: str, steps: int, **more: object) -> tuple[Config, int]:
+    """Make a model of this size and its data. Returns the config of a run, with ``more`` values of the keys of
+    ``cluster``, and the parameters.
+    """
+    size = SIZES[name]
     model, parameters = endless_model(folder / "random", **size.shape)
-    data, url = make_prompts(folder / "data.parquet", size.prompts * last), f"{folder}/run"
     values = {
-        "run.steps": last,
-        "data.url": data,
+        "run.steps": steps,
+        "data.url": make_prompts(folder / "data.parquet", size.prompts * steps),
         "data.batch_size": size.prompts,
         "model.path": model,
         "rollout.engine": engine,
         "rollout.n": _SAMPLES,
         "rollout.max_response_length": size.tokens,
     }
-    config = load(shipped("quickstart.yaml"), two_workers(url, values))
-    run(config, profiled_grpo(config))
-    spans = [span for span in read_trace(url).spans if span.step > _WARM_UP and not is_profiled(span.step)]
-    found = find_bottleneck(spans)
-    parts = [parts_of(worker, found.steps) for worker in found.workers]
-    means = {part: mean(one[part] for one in parts) for part in COLUMNS}
-    return Case(name, parameters, engine, means, python_shares(read_metrics(url)[_WARM_UP:]))
+    values |= {f"cluster.{key}": value for key, value in more.items()}
+    return load(shipped("quickstart.yaml"), two_workers(f"{folder}/run", values)), parameters
 
 
 def make_prompts(path: Path, rows: int) -> str:

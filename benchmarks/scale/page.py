@@ -66,8 +66,8 @@ that he asks about. The machine has fewer cores than the lab has hosts, and does
 long a second of computing took, by the kernel's count of how long the threads that compute waited for a core, and by
 the core's pace between steps. It is measured in the run and given to the model; *undisturbed* is the prediction for a
 quiet core to each worker. Shown is the half of each run's steps in which it was least. *Links* is the predicted share
-of links. Each line is the mean of runs with processes and connections of their own: over a far link one connection
-takes 36 round trips for a sum of gradients and another 45, for as long as it lives."""
+of links. Each line is the mean of runs with processes and connections of their own: over a far link a sum of
+gradients takes 36 to 45 round trips, by the connection."""
 _PHASES = """\
 The same error for the parts that a run's metrics tell by themselves, over the runs of each layout; sums of gradients
 are in *update*. Where they cancel, the whole is nearer than its parts."""

@@ -72,7 +72,7 @@ def raw_link(links: Links) -> Link:
 
 def gloo_sum(links: Links, size: int) -> GlooSum:
     """Return what a sum of gradients of ``size`` bytes takes of two workers, on average over connections: on a far link
-    one takes 36 round trips for the same bytes and another 45, by how large TCP lets its window grow.
+    the same bytes take 36 to 45 round trips, by the connection.
     """
     found = [_gloo_sum(links, size) for _ in range(_CONNECTIONS)]
     return GlooSum(mean(one.seconds for one in found), mean(one.used for one in found))

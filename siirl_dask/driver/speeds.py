@@ -124,7 +124,7 @@ def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
 
 
 _OF_BEST = 0.7
-"""Share of a CPU's best rounds that whole runs reach, by twelve of 0.3 and 32 million parameters (docs/planning.md)."""
+"""Share of a CPU's best rounds that whole runs reach, by twelve of 0.3 and 32 million parameters (estimates.md)."""
 
 
 def measure_cpu(threads: int = 1) -> Speed:

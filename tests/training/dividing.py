@@ -1,6 +1,5 @@
 """Ranks that share a model learn, save and resume here as a single process does, to be compared with it."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
 from siirl_dask.config import Backend, MegatronConfig, TrainerConfig
-from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs, split_rows
+from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.parallel.dtensor import local
@@ -50,18 +49,6 @@ def learn(trainer, rank, prepared=lambda rows: rows):
     seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
-
-
-def routed(rows, layers, experts, chosen):
-    """The rows with some experts for each token and layer, drawn at random of a row's tokens; of the last one none."""
-    parts = []
-    for row, _ in split_rows(rows):
-        numbers = torch.Generator().manual_seed(int(row.sum()))
-        own = torch.rand(len(row), layers, experts, generator=numbers).argsort(-1)[..., :chosen].flatten(1)
-        own[-1] = -1
-        parts.append(own)
-    routes = torch.cat(parts) if parts else torch.empty(0, layers * chosen)
-    return replace(rows, routes=routes.to(torch.int16))
 
 
 def copied(trainer):

@@ -25,9 +25,9 @@ from tests.training.dividing import (
     learn,
     own_rows,
     resumed,
-    routed,
 )
 from tests.training.roles import policy
+from tests.training.routes import routed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")

@@ -20,9 +20,11 @@ from siirl_dask.training import TrainBatch, build_reference, build_trainer
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
+from tests.training.routes import routed
 
 LAYERS, EXPERTS, CHOSEN = 3, 4, 2
 WIDTH = LAYERS * CHOSEN
+drawn = partial(routed, layers=LAYERS, experts=EXPERTS, chosen=CHOSEN)
 GROUPS = [(9, [4, 1, 6]), (3, [5]), (12, [2, 3])]
 BACKENDS = {
     "torch": {},
@@ -45,17 +47,6 @@ def policy(folder, *, replay=True, rank=None, build=build_trainer, **settings):
     rollout = RolloutConfig(router_replay=replay)
     model = ModelConfig(path=str(folder))
     return build(Device("w0"), rank or Rank(), model=model, trainer=config, rollout=rollout)
-
-
-def routed(rows, seed=0):
-    """The rows with two experts a token and layer, drawn at random; rows with one prompt have the same for it."""
-    numbers, parts, prompts = torch.Generator().manual_seed(seed), [], {}
-    for row, prompt in split_rows(rows):
-        own = torch.rand(len(row), LAYERS, EXPERTS, generator=numbers).argsort(-1)[..., :CHOSEN].flatten(1)
-        own[:prompt] = prompts.setdefault(tuple(row[:prompt].tolist()), own[:prompt].clone())
-        own[-1] = -1
-        parts.append(own)
-    return replace(rows, routes=torch.cat(parts).to(torch.int16))
 
 
 def patched(model, routes):
@@ -93,7 +84,7 @@ def batch_of(rows):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [random_rows(LENGTHS[:4]), grouped_rows(GROUPS)], ids=["rows", "shared prompts"])
 def test_logprobs_and_gradients_are_those_of_transformers_with_these_routes(folder, backend, rows):
-    rows, trainer, model = routed(rows), policy(folder, **BACKENDS[backend]), load_model(folder)
+    rows, trainer, model = drawn(rows), policy(folder, **BACKENDS[backend]), load_model(folder)
     scores = expected(model, rows)
     assert_close(trainer.logprobs(rows).logprobs, scores.detach(), atol=1e-6, rtol=0)
     own = policy(folder, replay=False).logprobs(rows).logprobs
@@ -107,7 +98,7 @@ def test_logprobs_and_gradients_are_those_of_transformers_with_these_routes(fold
 
 
 def test_a_prompt_is_computed_once_where_all_its_rows_have_the_same_routes(folder):
-    rows = routed(grouped_rows([(9, [4, 1, 6])]))
+    rows = drawn(grouped_rows([(9, [4, 1, 6])]))
     (shared,) = micro_batches(rows, 10**6)
     assert shared.shared is not None
     assert shared.input_ids.shape[1] == 9 + 4 + 1 + 6
@@ -141,7 +132,7 @@ def test_own_routes_replayed_change_no_bit(folder):
 
 
 def test_two_ranks_go_by_their_own_rows_routes(folder, tmp_path):
-    rows = routed(random_rows(LENGTHS))
+    rows = drawn(random_rows(LENGTHS))
     parts = run_ranks(2, partial(on_rank, folder), tmp_path)
     assert_close(torch.cat([scores for scores, _ in parts]), policy(folder).logprobs(rows).logprobs, atol=1e-6, rtol=0)
     trainer = policy(folder)
@@ -153,7 +144,7 @@ def test_two_ranks_go_by_their_own_rows_routes(folder, tmp_path):
 
 def on_rank(folder, rank):
     """Rank 0 has most rows, so that rank 1 has idle passes."""
-    whole = routed(random_rows(LENGTHS))
+    whole = drawn(random_rows(LENGTHS))
     first, last = [(0, 5), (5, len(LENGTHS))][rank.rank]
     begin, end = int(whole.offsets[first]), int(whole.offsets[last])
     rows = replace(random_rows(LENGTHS, range(first, last)), routes=whole.routes[begin:end])
@@ -164,7 +155,7 @@ def on_rank(folder, rank):
 
 
 def test_a_reference_chooses_itself(folder):
-    rows = routed(random_rows(LENGTHS))
+    rows = drawn(random_rows(LENGTHS))
     reference = policy(folder, build=build_reference)
     plain = policy(folder, replay=False).logprobs(replace(rows, routes=None))
     assert torch.equal(reference.logprobs(rows).logprobs, plain.logprobs)
@@ -175,7 +166,7 @@ def test_a_reference_chooses_itself(folder):
 
 @pytest.mark.parametrize("call", ["logprobs", "update"])
 def test_rows_without_routes_or_with_those_of_another_model_are_refused(folder, call):
-    rows, trainer = routed(random_rows(LENGTHS)), policy(folder)
+    rows, trainer = drawn(random_rows(LENGTHS)), policy(folder)
 
     def give(routes):
         given = replace(rows, routes=routes)

@@ -69,12 +69,12 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
     """Set Megatron's layout."""
     prefix = f"{theirs}.megatron"
     sizes = {
-        "tensor_model_parallel_size": "tensor",
-        "pipeline_model_parallel_size": "pipeline",
-        "context_parallel_size": "context",
+        "tensor_model_parallel_size": "tensor_parallel",
+        "pipeline_model_parallel_size": "pipeline_parallel",
+        "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+        "context_parallel_size": "context_parallel",
     }
-    sizes = {option: f"{key}_parallel" for option, key in sizes.items()}
-    for option, key in {**sizes, "virtual_pipeline_model_parallel_size": "virtual_pipeline"}.items():
+    for option, key in sizes.items():
         if (ranks := int(draft.number(f"{prefix}.{option}", 1))) > 1:
             draft.set(f"{ours}.megatron.{key}", ranks, f"{prefix}.{option}")
         draft.hold(f"{prefix}.{option}", "the default here")
