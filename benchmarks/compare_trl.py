@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from against_trl.page import Measured, measured_now, summary, write_page
-from against_trl.runs import curves, losses, speed
+from against_trl.runs import OURS, TOLD, TRL, curves, losses, speed
 from against_trl.setting import Setting
 from siirl_dask.tasks.sorting import task_in, write_sorting_task
 
@@ -80,7 +80,7 @@ def _measure(part: str, given: argparse.Namespace, folder: str, workers: int) ->
         return losses(setting)
     if part == "curves":
         return curves(setting, given.seeds)
-    return speed(setting, given.rounds, given.round_steps)
+    return speed(setting, given.rounds, given.round_steps, kinds=(OURS, TOLD, TRL))
 
 
 def _command(given: argparse.Namespace, part: str, workers: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import psutil
 
 from .plot import plot_curves
-from .runs import OURS, SIDES, TRL
+from .runs import OURS, SIDES, TOLD, TRL
 from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
 
 _PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
@@ -91,7 +91,8 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         )
     if "curves" in parts:
         found = parts["curves"]["found"]
-        ends = (f"{side} {mean(run['accuracy'][-1] for run in found[side]):.3f}" for side in SIDES)
+        shown = [kind for kind in (*SIDES, TOLD) if kind in found]
+        ends = (f"{kind} {mean(run['accuracy'][-1] for run in found[kind]):.3f}" for kind in shown)
         before = mean(run["accuracy"][0] for run in found[OURS])
         yield f"validation accuracy, from {before:.3f}: {', '.join(ends)}, means of {len(found[OURS])} seeds"
     for name, part in _speeds(parts):
@@ -100,6 +101,8 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         loud = max(found["loads"])
         trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > QUIET else ""
         rates = f"ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}"
+        if (told := found["medians"].get(TOLD)) is not None:
+            rates += f"; {TOLD} {told:.0f}, ratio {told / trl:.2f}"
         yield f"samples per second, {_LAYOUTS[name]}: {rates}{trust}"
 
 
@@ -138,13 +141,19 @@ def _curve_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def speed_table(found: Mapping[str, Any]) -> str:
-    """Return samples per second of each round and side."""
-    rounds = found["samples_per_second"]
-    rows = [["round", *SIDES, "ratio", "load before"]]
-    for at, (ours, trl, load) in enumerate(zip(rounds[OURS], rounds[TRL], found["loads"], strict=True), start=1):
-        rows.append([str(at), f"{ours:.0f}", f"{trl:.0f}", f"{ours / trl:.2f}", f"{load:.1f}"])
-    medians = (f"**{found['medians'][side]:.0f}**" for side in SIDES)
-    return markdown([*rows, ["**median**", *medians, f"**{found['ratio']:.2f}**", ""]])
+    """Return samples per second of each round and kind of run, and what each of ours is of TRL's."""
+    rounds, medians = found["samples_per_second"], found["medians"]
+    ours = [kind for kind in rounds if kind != TRL]
+    rows = [["round", *rounds, *(f"{kind} / trl" for kind in ours), "load before"]]
+    for at, load in enumerate(found["loads"]):
+        rates = {kind: rounds[kind][at] for kind in rounds}
+        rows.append([str(at + 1), *_rates(rates, ours), f"{load:.1f}"])
+    return markdown([*rows, ["**median**", *(f"**{each}**" for each in _rates(medians, ours)), ""]])
+
+
+def _rates(rates: Mapping[str, float], ours: Sequence[str]) -> list[str]:
+    """Return samples per second of each kind of run, and the ratios of ours to TRL's."""
+    return [*(f"{rate:.0f}" for rate in rates.values()), *(f"{rates[kind] / rates[TRL]:.2f}" for kind in ours)]
 
 
 def how(part: Measured) -> str:

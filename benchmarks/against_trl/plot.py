@@ -11,11 +11,12 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from .runs import OURS, TRL, WHOLE
+from .runs import OURS, TOLD, TRL, WHOLE
 
 _LOOKS = {
     OURS: ("siirl_dask, rows drawn as by TRL", "tab:blue"),
     TRL: ("TRL", "tab:orange"),
+    TOLD: ("siirl_dask, the engine's log-probs", "tab:green"),
     WHOLE: ("siirl_dask, prompts whole", "tab:gray"),
 }
 _PANELS = {"rewards": "mean reward of the step's samples", "entropy": "entropy, nats a token"}

@@ -71,6 +71,7 @@ def overrides(setting: Setting, url: str) -> dict[str, object]:
         "rollout.max_rows": setting.rows,
         "algorithm.minibatches": setting.minibatches,
         "algorithm.split_groups": setting.mixed,
+        "algorithm.old_logprobs": f"siirl_dask.nodes:{'rollout' if setting.told else 'policy'}_logprobs",
         "algorithm.loss_options": f"{{clip_low: {setting.clip}, clip_high: {setting.clip}}}",
         "algorithm.aggregation": "siirl_dask.algorithms:sequence_mean_token_mean",
         "trainer.lr": setting.lr,

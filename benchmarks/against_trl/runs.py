@@ -20,6 +20,8 @@ OURS, TRL = "ours", "trl"
 SIDES = (OURS, TRL)
 WHOLE = "ours, prompts whole"
 """Ours with mini-batches of prompts with all their samples."""
+TOLD = "ours, engine's log-probs"
+"""Ours with old log-probs of the engine."""
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _WARM_UP = 2  # steps of a round that are not timed
 
@@ -31,27 +33,37 @@ def losses(setting: Setting) -> dict[str, Any]:
 
 
 def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-    """Run each side once a seed, and ours once more with the mini-batches that it draws by default."""
-    kinds = {OURS: (OURS, setting), TRL: (TRL, setting), WHOLE: (OURS, replace(setting, mixed=False))}
+    """Run each side once a seed, ours once more with the engine's log-probs, and once with the mini-batches that it
+    draws by default.
+    """
+    kinds = {
+        OURS: (OURS, setting),
+        TRL: (TRL, setting),
+        TOLD: (OURS, replace(setting, told=True)),
+        WHOLE: (OURS, replace(setting, mixed=False)),
+    }
     return {
         kind: [asdict(run_side(side, replace(given, seed=seed))) for seed in seeds]
         for kind, (side, given) in kinds.items()
     }
 
 
-def speed(setting: Setting, rounds: int, steps: int, modules: str = "run") -> dict[str, Any]:
-    """Samples per second of each side in ``rounds`` runs of ``steps`` timed steps, which alternate; on the setting's
-    cores, everything that a side starts included. A side is the module ``MODULES_SIDE``.
+def speed(
+    setting: Setting, rounds: int, steps: int, modules: str = "run", kinds: Sequence[str] = SIDES
+) -> dict[str, Any]:
+    """Samples per second of each kind of run in ``rounds`` runs of ``steps`` timed steps, which alternate; on the
+    setting's cores, everything that a side starts included. A side is the module ``MODULES_SIDE``.
     """
     short = replace(setting, steps=steps + _WARM_UP, validate=False)
-    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     loads = []
     for at in range(rounds):
         loads.append(os.getloadavg()[0])
-        for side in SIDES if at % 2 == 0 else reversed(SIDES):
-            run = run_side(side, replace(short, seed=at), modules, pinned=True)
-            found[side].append(run.samples_per_second(setting.rows, _WARM_UP))
-    medians = {side: median(values) for side, values in found.items()}
+        for kind in kinds if at % 2 == 0 else reversed(kinds):
+            given = replace(short, seed=at, told=kind == TOLD)
+            run = run_side(TRL if kind == TRL else OURS, given, modules, pinned=True)
+            found[kind].append(run.samples_per_second(setting.rows, _WARM_UP))
+    medians = {kind: median(values) for kind, values in found.items()}
     ratio = medians[OURS] / medians[TRL]
     return {"samples_per_second": found, "medians": medians, "ratio": ratio, "steps": steps, "loads": loads}
 

@@ -30,6 +30,8 @@ class Setting:
     """Rows are drawn into mini-batches one by one, as TRL has it; else prompts with all their samples, as we do unless
     told otherwise.
     """
+    told: bool = False
+    """Our old log-probs are those that the engine tells; else of a pass of the policy, as TRL's are."""
     lr: float = 1e-4
     warmup: int = 5
     """Optimiser steps."""

@@ -16,8 +16,8 @@ compute the gradient in float32 before any clipping of its norm: TRL by `GRPOTra
 """
 CURVES = """\
 Thin lines are seeds, thick ones their mean. The two draw their samples by other random numbers, so lines of one seed
-need not run together; the blue and the orange bundle should. The gray one is this package as it draws mini-batches
-unless it is told otherwise.
+need not run together; the blue and the orange bundle should, and the green one, whose old log-probs are those that the
+engine told when it sampled. The gray one is this package as it draws mini-batches unless it is told otherwise.
 """
 ALIKE = """\
 **Alike**: the model folder; prompts in the same order; 32 prompts a step with 8 samples each, at temperature 1 and at
@@ -35,11 +35,15 @@ instead of nearly all, and on this task the policy sharpens somewhat more slowly
 
 **Not alike**: TRL adds 1e-4 to the standard deviation of a group's rewards, this package 1e-6; TRL pads, this package
 packs, and computes a prompt once for those of its samples that lie side by side.
+
+**Old log-probs**: both pass through the policy for them. *ours, engine's log-probs* takes those of the tokens as the
+engine drew them (`algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs`), which differ by rounding alone; TRL's
+`generate` tells none.
 """
 SPEED = """\
 The two take turns, a fresh process each, in reversed order every other round; on the same one or two cores, to which
 everything that a side starts is pinned: here the scheduler, the nanny and the client as well. TRL's process has a torch
 thread a core, each of our workers has one. A step is all of it:
 prompts, generation, rewards, old log-probs, four updates, new weights, and here also every sample written to disk. The
-start and the first two steps are not counted. Settings are those of the runs above, the blue ones.
+start and the first two steps are not counted. Settings are those of the runs above, the blue ones and the green ones.
 """

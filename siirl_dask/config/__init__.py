@@ -17,6 +17,7 @@ from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConf
 from siirl_dask.config.rollout import Dtype, ModelConfig, PromptPlacement, RewardsConfig, RolloutConfig, WeightSync
 from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
+    ENGINES_LOGPROBS,
     AlgorithmConfig,
     Backend,
     FsdpConfig,
@@ -101,7 +102,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.rollout.max_staleness or self.rollout.partial:
             for algorithm in (self.algorithm, *(agent.algorithm for agent in self.agents.values())):
-                algorithm.correction = algorithm.correction or "siirl_dask.algorithms:truncated_is"
+                if algorithm.old_logprobs != ENGINES_LOGPROBS:
+                    algorithm.correction = algorithm.correction or "siirl_dask.algorithms:truncated_is"
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
                 f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="

@@ -11,6 +11,9 @@ from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.devices.operators import check_operators
 from siirl_dask.errors import ConfigError
 
+ENGINES_LOGPROBS = "siirl_dask.nodes:rollout_logprobs"
+"""Value of ``algorithm.old_logprobs`` that takes those of the engine."""
+
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
@@ -36,9 +39,12 @@ class AlgorithmConfig:
     """Multiply the KL term by the ratio of current to old policy, which removes its bias; see ``policy_loss``."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus in the loss."""
+    old_logprobs: str = "siirl_dask.nodes:policy_logprobs"
+    """Node that writes the log-probs before the update: of a pass of the policy, or with
+    ``siirl_dask.nodes:rollout_logprobs`` those of the engine that sampled."""
     correction: str | None = None
     """Function of LossInputs that weighs tokens by the ratio of policy to sampling engine. None: no correction if
-    ``rollout.max_staleness`` is 0, else truncated_is."""
+    ``rollout.max_staleness`` is 0 or ``old_logprobs`` are the engine's, else truncated_is."""
     correction_options: dict[str, Any] = field(default_factory=dict)
     """Options of the correction."""
     minibatches: int = 1
@@ -56,6 +62,11 @@ class AlgorithmConfig:
         at_least("algorithm", 0, kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
         if self.correction_options and self.correction is None:
             raise ConfigError("algorithm.correction_options are given without algorithm.correction")
+        if self.correction and self.old_logprobs == ENGINES_LOGPROBS:
+            raise ConfigError(
+                f"algorithm.correction={self.correction} with algorithm.old_logprobs={self.old_logprobs}: old "
+                "log-probs are the engine's then, and its weights are all 1; leave one of them out"
+            )
 
 
 class Backend(StrEnum):

@@ -128,7 +128,8 @@ class NodeSeconds:
         for node in self.plan.dag.nodes:
             writes, reads = set(node.contract.writes.names), set(node.contract.reads)
             learning = learns(node, self.plan)
-            if not (writes & _SCORES or learning or {RESPONSE_IDS, PARAMETER_DATA} & writes or PARAMETER_DATA in reads):
+            scores = writes & _SCORES and RESPONSE_IDS in reads  # those that the engine has told take no pass
+            if not (scores or learning or {RESPONSE_IDS, PARAMETER_DATA} & writes or PARAMETER_DATA in reads):
                 continue
             options = options_of(self.plan.dag.role(node.role).build)
             if (model := self._model(options.get("model", self.config.model), workers[node.role])) is None:

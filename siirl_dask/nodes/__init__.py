@@ -12,7 +12,13 @@ from siirl_dask.nodes.covariance import choose_covariant
 from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
 from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
-from siirl_dask.nodes.logprobs import base_logprobs, estimate_values, policy_logprobs, reference_logprobs
+from siirl_dask.nodes.logprobs import (
+    base_logprobs,
+    estimate_values,
+    policy_logprobs,
+    reference_logprobs,
+    rollout_logprobs,
+)
 from siirl_dask.nodes.play import play, play_answers
 from siirl_dask.nodes.policy_change import measure_policy_change
 from siirl_dask.nodes.prompts import encode_prompts
@@ -55,6 +61,7 @@ __all__ = [
     "policy_logprobs",
     "publish_weights",
     "reference_logprobs",
+    "rollout_logprobs",
     "run_agents",
     "run_agents_to_validate",
     "sample_until_mixed",

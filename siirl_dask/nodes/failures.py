@@ -46,11 +46,13 @@ def check_failures(
     """Raise ``error`` on all workers when more failed on all of them together than ``most``; log allowed ones.
 
     A worker whose own failures exceed that has stopped, and still takes part in the sum: its peers, perhaps without
-    any, wait there. ``key`` is the configuration's for ``most``; ``whose`` is what failed, such as ``the environment``,
-    and ``kind`` what it failed for, such as ``rows``.
+    any, wait there. Where none may fail nobody waits: a worker with failures raises, which ends the run for all.
+    ``key`` is the configuration's for ``most``; ``whose`` is what failed, such as ``the environment``, and ``kind``
+    what it failed for, such as ``rows``.
     """
     numbers = failed.numbers
-    total, given_up = ctx.all_sum([len(numbers), failed.given_up])
+    own = [len(numbers), failed.given_up]
+    total, given_up = ctx.all_sum(own) if most else own
     if total <= most and not given_up:
         for number in numbers[:_LISTED]:
             logger.warning("left out of the loss: %s", failed.describe(number)[0])

@@ -19,6 +19,7 @@ from siirl_dask.schema import (
     PROMPT_IDS,
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
+    ROLLOUT_LOGPROBS,
     ROUTED_EXPERTS,
     TYPES,
     VALUES,
@@ -37,6 +38,16 @@ def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     routes.
     """
     return _logprobs(ctx, table, OLD_LOGPROBS)
+
+
+@columns(reads=[ROLLOUT_LOGPROBS], writes=fields(OLD_LOGPROBS))
+def rollout_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+    """Take the log-probs of the engine that sampled for those before the update: the policy makes one pass fewer.
+
+    The ratio of the loss is then that of the policy to the sampler itself, as in PPO (arXiv:1707.06347), whatever the
+    two differ by: rounding, or the age of the weights.
+    """
+    return _finite(ctx, table.append_column(OLD_LOGPROBS, table[ROLLOUT_LOGPROBS]), OLD_LOGPROBS)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(REFERENCE_LOGPROBS))

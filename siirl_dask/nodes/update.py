@@ -110,17 +110,18 @@ def update_policy(
     Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
     Rows without an advantage are left out. An aggregation counts episodes where these have several rows. ``columns``,
     with a number per row or per response token, reach the loss as ``LossInputs.columns``. The difference between
-    sampler and policy is logged as ``mismatch/...``. TrainingError for rows sampled by weights that are more than
-    ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is not finite, unless ``run.on_nan=skip``:
-    its step is left out then.
+    sampler and policy is logged as ``mismatch/...``, unless old log-probs are the sampler's. TrainingError for rows
+    sampled by weights that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is
+    not finite, unless ``run.on_nan=skip``: its step is left out then.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     parts, spans = _parts(ctx, table, advantages_of(table), minibatches)
     batches = [_train_batch(part, own, columns) for part, own in zip(parts, spans, strict=True)]
-    for batch in batches:
-        _log_mismatch(ctx, batch)
+    if not table[OLD_LOGPROBS].equals(table[ROLLOUT_LOGPROBS]):  # else nobody computed both
+        for batch in batches:
+            _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
         _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
     return table

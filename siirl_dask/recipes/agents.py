@@ -26,12 +26,11 @@ from siirl_dask.nodes import (
     generate_answers,
     hand_over,
     measure_answers,
-    policy_logprobs,
     score,
     take_agents,
 )
 from siirl_dask.nodes.agents import MESSAGE
-from siirl_dask.planner import DAG, Node, Role, Rows
+from siirl_dask.planner import DAG, Node, Role, Rows, resolve
 from siirl_dask.planner.contract import bare
 from siirl_dask.recipes.common import (
     Function,
@@ -87,7 +86,7 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
     options = {"advantage": advantage_of(own, None)}
     nodes = (
         Node("rollout", take_agents, role="reward", options={"agents": learns}),
-        Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
+        Node("old_logprobs", resolve(own.algorithm.old_logprobs), role="policy", after="rollout", rows=Rows.BALANCED),
         Node("advantage", estimate_advantage, role="policy", after="old_logprobs", rows=Rows.GROUPED, options=options),
         *learning(own),
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from siirl_dask.config import Config
-from siirl_dask.nodes import encode_prompts, estimate_advantage, generate, policy_logprobs, score
-from siirl_dask.planner import DAG, Node, Rows
+from siirl_dask.nodes import encode_prompts, estimate_advantage, generate, score
+from siirl_dask.planner import DAG, Node, Rows, resolve
 from siirl_dask.recipes.common import Function, advantage_of, learning, prompt_options, roles, with_reference
 
 
@@ -35,7 +35,9 @@ def grpo(
         Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
         Node("rollout", generate, role="rollout", after="prompts", rows=placement, stage=True, options=sample),
         Node("reward", score, role="reward", after="rollout"),
-        Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
+        Node(
+            "old_logprobs", resolve(config.algorithm.old_logprobs), role="policy", after="rollout", rows=Rows.BALANCED
+        ),
         Node(
             "advantage",
             estimate_advantage,

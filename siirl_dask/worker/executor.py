@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
@@ -185,5 +187,11 @@ class _Timed:
 
 def _resident_memory() -> int:
     """Return the bytes of this process that are in memory, shared ones included."""
-    resident: int = psutil.Process().memory_info().rss
+    resident: int = _process(os.getpid()).memory_info().rss
     return resident
+
+
+@cache
+def _process(number: int) -> psutil.Process:
+    """Return a process, which psutil looks up in the system when it is made: that takes longer than to ask it."""
+    return psutil.Process(number)

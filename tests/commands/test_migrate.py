@@ -142,6 +142,19 @@ def test_defaults_that_differ_and_change_results_are_written_out(config_of):
     assert config.algorithm.loss_options["dual_clip"] == 3
 
 
+def test_verls_bypass_mode_takes_the_engines_log_probs_and_needs_no_correction(config_of):
+    prefix = "algorithm.rollout_correction"
+    config, done = config_of(
+        f"{prefix}.bypass_mode=True", f"{prefix}.rollout_is=token", "trainer.total_training_steps=2"
+    )
+    assert config.algorithm.old_logprobs == "siirl_dask.nodes:rollout_logprobs"
+    assert config.algorithm.correction is None
+    assert "the sampler already" in done.fates[f"{prefix}.rollout_is"].lost
+    config, _ = config_of(f"{prefix}.bypass_mode=False", f"{prefix}.rollout_is=token", "trainer.total_training_steps=2")
+    assert config.algorithm.old_logprobs == "siirl_dask.nodes:policy_logprobs"
+    assert config.algorithm.correction == "siirl_dask.algorithms:truncated_is"
+
+
 def names_of(use):
     return [name for part in TABLE.values() for option in part if option.use is use for name in option.names]
 

@@ -46,6 +46,13 @@ def test_a_dumped_config_is_loaded_as_it_was(write):
     assert config.agents["b"].algorithm.correction == "siirl_dask.algorithms:truncated_is"
 
 
+def test_stale_rows_are_not_corrected_where_the_ratio_is_to_the_sampler_already(write):
+    engines = "agents.b.algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs"
+    agents = load(write(RUN), ["agents.c.share=b", "rollout.max_staleness=1", engines]).agents
+    assert agents["b"].algorithm.correction is None
+    assert agents["a"].algorithm.correction == "siirl_dask.algorithms:truncated_is"
+
+
 def test_a_dag_in_yaml_sees_an_agents_whole_groups(write):
     nodes = """
 roles: {policy: {build: "siirl_dask.training:build_trainer", with: {trainer: "${agents.b.trainer}"}}}

@@ -176,6 +176,11 @@ REFUSED = [
     ("run: {url: ''}", [], ["run.url='': expected a folder or an fsspec URL"]),
     ("algorithm: {kl_coefficient: -1}", [], ["algorithm.kl_coefficient=-1.0: expected at least 0"]),
     ("algorithm: {correction_options: {cap: 2}}", [], ["correction_options are given without algorithm.correction"]),
+    (
+        "algorithm: {correction: 'm:f', old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}",
+        [],
+        ["algorithm.correction=m:f with algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs", "leave one of them"],
+    ),
     ("algorithm: {minibatches: 64}", [], ["algorithm.minibatches=64: expected at most data.batch_size=32"]),
     ("observe: {dashboard_port: 70000}", [], ["observe.dashboard_port=70000: expected 0 to 65535"]),
     ("cluster: {placement: {policy: [2]}}", [], ["cluster.placement.policy=[2]: no worker 2", "gives 0 to 1"]),

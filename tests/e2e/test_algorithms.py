@@ -144,3 +144,17 @@ def test_reward_rises(name, config_file, train):
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())
+
+
+def test_the_transformers_engines_log_probs_train_the_same_policy_without_a_pass_of_it(train):
+    sizes = ["run.steps=3", "cluster.workers=2", "cluster.placement={}"]
+    passes = train("passes", *sizes)
+    told = train("told", *sizes, f"algorithm.old_logprobs={NODES}:rollout_logprobs")
+    first, same = passes.table("rollouts", 1), told.table("rollouts", 1)
+    assert same.select(["response_ids", "rollout_logprobs"]).equals(first.select(["response_ids", "rollout_logprobs"]))
+    assert same["old_logprobs"].equals(same["rollout_logprobs"])
+    for expected, got in zip(passes.records(), told.records(), strict=True):
+        for metric in ("reward/mean", "policy/loss", "policy/entropy", "policy/grad_norm"):
+            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-3, abs=1e-4), metric
+        assert "mismatch/kl" in expected["metrics"]
+        assert "mismatch/kl" not in got["metrics"]

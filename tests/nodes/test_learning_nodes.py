@@ -21,13 +21,14 @@ from siirl_dask.algorithms import (
     remax,
 )
 from siirl_dask.context import Context, Device, Rank
-from siirl_dask.errors import DataError, PlanError
+from siirl_dask.errors import DataError, PlanError, TrainingError
 from siirl_dask.nodes import (
     choose_covariant,
     estimate_advantage,
     estimate_token_advantages,
     penalise_kl,
     penalise_overlong,
+    rollout_logprobs,
     take_greedy_baselines,
     update_critic,
     update_policy,
@@ -272,6 +273,20 @@ def test_the_mismatch_between_sampler_and_policy_is_logged():
     kl = (0 + 0 + np.exp(-0.5) - 1 + 0.5) / 3  # KL(sampler, policy): log sampler - log policy = 0.5 at one token
     assert ctx.metrics["mismatch/kl"].value == pytest.approx(kl, abs=1e-6)
     assert ctx.metrics["mismatch/max_ratio"].value == pytest.approx(np.exp(0.5))
+
+
+def test_the_engines_log_probs_are_learned_from_as_they_are_and_no_mismatch_is_told_of_them():
+    ctx, table = context(Recorder()), _policy_table(minibatch=[0, 0, 0]).drop_columns(["old_logprobs"])
+    update_policy(ctx, rollout_logprobs(context(), table), loss=_loss, minibatches=1)
+    (batch,) = ctx.resource.batches
+    assert batch.old_logprobs.tolist() == batch.rollout_logprobs.tolist() == [-1.0, -2.0, -1.0]
+    assert not [name for name in ctx.metrics if name.startswith("mismatch/")], "nobody measured it"
+
+
+def test_an_engines_log_prob_that_is_not_finite_is_not_learned_from():
+    table = _policy_table(rollout_logprobs=[[-1.0, float("nan")], [-1.0], [-1.0]]).drop_columns(["old_logprobs"])
+    with pytest.raises(TrainingError, match="old_logprobs"):
+        rollout_logprobs(context(), table)
 
 
 def test_the_critic_learns_from_rows_that_have_returns():

@@ -178,10 +178,21 @@ def test_a_worker_with_too_many_failures_does_not_keep_its_peers_waiting(scored)
     peers = ThreadPeers(2)
     rows = [["fine"], ["raise"] * 5]
     with ThreadPoolExecutor(2) as threads:
-        running = [threads.submit(scored, capricious, table(r), peers=peers.at(rank)) for rank, r in enumerate(rows)]
+        running = [
+            threads.submit(scored, capricious, table(r), peers=peers.at(rank), max_failures=1)
+            for rank, r in enumerate(rows)
+        ]
         errors = [future.exception() for future in running]
     assert [type(error) for error in errors] == [RewardError] * 2
-    assert "failed for 1 rows of step 1 elsewhere" in str(errors[0])
+    assert "failed for 2 rows of step 1 elsewhere" in str(errors[0])
+
+
+def test_where_no_row_may_fail_nobody_waits_for_the_count_of_others(scored):
+    never = ThreadPeers(2)  # the other worker does not come
+    output, _ = scored(capricious, table(["fine"]), peers=never.at(0))
+    assert output["reward"].null_count == 0
+    with pytest.raises(RewardError, match=r"raised RuntimeError: no: row 0 of step 1.*\(rewards\.max_failures=0\)"):
+        scored(capricious, table(["raise"]), peers=never.at(1))
 
 
 @pytest.mark.alone

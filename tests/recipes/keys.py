@@ -19,6 +19,7 @@ OTHER_VALUES = {
     "kl_coefficient": 0.25,
     "kl_bias_correction": True,
     "entropy_coefficient": 0.25,
+    "old_logprobs": "siirl_dask.nodes:rollout_logprobs",
     "correction": "siirl_dask.algorithms:masked_is",
     "correction_options": {"cap": 3.0},
     "minibatches": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft
+from siirl_dask.config.training import ENGINES_LOGPROBS
 
 ACTOR = "actor_rollout_ref.actor"
 _OURS = "siirl_dask.algorithms"
@@ -271,6 +272,12 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
 def _set_correction(draft: Draft) -> None:
     cap, prefix = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
     kind = draft.text(f"{prefix}.rollout_is", "")
+    if draft.flag(f"{prefix}.bypass_mode", default=False):
+        draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, f"{prefix}.bypass_mode")
+        for name in (cap, f"{prefix}.rollout_is", f"{prefix}.rollout_is_threshold"):
+            draft.lose(name, "with bypass_mode the loss's ratio is to the sampler already")
+        return
+    draft.hold(f"{prefix}.bypass_mode", "old log-probs are of a pass of the policy")
     if draft.number(cap, -1) > 0:
         draft.set("algorithm.correction", f"{_OURS}:truncated_is", cap)
         draft.set("algorithm.correction_options", {"cap": draft.number(cap, 2.0)}, cap)

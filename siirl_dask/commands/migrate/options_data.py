@@ -74,6 +74,8 @@ ALGORITHM = (
     rule("algorithm.filter_groups.metric", "", "groups whose rewards are all equal are replaced, by reward"),
     rule("algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",
           "algorithm.correction", "token is truncated_is with the threshold as its cap"),
+    rule("algorithm.rollout_correction.bypass_mode", "algorithm.old_logprobs", "true is rollout_logprobs, and no "
+          "correction"),
     always("algorithm.algorithm_name algorithm.workflow_type", "the DAG follows from the estimator and the filters"),
     none("algorithm.rollout_correction.*", "see docs/algorithms.md: masked_is and reject_sequences reject rows"),
     none("algorithm.use_pf_ppo algorithm.pf_ppo*", "rows are not sampled again by their rewards"),
