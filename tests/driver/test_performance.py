@@ -58,6 +58,15 @@ def test_arithmetic_by_hand_gives_the_same(planned):
     assert found.bottleneck == "update"
 
 
+def test_log_probs_that_the_engine_tells_take_no_pass(planned):
+    own, told = (
+        seconds(planned, APART),
+        seconds(planned, APART, "algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs"),
+    )
+    assert "old_logprobs" not in told.nodes
+    assert told.seconds == pytest.approx(own.seconds - own.nodes["old_logprobs"], rel=0.02)
+
+
 def test_a_step_is_what_its_critical_path_takes(planned):
     apart, together = seconds(planned, APART), seconds(planned, "cluster.placement={}")
     for found in (apart, together):
