@@ -39,5 +39,6 @@ def digits_overrides(task, url):
         "validation.url=null",
         "validation.test_url=null",
         "observe.progress=false",
+        "observe.plot=false",
         "run.steps=3",
     ]

@@ -38,8 +38,9 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         "validation": join(url, "validation"),
         "metrics": join(url, "metrics.jsonl"),
         "summary": join(url, "summary.json"),
-        "plot": join(url, "plot.png"),
     }
+    if config.observe.plot:
+        files["plot"] = join(url, "plot.png")
     command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # typed as it was here
     next_lines = (
         f"{command} rollouts {url}",

@@ -200,7 +200,7 @@ class RunLog:
         )
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
-            if self.steps:
+            if self.steps and self.config.observe.plot:
                 plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
             self._tracker.end(status)
         return summary

@@ -36,6 +36,7 @@ def finished(digits_task, tmp_path_factory):
             f"validation.test_url={digits_task.test}",
             "validation.every=7",
             "observe.backends=[tensorboard, parquet]",
+            "observe.plot=true",
         ],
     )
     return Finished(url, run(file.config, *dags(file)))

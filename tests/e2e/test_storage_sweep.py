@@ -73,6 +73,7 @@ class Sweep:
 
     def arguments(self, url, *overrides):
         given = ["checkpoint.every=1", "checkpoint.keep=1", "cluster.workers=1", "cluster.placement={}"]
+        given.append("observe.plot=true")
         given.append("observe.trace=false")  # a thread writes it, at no place of its own among the operations
         address = f"cluster.address={self.address}"
         return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address, *overrides]

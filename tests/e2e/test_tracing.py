@@ -50,7 +50,9 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
 
 
 @pytest.mark.slow
-def test_without_a_trace_a_run_leaves_none(train):
-    done = train("plain", "cluster.workers=1", "cluster.placement={}", "run.steps=1", "observe.trace=false")
+def test_without_a_trace_and_a_plot_a_run_leaves_neither(train):
+    without = ["observe.trace=false", "observe.plot=false"]
+    done = train("plain", "cluster.workers=1", "cluster.placement={}", "run.steps=1", *without)
     assert not (done.url / "trace").exists()
+    assert not (done.url / "plot.png").exists()
     assert done.summary.slowest is None
