@@ -50,7 +50,7 @@ test-slow: install
 	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -rl "mark.alone" tests)
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
-# Every kill, stop and failure of a store at every place, of which the tests above have a sample.
+# Every kill, stop and failure of a store at every place, and layouts and engines, of which the tests above have a sample.
 sweep: export OMP_NUM_THREADS ?= 1
 sweep: install
 	$(BIN)/pytest -m sweep

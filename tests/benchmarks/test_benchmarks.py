@@ -59,14 +59,14 @@ def test_every_question_to_a_run_is_timed(tmp_path):
     assert len(lines) == 4 + 10
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_cost_of_a_step_to_the_scheduler_is_measured():
     record = json.loads(run("scale/scheduler.py", "--workers", 3, "--steps", 2, "--json"))
     assert record["workers"] == 3
     assert record["megabytes"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_packed_and_padded_rows_are_learned_from_alike(tmp_path):
     """The script itself holds log-probs and losses of the two against each other."""
     out = tmp_path / "packing.md"

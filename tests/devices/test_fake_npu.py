@@ -72,7 +72,7 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
     assert sum(each.get("set_device", 0) > 0 for each in first) == 3, "each worker binds a device"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
 def test_workers_of_a_run_are_bound_and_their_rewards_are_not(digits_task, tmp_path):

@@ -42,7 +42,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["npu_without_mindspeed", "npu_with_everything", "npu_with_norms_alone"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param("npu_without_mindspeed", marks=pytest.mark.sweep),
+        "npu_with_everything",
+        pytest.param("npu_with_norms_alone", marks=pytest.mark.sweep),
+    ],
+)
 def test_in_a_process_of_its_own(check, folder):
     paths = [ROOT / "tests" / "fake_mindspeed", ROOT / "tests" / "fake_npu", ROOT, ROOT / "storage"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "FAKE_NPU_COUNT": "1"}

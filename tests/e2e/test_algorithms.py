@@ -129,13 +129,17 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd", *VALUES} - {"reject_sequences"}
+SLOW = {"role_baselines", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd", "pass_at_k", "truncated_is"}
 """Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
+SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
+"""Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in [*SHIPPED, *VALUES, *GRAPHS]]
-)
+def marks_of(name):
+    return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.sweep] * (name in SWEEP)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in [*SHIPPED, *VALUES, *GRAPHS]])
 def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
     sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]

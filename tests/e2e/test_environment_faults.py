@@ -86,7 +86,8 @@ def test_episodes_whose_environment_fails_have_no_reward_and_the_run_goes_on(sta
     line(what, "environment", "may fail", seconds, f"{pc.sum(failed)} of {rows.num_rows} episodes `failed`")
 
 
-@pytest.mark.parametrize("what", sampled(FAULTS, "raises, in the worker"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("what", FAULTS)
 def test_a_failed_environment_ends_a_run_that_allows_none_by_the_name_of_the_episode(start, what):
     environment, places, reason = FAULTS[what]
     run = start(*of(environment, *places), config=TURNS)
@@ -186,6 +187,7 @@ def test_an_environments_process_that_is_killed_costs_the_episodes_that_it_held(
     line("process killed", "environment", "may fail", seconds, f"{failed[0]} of 32 episodes of the step `failed`")
 
 
+@pytest.mark.sweep
 def test_a_worker_that_is_killed_takes_its_environments_with_it_and_the_run_goes_on(start, noted):
     """So does what an environment has started."""
     run = start(*of("Lasts", "environments.processes=2"), config=TURNS)
@@ -212,6 +214,7 @@ def until_gone(pids):
     return time.monotonic()
 
 
+@pytest.mark.sweep
 def test_an_environment_that_hangs_in_the_worker_ends_the_run_when_it_stalls(start):
     run = start(*of("Hangs", "cluster.stall_timeout=5", "run.max_restarts=0"), config=TURNS)
     seconds, _, err = run.end(timeout=300)

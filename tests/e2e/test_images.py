@@ -76,7 +76,7 @@ def test_rows_are_the_same_on_four_workers_together_and_apart(train, untaught, f
                 assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), (name, metric)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_a_policy_learns_to_count_by_looking(train, tmp_path):
     task = write_cells_task(tmp_path / "cells", family="qwen3_vl")
@@ -126,7 +126,7 @@ def test_a_reward_that_asks_for_images_gets_their_files(train, untaught, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.sweep)])
 def test_episodes_that_show_images_are_the_same_on_any_workers_and_with_vllm(train, untaught, family):
     """Images of the dataset and of environments, over turns."""
     given = of(

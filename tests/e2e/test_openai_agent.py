@@ -85,8 +85,8 @@ nodes:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.sweep), 2])
+@pytest.mark.sweep
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_ends_a_run_whose_agents_wait(start, tmp_path, monkeypatch, workers):
     from siirl_dask.config.file import shipped
 

@@ -174,7 +174,7 @@ def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_no
     assert results(resumed, "validation") == results(straight, "validation")
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_what_four_workers_stored_others_replay(train, noting, workers):
     change, steps, forget = noting
     straight = train("straight", *WHOLE, FOUR, change=change)

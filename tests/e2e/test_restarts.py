@@ -117,7 +117,11 @@ STOP = ["cluster.peer_timeout=2"]
 CASES = [
     pytest.param("update", signal.SIGKILL, [], id="update"),
     pytest.param("generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"),
-    *(pytest.param(at, signal.SIGKILL, [], marks=SLOW, id=at) for at in PLACES if at != "update"),
+    *(
+        pytest.param(at, signal.SIGKILL, [], marks=SWEEP if at == "generate" else SLOW, id=at)
+        for at in PLACES
+        if at != "update"
+    ),
     *(
         pytest.param(at, signal.SIGSTOP, STOP, marks=SLOW if at == "all-reduce" else SWEEP, id=f"{at}-stop")
         for at in PLACES
@@ -170,7 +174,7 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
 @pytest.mark.parametrize(
     ("place", "sign"),
     [
-        pytest.param("generate", signal.SIGKILL, marks=SLOW),
+        pytest.param("generate", signal.SIGKILL, marks=SWEEP),
         pytest.param("generate", signal.SIGSTOP, marks=SWEEP),
         pytest.param("all-reduce", signal.SIGSTOP, marks=SLOW),
     ],

@@ -94,10 +94,8 @@ def test_a_stopped_worker_is_named_with_what_became_of_its_process_and_replaced(
     assert f"its process was stopped (SIGSTOP); kill -CONT {stopped.pid} wakes it" in err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pieces", "said"), [pytest.param(4, None, marks=pytest.mark.sweep), (10**6, "is in the building of role 'slow'")]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("pieces", "said"), [(4, None), (10**6, "is in the building of role 'slow'")])
 def test_a_role_that_takes_long_to_build_may_as_long_as_it_says_so(digits_task, tmp_path, pieces, said):
     """A builder that tells of its progress has no limit; one that stops to is named."""
     from tests.conftest import digits_overrides

@@ -60,8 +60,8 @@ def test_rows_are_the_same_on_one_worker_and_two_and_logprobs_are_the_trainers(t
 @pytest.mark.parametrize(
     ("environment", "more"),
     [
-        ("Delayed", ()),
-        ("Rewritten", ("environments.rows_per_episode=3",)),
+        pytest.param("Delayed", (), marks=pytest.mark.sweep),
+        pytest.param("Rewritten", ("environments.rows_per_episode=3",), marks=pytest.mark.sweep),
         ("Talking", ("environments.agents=[a, b]",)),
         ("Broken", ("environments.max_failures=80",)),
     ],

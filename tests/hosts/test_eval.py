@@ -8,7 +8,7 @@ import pytest
 
 from siirl_dask.testing.hosts import LabError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(600)]
 
 
 def test_a_checkpoint_is_evaluated_on_three_hosts_and_its_weights_do_not_stay(

@@ -49,6 +49,7 @@ def test_the_bytes_of_a_run_are_those_of_its_plan_and_two_engines_take_weights_o
         assert 0.95 * weights < step < 1.02 * (weights + rows), "rows are counted at their longest"
 
 
+@pytest.mark.sweep
 def test_shards_on_two_hosts_are_named_when_a_run_starts(two_hosts, digits_task, tmp_path):
     placed = ["cluster.placement={rollout: [0], reward: [0], policy: [0, 2, 1, 3]}", "cluster.workers=4"]
     fsdp = ["trainer.backend=fsdp", "trainer.fsdp.shard_size=2", "run.steps=1", "observe.progress=true"]

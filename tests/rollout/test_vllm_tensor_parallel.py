@@ -30,7 +30,7 @@ def run_suite(rank, folder):
     return said.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(400)  # with more processes than cores
 def test_an_engine_of_two_ranks_is_an_engine(tmp_path):
     for name, settings in MODELS.items():  # here: with a process group transformers writes them on one rank only

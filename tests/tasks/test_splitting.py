@@ -44,7 +44,7 @@ def test_the_task_is_prompts_of_the_first_and_answers_of_the_last_agent(tmp_path
     assert (tmp_path / "b" / "config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_warm_start_ends_when_the_right_line_is_sampled_as_often_as_asked_for(tmp_path):
     reached = []
     splitting.write_splitting_task(tmp_path, chance=0.1, progress=lambda step, most, chance: reached.append(chance))

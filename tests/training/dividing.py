@@ -41,6 +41,11 @@ def config_of(
     return TrainerConfig(**SETTINGS | settings, backend=backend, megatron=megatron)
 
 
+def sampled(names, more):
+    """Return all names, of which those in ``more`` run in the sweep alone."""
+    return [pytest.param(name, marks=[pytest.mark.sweep] * (name in more)) for name in names]
+
+
 def learn(trainer, rank, prepared=lambda rows: rows):
     """Take three updates. Rank 0 has most rows, the last of four has none."""
     seen = {"metrics": [advance(trainer, rank, at, prepared) for at in range(3)]}

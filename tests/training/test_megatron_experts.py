@@ -25,6 +25,7 @@ from tests.training.dividing import (
     learn,
     own_rows,
     resumed,
+    sampled,
 )
 from tests.training.roles import policy
 from tests.training.routes import routed
@@ -64,6 +65,20 @@ REPLAYED = {  # tensor and pipeline parallel, ranks of experts, ranks, settings;
     "1 x 2, context 2, over its ranks": (1, 2, 2, 4, {"context": 2, "gradient_checkpointing": True}),
     "some, 1 x 2": (1, 2, None, 2, {}),
 }
+MORE = {
+    "1 x 2, some",
+    "2 x 2, some",
+    "2 x 1, 2 replicas",
+    "over 2 of 4 replicas, some",
+    "2 x 1, tokens split",
+    "2 x 1, tokens split, over 2 replicas",
+    "2 x 1, 2 replicas, state divided",
+    "context 2, experts whole",
+    "context 2, over its ranks",
+    "replayed, 2 x 1",
+    "replayed, some, 1 x 2",
+}
+"""Layouts that are left to ``make sweep``: others have each of their parts."""
 EXACT = [name for name in CASES if name not in ("over 2 replicas, bfloat16", "fsdp")]
 MOVES = (
     ("2 x 2", "over 2 replicas"),
@@ -103,16 +118,26 @@ def alone(folders):
 
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
-    return run_ranks(
-        4, partial(in_each_rank, folders, tmp_path_factory.mktemp("states")), tmp_path_factory.mktemp("ranks")
-    )
+    states = tmp_path_factory.mktemp("states")
+    return run_ranks(4, partial(in_each_rank, folders, states, False), tmp_path_factory.mktemp("ranks"))
 
 
-def in_each_rank(folders, root, world):
+@pytest.fixture(scope="module")
+def seen_more(folders, tmp_path_factory):
+    return run_ranks(4, partial(in_each_rank, folders, None, True), tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def seen_of(name, request):
+    """What was seen of the layout ``name``."""
+    return request.getfixturevalue("seen_more" if name in MORE else "seen")
+
+
+def in_each_rank(folders, root, more, world):
     pair, beside = dist.new_group([0, 1]), dist.new_group([0, 1])
     results, trained = {}, {}
     for name, (tensor, pipeline, experts, size, model, settings) in CASES.items():
-        if world.rank < size:
+        if world.rank < size and (name in MORE) is more:
             rank = Rank(world.rank, size, pair, beside) if size == 2 else world
             trainer = policy(
                 folders[model], config_of(tensor, pipeline, experts=experts, **settings), temperature=0.7, rank=rank,
@@ -121,12 +146,14 @@ def in_each_rank(folders, root, world):
             results[name] = learn(trainer, rank)
             trained[name] = trainer, rank
     for name, (tensor, pipeline, experts, size, settings) in REPLAYED.items():
-        if world.rank < size:
+        if world.rank < size and (f"replayed, {name}" in MORE) is more:
             rank = Rank(world.rank, size, pair, beside) if size == 2 else world
             model = folders["some" if name.startswith("some") else "all"]
             config = config_of(tensor, pipeline, experts=experts, **settings)
             trainer = policy(model, config, temperature=0.7, rank=rank, replay=True)
             results[f"replayed, {name}"] = learn(trainer, rank, routes_of(name))
+    if more:
+        return results
     results["skipped"] = {
         name: skipped(*trained[name])
         for name in (
@@ -155,16 +182,17 @@ def skipped(trainer, rank):
     return metrics["skipped_steps"], {name: [*at] for name, at in found[0].rows.items()}, same
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_spread_experts_learn_like_a_single_process(name, seen, alone):
+@pytest.mark.parametrize("name", sampled(EXACT, MORE))
+def test_spread_experts_learn_like_a_single_process(name, seen_of, alone):
     _, _, _, size, model, _ = CASES[name]
-    assert_learned(name, size, seen, alone[model])
+    assert_learned(name, size, seen_of, alone[model])
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_spread_experts_replay_routes_like_a_single_process(name, seen, alone):
-    model = "some" if name.startswith("some") else "all"
-    assert_learned(f"replayed, {name}", REPLAYED[name][3], seen, alone[f"replayed, {model}"])
+@pytest.mark.parametrize("name", sampled([f"replayed, {name}" for name in REPLAYED], MORE))
+def test_spread_experts_replay_routes_like_a_single_process(name, seen_of, alone):
+    layout = name.removeprefix("replayed, ")
+    model = "some" if layout.startswith("some") else "all"
+    assert_learned(name, REPLAYED[layout][3], seen_of, alone[f"replayed, {model}"])
     apart = alone[model]["logprobs"] - alone[f"replayed, {model}"]["logprobs"]
     assert apart.abs().max() > 1e-3, "the routes change nothing"
 
