@@ -136,7 +136,7 @@ def seen_more(folders, tmp_path_factory):
 
 @pytest.fixture
 def seen_of(name, request):
-    """What was seen of the layout ``name``."""
+    """Return the results of all ranks in the run that has the layout ``name``."""
     return request.getfixturevalue("seen_more" if name in MORE else "seen")
 
 
