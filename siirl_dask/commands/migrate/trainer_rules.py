@@ -8,9 +8,16 @@ _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 
 def minibatch_count(draft: Draft) -> int:
-    """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both counted alike."""
+    """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both counted alike.
+
+    A mini-batch of less than one prompt is lost, and the step is one mini-batch.
+    """
     batch = int(draft.number("data.train_batch_size", 1024))
-    return max(1, -(-batch // int(draft.number(f"{_ACTOR}.ppo_mini_batch_size", 256))))
+    name = f"{_ACTOR}.ppo_mini_batch_size"
+    if (size := int(draft.number(name, 256))) < 1:
+        draft.lose(name, f"{draft.text(name)} is no number of prompts: expected at least 1")
+        return 1
+    return max(1, -(-batch // size))
 
 
 def set_trainer(draft: Draft, ours: str, theirs: str, workers: int) -> None:
