@@ -29,6 +29,7 @@ from siirl_dask.config.training import (
 from siirl_dask.errors import ConfigError
 
 __all__ = [
+    "ENGINES_LOGPROBS",
     "Affinity",
     "AgentConfig",
     "AlgorithmConfig",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, row_sums, token_mean, value_clip
+from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError
@@ -103,6 +104,7 @@ def update_policy(
     max_staleness: int = 0,
     epochs: int = 1,
     critic_warmup_steps: int = 0,
+    old_logprobs: str = "",
 ) -> pa.Table:
     """Take one optimizer step per mini-batch, in order, ``epochs`` times over; none in the run's first
     ``critic_warmup_steps`` steps.
@@ -110,16 +112,17 @@ def update_policy(
     Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
     Rows without an advantage are left out. An aggregation counts episodes where these have several rows. ``columns``,
     with a number per row or per response token, reach the loss as ``LossInputs.columns``. The difference between
-    sampler and policy is logged as ``mismatch/...``, unless old log-probs are the sampler's. TrainingError for rows
-    sampled by weights that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is
-    not finite, unless ``run.on_nan=skip``: its step is left out then.
+    sampler and policy is logged as ``mismatch/...``, unless ``old_logprobs``, which names the node that wrote them as
+    ``algorithm.old_logprobs`` does, took the sampler's. TrainingError for rows sampled by weights that are more than
+    ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is not finite, unless ``run.on_nan=skip``:
+    its step is left out then.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     parts, spans = _parts(ctx, table, advantages_of(table), minibatches)
     batches = [_train_batch(part, own, columns) for part, own in zip(parts, spans, strict=True)]
-    if not table[OLD_LOGPROBS].equals(table[ROLLOUT_LOGPROBS]):  # else nobody computed both
+    if old_logprobs != ENGINES_LOGPROBS:  # else nobody computed both
         for batch in batches:
             _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:

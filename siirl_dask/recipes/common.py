@@ -109,6 +109,7 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
         "epochs": algorithm.epochs,
         "critic_warmup_steps": algorithm.critic_warmup_steps,
         "max_staleness": config.rollout.max_staleness,
+        "old_logprobs": algorithm.old_logprobs,
     }
     if columns:
         update["columns"] = tuple(columns)

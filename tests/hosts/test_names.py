@@ -30,8 +30,7 @@ def test_a_run_across_hosts_goes_over_ipv6(cluster_of_three, digits_on):
     assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=SWEEP), "vllm"])
 def test_no_process_of_a_run_on_one_machine_listens_to_its_network(digits_task, tmp_path, engine):
     """The host's name leads to its address on the network: where gloo listens by default."""
     overrides = [

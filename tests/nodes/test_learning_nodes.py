@@ -20,6 +20,7 @@ from siirl_dask.algorithms import (
     reinforce_plus_plus_baseline,
     remax,
 )
+from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import DataError, PlanError, TrainingError
 from siirl_dask.nodes import (
@@ -277,10 +278,17 @@ def test_the_mismatch_between_sampler_and_policy_is_logged():
 
 def test_the_engines_log_probs_are_learned_from_as_they_are_and_no_mismatch_is_told_of_them():
     ctx, table = context(Recorder()), _policy_table(minibatch=[0, 0, 0]).drop_columns(["old_logprobs"])
-    update_policy(ctx, rollout_logprobs(context(), table), loss=_loss, minibatches=1)
+    update_policy(ctx, rollout_logprobs(context(), table), loss=_loss, minibatches=1, old_logprobs=ENGINES_LOGPROBS)
     (batch,) = ctx.resource.batches
     assert batch.old_logprobs.tolist() == batch.rollout_logprobs.tolist() == [-1.0, -2.0, -1.0]
     assert not [name for name in ctx.metrics if name.startswith("mismatch/")], "nobody measured it"
+
+
+def test_an_engine_that_is_the_policy_to_the_bit_is_told_to_have_no_mismatch():
+    ctx, table = context(Recorder()), _policy_table()
+    same = table.set_column(table.column_names.index("old_logprobs"), "old_logprobs", table["rollout_logprobs"])
+    update_policy(ctx, same, loss=_loss, minibatches=2)
+    assert ctx.metrics["mismatch/kl"].value == 0
 
 
 def test_an_engines_log_prob_that_is_not_finite_is_not_learned_from():

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from siirl_dask.algorithms import TokenLoss, ppo_clip
 from siirl_dask.config import Backend, MegatronConfig, TrainerConfig
+from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, flat, load_state, random_rows, signs
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
@@ -44,6 +45,31 @@ def config_of(
 def sampled(names, more):
     """Return all names, of which those in ``more`` run in the sweep alone."""
     return [pytest.param(name, marks=[pytest.mark.sweep] * (name in more)) for name in names]
+
+
+def fixtures_of(in_each_rank, more):
+    """Return fixtures with the results of four ranks: of most layouts, of those in ``more``, and for a test that has
+    a ``name``, of those with that layout.
+
+    ``in_each_rank(folders, states, is_more, world)`` gives the results of a rank by the name of a layout.
+    """
+
+    def run(folders, root, is_more):
+        return run_ranks(4, partial(in_each_rank, folders, root.mktemp("states"), is_more), root.mktemp("ranks"))
+
+    @pytest.fixture(scope="module")
+    def seen(folders, tmp_path_factory):
+        return run(folders, tmp_path_factory, False)
+
+    @pytest.fixture(scope="module")
+    def seen_more(folders, tmp_path_factory):
+        return run(folders, tmp_path_factory, True)
+
+    @pytest.fixture
+    def seen_of(name, request):
+        return request.getfixturevalue("seen_more" if name in more else "seen")
+
+    return seen, seen_more, seen_of
 
 
 def learn(trainer, rank, prepared=lambda rows: rows):

@@ -12,7 +12,6 @@ from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Backend, Dtype
 from siirl_dask.context import Rank
 from siirl_dask.tasks.tiny_model import tiny_model
-from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, signs
 from siirl_dask.training import TrainBatch
 from tests.settings import trainer_config
@@ -22,6 +21,7 @@ from tests.training.dividing import (
     assert_learned,
     config_of,
     copied,
+    fixtures_of,
     learn,
     own_rows,
     resumed,
@@ -116,23 +116,6 @@ def alone(folders):
     return results
 
 
-@pytest.fixture(scope="module")
-def seen(folders, tmp_path_factory):
-    states = tmp_path_factory.mktemp("states")
-    return run_ranks(4, partial(in_each_rank, folders, states, False), tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module")
-def seen_more(folders, tmp_path_factory):
-    return run_ranks(4, partial(in_each_rank, folders, None, True), tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture
-def seen_of(name, request):
-    """Return the results of all ranks in the run that has the layout ``name``."""
-    return request.getfixturevalue("seen_more" if name in MORE else "seen")
-
-
 def in_each_rank(folders, root, more, world):
     pair, beside = dist.new_group([0, 1]), dist.new_group([0, 1])
     results, trained = {}, {}
@@ -162,6 +145,9 @@ def in_each_rank(folders, root, more, world):
     }  # fmt: skip
     results["resumed"] = resumed(trained, MOVES, root)
     return results
+
+
+seen, seen_more, seen_of = fixtures_of(in_each_rank, MORE)
 
 
 def routes_of(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from siirl_dask.commands.migrate.draft import Draft
-from siirl_dask.config.training import ENGINES_LOGPROBS
+from siirl_dask.config import ENGINES_LOGPROBS
 
 ACTOR = "actor_rollout_ref.actor"
 _OURS = "siirl_dask.algorithms"
