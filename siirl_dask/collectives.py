@@ -10,6 +10,7 @@ names the interface: that of the worker's own address.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ BACKENDS: dict[str, str] = {kind: traits_of(kind).backend for kind in DeviceKind
 """Backend of torch.distributed for each kind of device."""
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
+_TORCH_CAN_LEAVE_UNSORTED = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 sorts them
 
 
 def listen_at(host: str) -> None:
@@ -92,7 +94,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
 
     A rank's place in ``ranks`` is its rank in the group.
     """
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend, sort_ranks=False)
+    return _unsorted_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
 
 
 def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) -> Any:
@@ -103,9 +105,28 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
     """
     backend = backend or dist.get_backend(parent)
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
-    )
+    return _unsorted_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def _unsorted_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Make a group in which a rank's place in ``ranks`` is its rank. ``options`` are those of torch's ``new_group``."""
+    if _TORCH_CAN_LEAVE_UNSORTED:
+        return dist.new_group(list(ranks), sort_ranks=False, **options)
+    return dist.new_group([_RankAtPlace(rank, place) for place, rank in enumerate(ranks)], **options)
+
+
+class _RankAtPlace(int):
+    """A rank that sorts by its place: torch 2.11 sorts the ranks of a new group."""
+
+    place: int
+
+    def __new__(cls, rank: int, place: int) -> _RankAtPlace:
+        made = super().__new__(cls, rank)
+        made.place = place
+        return made
+
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
 
 
 def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from siirl_dask import collectives
 from siirl_dask.errors import ConfigError
@@ -48,3 +50,11 @@ def test_groups_made_in_a_process_that_is_no_workers_leave_its_environment_as_it
 def test_an_address_that_is_on_no_interface_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1, which no network interface .*127\.0\.0\.1.*--host"):
         collectives.listen_at("192.0.2.1")
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, min_size=1))
+def test_a_rank_stays_at_its_place_in_a_torch_that_sorts_the_ranks_of_a_group(ranks):
+    placed = [collectives._RankAtPlace(rank, place) for place, rank in enumerate(ranks)]
+    assert sorted(placed) == ranks
+    assert [*map(str, sorted(placed))] == [*map(str, ranks)]  # torch makes a name of them
+    assert dict(zip(placed, placed, strict=True)) == dict(zip(ranks, ranks, strict=True))

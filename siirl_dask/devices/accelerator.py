@@ -153,7 +153,10 @@ def free_cache(kind: str) -> None:
 def free_host_cache(kind: DeviceKind) -> None:
     """Free the pinned memory of the host that torch keeps for later, where it keeps any."""
     if traits_of(kind).keeps_host_cache and torch.accelerator.is_available():
-        torch.accelerator.empty_host_cache()
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+        else:  # torch 2.11
+            torch._C._host_emptyCache()
 
 
 def synchronize(device: torch.device) -> None:

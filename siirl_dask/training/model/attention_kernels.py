@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -122,7 +123,9 @@ def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKe
     if torch_has_flash:
         from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
-        return FlashKernel("FlashAttention-2 (torch)", varlen_attn)
+        takes_groups = "enable_gqa" in signature(varlen_attn).parameters
+        attend = varlen_attn if takes_groups else partial(_without_groups, varlen_attn)
+        return FlashKernel("FlashAttention-2 (torch)", attend)
     if (function := _function_of("flash_attn")) is not None:
         return FlashKernel("FlashAttention-2 (flash_attn)", partial(_call, function))
     return None
@@ -135,6 +138,25 @@ def _function_of(package: str) -> Kernel | None:
     except (ImportError, AttributeError, OSError):  # compiled for another torch, or another CUDA
         return None
     return function
+
+
+def _without_groups(
+    function: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Call the function of torch 2.11, which groups queries by itself and is not asked whether to."""
+    output: Tensor = function(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    return output
 
 
 def _call(

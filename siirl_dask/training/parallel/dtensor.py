@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# torch 2.11 has it by the other name only
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _BUCKET = 16 * 2**20  # bytes of full tensors per message; one message per tensor is slow for small ones
 
 
@@ -94,7 +96,7 @@ def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
         shard = local(tensor)
         room[: shard.numel()] = shard.reshape(-1)
     gathered = message.new_empty(ranks * len(message))
-    dist.all_gather_single(gathered, message, group=group)
+    _all_gather_single(gathered, message, group=group)
     parts = gathered.view(ranks, -1).split(widths, dim=1)
     for part, count, (name, tensor) in zip(parts, rows, named, strict=True):
         yield name, part.reshape(ranks * count, *tensor.shape[1:])[: tensor.shape[0]]
