@@ -14,7 +14,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("siirl_dask needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
 	touch $@
 
 quickstart: install

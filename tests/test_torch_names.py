@@ -88,7 +88,7 @@ def find(name: str) -> Any:
 
 
 def lacking(name: str) -> str | None:
-    """What is wrong with a name; None where it is there, or would be if a package of others were installed."""
+    """Return what is wrong with a name; None where it is there, or would be if a package of others were installed."""
     try:
         find(name)
     except ModuleNotFoundError as error:

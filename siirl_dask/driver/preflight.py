@@ -14,6 +14,7 @@ from siirl_storage import StorageError
 from siirl_dask.config import Config
 from siirl_dask.coordinator.source import Source, open_source
 from siirl_dask.driver.device_memory import cards_of, check_devices, device_memory, footprints_of
+from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
@@ -48,6 +49,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes whose roles do not
     fit on accelerators of ``cluster.device_memory``, for a reader who is told what to change.
     """
+    refuse_older()
     plan, _ = next(iter(phases.values()))
     if config.cluster.spec:
         from siirl_dask.driver.deployment import check_spec  # Dask, which `plan` need not wait for

@@ -41,8 +41,8 @@ def test_a_package_of_another_version_is_named_also_one_of_an_extra(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     found = faults(packages.check_packages())
     assert found["torch"] == (
-        "2.1.0 is installed, and siirl_dask needs torch<2.14,>=2.13",
-        "pip install 'torch<2.14,>=2.13'",
+        "2.1.0 is installed, and siirl_dask needs torch<2.14,>=2.11",
+        "pip install 'torch<2.14,>=2.11'",
     )
     assert found["vllm"][1] == "pip install 'vllm<0.33,>=0.32'"
     assert len(found) == 2

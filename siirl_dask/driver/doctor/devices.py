@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import Traits, check_plugins, hidden_by, traits_of
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.driver.doctor.packages import install_command
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner.explain.tables import readable_bytes
 
@@ -38,7 +39,7 @@ def check_devices() -> list[Finding]:
 
         from siirl_dask.devices import accelerator
     except (ImportError, OSError) as error:
-        return [fault("devices", f"torch cannot be imported: {error}", "pip install 'torch>=2.13,<2.14'")]
+        return [fault("devices", f"torch cannot be imported: {error}", install_command("torch"))]
     kind = accelerator.visible_devices().kind
     there = {maker: count for maker in _MAKERS if (count := count_nodes(maker, Path("/dev")))}
     if kind is DeviceKind.CPU:
@@ -110,7 +111,7 @@ def check_backends(kind: DeviceKind) -> list[Finding]:
     missing = [name for name in wanted if name not in built]
     if missing:
         traits = traits_of(kind)
-        cure = "pip install 'torch>=2.13,<2.14'" if traits.plugin is None else _install(traits)
+        cure = install_command("torch") if traits.plugin is None else _install(traits)
         return [fault("collectives", f"torch is built without {', '.join(missing)}: it has {', '.join(built)}", cure)]
     here, interfaces = interface_of(LOOPBACK), list(psutil.net_if_addrs())
     others = [name for name in interfaces if name != here]

@@ -13,9 +13,11 @@ from packaging.specifiers import SpecifierSet
 
 import siirl_dask
 from siirl_dask.driver.doctor.finding import Finding, fault, ok
+from siirl_dask.errors import ConfigError
 
 _SHOWN = ("torch", "transformers", "dask", "distributed", "pyarrow", "fsspec")
 _NOT_FOR_RUNS = ("bench", "test")  # extras of developers
+_REFUSED_IF_OLDER = ("torch", "transformers")
 
 
 def check_packages() -> list[Finding]:
@@ -32,6 +34,28 @@ def check_packages() -> list[Finding]:
         return [*findings, *wrong]
     shown = ", ".join(f"{name} {version(name)}" for name in _SHOWN)
     return [*findings, ok("packages", f"all {len(project.needed)} as siirl_dask asks: {shown}")]
+
+
+def refuse_older() -> None:
+    """Raise ConfigError where torch or transformers is older than this package asks for: it would end the run later.
+
+    A newer one passes: what it lacks, if anything, is not known. The doctor names both.
+    """
+    for needed in _project().needed:
+        found = version(needed.name)
+        if needed.name not in _REFUSED_IF_OLDER or found is None:
+            continue
+        least = SpecifierSet(",".join(str(each) for each in needed.specifier if each.operator == ">="))
+        if not least.contains(found, prereleases=True):
+            raise ConfigError(
+                f"{needed.name} {found} is installed in {sys.prefix}, and siirl_dask needs {_wanted(needed)}: "
+                f"{_install(needed)}"
+            )
+
+
+def install_command(name: str) -> str:
+    """Return the command that installs a package that this one needs, of a version that it needs."""
+    return _install(next(needed for needed in _project().needed if needed.name == name))
 
 
 def version(name: str) -> str | None:
@@ -82,11 +106,19 @@ def _python(wanted: SpecifierSet) -> Finding:
 
 def _judge(needed: Requirement, *, required: bool) -> Finding | None:
     """Return a fault for a package that is not as it should be; None for one that is, or need not be there."""
-    found, wanted = version(needed.name), f"{needed.name}{needed.specifier}"
+    found = version(needed.name)
     if found is None and not required:
         return None
     if found is None:
-        return fault(needed.name, f"it is not installed, and siirl_dask needs {wanted}", f"pip install '{wanted}'")
+        return fault(needed.name, f"it is not installed, and siirl_dask needs {_wanted(needed)}", _install(needed))
     if needed.specifier.contains(found, prereleases=True):
         return None
-    return fault(needed.name, f"{found} is installed, and siirl_dask needs {wanted}", f"pip install '{wanted}'")
+    return fault(needed.name, f"{found} is installed, and siirl_dask needs {_wanted(needed)}", _install(needed))
+
+
+def _wanted(needed: Requirement) -> str:
+    return f"{needed.name}{needed.specifier}"
+
+
+def _install(needed: Requirement) -> str:
+    return f"pip install '{_wanted(needed)}'"
