@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.functional import pad
 
@@ -33,6 +35,7 @@ BACKENDS: dict[str, str] = {kind: traits_of(kind).backend for kind in DeviceKind
 """Backend of torch.distributed for each kind of device."""
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
+_worlds: WeakSet[Any] = WeakSet([distributed_c10d._world])
 _TORCH_CAN_LEAVE_UNSORTED = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 sorts them
 
 
@@ -127,6 +130,39 @@ class _RankAtPlace(int):
 
     def __lt__(self, other: int) -> bool:
         return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
+
+
+def add_world(world: Any) -> None:
+    """Have ``abort_device_groups`` know the groups of another record of groups than torch's own."""
+    _worlds.add(world)
+
+
+def device_backends() -> list[Any]:
+    """Return what runs the collectives of this process's groups on its devices, such as nccl: all but gloo."""
+    found: list[Any] = []
+    for world in [*_worlds]:
+        for group in [*world.pg_map]:  # a copy: another thread may be making groups
+            served = [group._get_backend(device) for device in group._device_types]
+            found += [backend for backend in served if backend.name() != "gloo" and backend not in found]
+    return found
+
+
+def abort_device_groups() -> None:
+    """End all collectives that run on devices of this process. Any thread may call this.
+
+    A kernel of nccl waits for its peers on the device, and nothing but this or the group's timeout ends it. What such a
+    collective was to write is of no use afterwards, nor are the groups.
+    """
+    backends = device_backends()
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if first is not None:  # apart from each other, aborts of several communicators may wait for each other
+        first._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if first is not None:
+            first._group_end()
 
 
 def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:

@@ -15,7 +15,7 @@ from siirl_dask.driver.calls import complete
 from siirl_dask.driver.iterations import until_asked
 from siirl_dask.driver.newcomers import Newcomers
 from siirl_dask.driver.phases import Phases
-from siirl_dask.driver.replacement import give_up_silent, start_lost_workers
+from siirl_dask.driver.replacement import give_up, start_lost_workers
 from siirl_dask.driver.worker_group import Planner, WorkerGroup
 from siirl_dask.errors import RunError, SiirlError, UserError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Progress
@@ -53,7 +53,7 @@ class Elastic:
         cluster = self._config.cluster
         if group is None:
             return self._await(client, None, None, cluster.workers, cluster.start_timeout)
-        give_up_silent(client, group, failure, own)
+        give_up(client, group, failure, own)
         if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster, group)
         in_order = isinstance(failure, (WorkersJoined, WorkerLeft))

@@ -22,11 +22,14 @@ from siirl_dask.observe import Progress
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.idle_workers import free_workers
+from siirl_dask.worker.release import LEAVE_TIMEOUT
+from siirl_dask.worker.tasks import beats_inside
 
 logger = logging.getLogger("siirl_dask.driver")
 _LAST_CHANCE = 2.0  # seconds for a worker to answer that has been silent for as long as it may be
 _STOP_TIMEOUT = 1.0  # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
+_GLANCE = 0.1  # seconds between two looks at the tasks of a try that has failed
 
 
 class Fixed:
@@ -42,7 +45,7 @@ class Fixed:
         if group is None:
             return WorkerGroup(members(client, cluster.workers), self._config)
         if not isinstance(failure, SchedulerLost):  # whose cluster has been waited for
-            give_up_silent(client, group, failure, own)
+            give_up(client, group, failure, own)
             hint = start_lost_workers(client, cluster, group)
             wait_for_workers(client, cluster, self._progress, hint=hint)
         return WorkerGroup(members(client, cluster.workers, group.members), self._config)
@@ -70,12 +73,62 @@ def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGrou
     return no_replacement(cluster.spec, client.cluster)
 
 
-def give_up_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:
-    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent: nobody could
-    go on with it, nor begin a run beside it. ``own`` is the name of the run's plugins.
+def give_up(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:
+    """Remove the workers with which nobody could go on, nor begin a run: those that answer nothing, and those whose
+    task does not return.
 
-    One that was silent for that long before, as its peers have found, has a last chance of two seconds. Where a nanny
-    has started such a worker, that starts another. SilentPeer if the scheduler does not remove it in time.
+    Where a nanny has started such a worker, that kills it and starts another. ``own`` is the name of the plugins of the
+    try that failed. SilentPeer if the scheduler does not remove a worker in time.
+    """
+    _give_up_silent(client, group, failure, own)
+    if own is not None:
+        _give_up_stuck(client, group, own)
+
+
+def _give_up_stuck(client: Client, group: WorkerGroup, own: str) -> None:
+    """Wait until all tasks of the try have left the group's workers, and remove those where one never does.
+
+    A worker runs one task at a time: the next try would wait for that one, which may wait for a device for ever.
+    """
+    beats: dict[str, int] = {}
+    since: dict[str, float] = {}
+    while inside := _tasks_inside(client, group, own):
+        now = time.monotonic()
+        for address, count in inside.items():
+            if beats.get(address) != count:
+                beats[address] = count
+                since[address] = now
+        stuck = [address for address in inside if now - since[address] >= LEAVE_TIMEOUT]
+        if stuck:
+            logger.warning("given up, since their task does not return: workers at %s", ", ".join(stuck))
+            _remove(client, stuck)
+        time.sleep(_GLANCE)
+
+
+def _tasks_inside(client: Client, group: WorkerGroup, own: str) -> dict[str, int]:
+    """Return the addresses of workers with a task of the try inside, with the number of things that it got done."""
+    present = client.scheduler_info(n_workers=-1)["workers"]
+    addresses = [address for address in group.members.values() if address in present]
+
+    async def ask(address: str) -> int | None:
+        try:
+            answers = await asyncio.wait_for(client.run(beats_inside, own, workers=[address]), _CALL_TIMEOUT)
+        except Exception:  # a worker that is just leaving may break the connection in any way
+            return None
+        count: int | None = answers[address]
+        return count
+
+    async def ask_all() -> list[int | None]:
+        return await asyncio.gather(*map(ask, addresses))
+
+    counts: list[int | None] = client.sync(ask_all)
+    return {address: count for address, count in zip(addresses, counts, strict=True) if count is not None}
+
+
+def _give_up_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, own: str | None) -> None:
+    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent.
+
+    One that was silent for that long before, as its peers have found, has a last chance of two seconds.
     """
     patiences = _patiences(client, group, own, was_silent=isinstance(failure, SilentPeer))
     answered: list[bool] = client.sync(_answer, client, patiences)
@@ -100,12 +153,15 @@ def _patiences(client: Client, group: WorkerGroup, own: str | None, *, was_silen
     }
 
 
-def _remove(client: Client, silent: Sequence[str]) -> None:
-    """Have the scheduler remove workers, and their nannies kill them. SilentPeer if it does not do so in time."""
+def _remove(client: Client, addresses: Sequence[str]) -> None:
+    """Have the scheduler remove workers, and their nannies kill them. SilentPeer if it does not do so in time.
+
+    A worker without a nanny leaves the cluster and stays as a process.
+    """
     scheduler: Any = client.scheduler
     remove = partial(
         scheduler.restart_workers,
-        workers=silent,
+        workers=addresses,
         timeout=_STOP_TIMEOUT,
         wait_for_workers=False,
         on_error="return",
@@ -115,7 +171,7 @@ def _remove(client: Client, silent: Sequence[str]) -> None:
         complete(client, remove, timeout=_CALL_TIMEOUT)
     except TimeoutError as error:
         raise SilentPeer(
-            f"workers at {', '.join(silent)} answer nothing, and the scheduler has not removed them: {error}"
+            f"workers at {', '.join(addresses)} are of no use, and the scheduler has not removed them: {error}"
         ) from error
 
 

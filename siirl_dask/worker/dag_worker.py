@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -167,7 +168,7 @@ class DAGWorker(WorkerPlugin):
         )
         torch.set_num_threads(self.spec.threads)
         self._began = True
-        groups.leave()  # an earlier run that failed in this process may not have done so
+        groups.leave(abort=True)  # an earlier run that failed in this process may not have done so
         with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
             joined = join_groups(
                 self.spec, self.worker_name, plan, self._store, self._plane.transport, self.stop, self._cpus
@@ -279,6 +280,10 @@ class DAGWorker(WorkerPlugin):
         """Return a description of where this worker's task is; another thread than the task's calls this."""
         return self.pulse.place or "a task of the run"
 
+    def beats_inside(self) -> int | None:
+        """Return how often the tasks inside have got something done; None if no task is inside."""
+        return self.pulse.beats if self.release.inside else None
+
     def describe_wait(self) -> dict[str, object]:
         """Return where this worker's task is, whom it waits for, and its stacks; the event loop's thread calls this."""
         owed = [list(one) for one in self._plane.transport.owed()] if hasattr(self, "_plane") else []
@@ -325,7 +330,7 @@ class DAGWorker(WorkerPlugin):
         self._built = None
         self._forget()
         if self._began:  # groups in this process may be another run's
-            groups.leave()
+            groups.leave(abort=self.stop.is_set())
 
     def _forget(self) -> None:
         self._cpus.undo()
@@ -363,7 +368,8 @@ class DAGWorker(WorkerPlugin):
 
     def _unstick(self) -> None:
         """End the collectives of a task that is still here, a while after the run was stopped."""
-        self.release.if_inside(partial(stuck_collectives.cut, self._polls))
+        end = partial(self.release.if_inside, partial(stuck_collectives.end, self._polls))
+        threading.Thread(target=end, name="end-collectives", daemon=True).start()  # nccl takes its time over it
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]  # no stubs
 
 from siirl_dask import collectives
 from siirl_dask.config import WeightSync
@@ -182,12 +182,17 @@ class RolePeers:
             return collectives.all_gather_bytes(group, message, self.stop.check)
 
 
-def leave() -> None:
+def leave(*, abort: bool) -> None:
     """Destroy all process groups of this process, if there are any.
 
-    A peer that waits in a collective goes on when the last reference to a group is gone here, which closes its sockets.
-    The frames of an exception may be in a cycle with one.
+    With ``abort`` collectives that are under way on devices are given up first: nccl would wait for their peers. A peer
+    that waits in a collective of gloo goes on when the last reference to a group is gone here, which closes its
+    sockets. The frames of an exception may be in a cycle with one.
     """
-    if dist.is_initialized():
-        gc.collect()
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    if abort and collectives.device_backends():
+        distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

@@ -11,7 +11,8 @@ from siirl_dask.errors import RunError
 from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import SLICE, StopFlag
 
-_LEAVE_TIMEOUT = 30.0  # seconds for an earlier run to leave a worker
+LEAVE_TIMEOUT = 30.0
+"""Seconds for the tasks of an earlier run to leave a worker, while they get nothing done."""
 
 
 class Release:
@@ -30,6 +31,11 @@ class Release:
     def under_way(self) -> bool:
         """Whether the run is over and something of it is still here."""
         return self._over and not self._freed
+
+    @property
+    def inside(self) -> bool:
+        """Whether a task is inside."""
+        return self._inside > 0
 
     @contextmanager
     def task(self) -> Iterator[None]:
@@ -63,7 +69,7 @@ class Release:
 
         ``pulse`` is that of these tasks. RunError, naming ``worker``, where one does not return and gets nothing done.
         """
-        beats, deadline = pulse.beats, time.monotonic() + _LEAVE_TIMEOUT
+        beats, deadline = pulse.beats, time.monotonic() + LEAVE_TIMEOUT
         while True:
             with self._changed:
                 if self._taken:
@@ -74,7 +80,7 @@ class Release:
                 self._changed.wait(SLICE)
             stop.check()
             if pulse.beats != beats:
-                beats, deadline = pulse.beats, time.monotonic() + _LEAVE_TIMEOUT
+                beats, deadline = pulse.beats, time.monotonic() + LEAVE_TIMEOUT
             if time.monotonic() > deadline:
                 raise RunError(_still_inside(worker))
 
@@ -91,7 +97,7 @@ class Release:
 
 def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
     """Wait until earlier runs have left this process, and forget them. RunError where a task of one does not return."""
-    deadline = time.monotonic() + _LEAVE_TIMEOUT
+    deadline = time.monotonic() + LEAVE_TIMEOUT
     while any(release.under_way for release in earlier):
         if time.monotonic() > deadline:
             raise RunError(_still_inside(worker))
@@ -101,6 +107,6 @@ def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
 
 def _still_inside(worker: str) -> str:
     return (
-        f"worker {worker!r} is still inside a task of an earlier run, {_LEAVE_TIMEOUT:g} s after that was stopped: "
+        f"worker {worker!r} is still inside a task of an earlier run, {LEAVE_TIMEOUT:g} s after that was stopped: "
         "restart the worker"
     )

@@ -1,8 +1,8 @@
-"""Ends collectives of a stopped run in which a peer stands still, by closing the connections of its process groups.
+"""Ends collectives of a stopped run in which a peer stands still.
 
-gloo frees a thread from such a peer by nothing but its timeout, which is an hour at least: ``abort()`` and
-``shutdown()`` of its groups do nothing (torch 2.13). A connection that is shut down wakes the thread at once, with an
-error.
+Groups of devices are aborted: a kernel of nccl then returns, and with it the thread that waits for its device. gloo
+frees a thread from such a peer by nothing but its timeout, which is an hour at least: ``abort()`` and ``shutdown()`` of
+its groups do nothing (torch 2.13). Their connections are shut down, which wakes the thread at once, with an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from siirl_dask import collectives
+
 _POLL = "anon_inode:[eventpoll]"
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
@@ -24,6 +26,14 @@ def polls() -> set[int]:
     Each gloo group has one of its own: those that came while the groups were made are theirs.
     """
     return {number for number in _numbers() if _target(number) == _POLL}
+
+
+def end(those: Collection[int]) -> None:
+    """End every collective of this process: those of devices, and those of gloo over the connections of ``cut``."""
+    try:
+        collectives.abort_device_groups()
+    finally:
+        cut(those)
 
 
 def cut(those: Collection[int]) -> int:

@@ -74,6 +74,12 @@ def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
     return {"place": "", "waits": False, "owed": [], "stacks": []} if running is None else running.describe_wait()
 
 
+def beats_inside(plugin: str, dask_worker: Worker) -> int | None:
+    """Return how often the run's task has got something done, None if none is inside. Runs on the event loop."""
+    running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
+    return None if running is None else running.beats_inside()
+
+
 def describe_process(dask_worker: Nanny) -> tuple[str, int]:
     """Return the state of a worker's process by the system, such as ``stopped``, and its pid. Runs in its nanny."""
     assert dask_worker.pid is not None, "its process has ended"

@@ -8,7 +8,7 @@ import pytest
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver import replacement
-from siirl_dask.driver.replacement import give_up_silent
+from siirl_dask.driver.replacement import give_up
 from siirl_dask.driver.worker_group import WorkerGroup
 from siirl_dask.errors import SilentPeer
 
@@ -43,5 +43,5 @@ def test_who_was_silent_for_long_has_a_last_chance_if_peers_have_found_it_and_id
     patiences = replacement._patiences(client, group, None, was_silent=True)
     assert patiences == {lives: PATIENCE, member: LAST_CHANCE, idle: LAST_CHANCE}
     assert {*replacement._patiences(client, group, None, was_silent=False).values()} == {PATIENCE}
-    give_up_silent(client, group, SilentPeer("x"), None)
+    give_up(client, group, SilentPeer("x"), None)
     assert [*client.scheduler_info(n_workers=-1)["workers"]] == [lives]

@@ -10,10 +10,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver import replacement
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
 from siirl_dask.errors import WorkerLost
@@ -55,6 +57,26 @@ def killing(place, sign, marker):
     setattr(owner, name, patched)
 
 
+def hanging(marker):
+    """Patch a function of this process: its update never returns in the step in which a peer dies, and only once.
+
+    So does a task that waits for its device behind a kernel of nccl that has lost its peer.
+    """
+    from siirl_dask.training.learner import Learner
+
+    original, calls = Learner.update, []
+
+    def patched(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == PLACES["update"][3] and not marker.exists():
+            marker.write_text(str(os.getpid()))
+            while True:
+                time.sleep(1)
+        return original(*args, **kwargs)
+
+    Learner.update = patched
+
+
 def wait_until_stored(marker, place):
     """Before log-probs: until the rows of the step are stored, so that nobody has to generate them again."""
     run, deadline = Path(str(marker.parent).removesuffix("-seen")), time.monotonic() + 60
@@ -63,9 +85,11 @@ def wait_until_stored(marker, place):
         time.sleep(0.01)
 
 
-def build(device, rank, *, role, inner, seen, place, sign, again, options):
-    """Build a role, and tell where; the second worker dies once, at its place."""
+def build(device, rank, *, role, inner, seen, place, sign, again, hangs, options):
+    """Build a role, and tell where; the second worker dies once, at its place, and the first one may hang there."""
     marker = Path(seen, "dead")
+    if role == "reward" and rank.rank == 0 and hangs:
+        hanging(Path(seen, "hung"))
     if role == "reward" and rank.rank == 1 and place and (again or not marker.exists()):
         killing(place, sign, marker)
     built = inner(device, rank, **options)
@@ -98,7 +122,7 @@ def cluster():
 def lose(cluster, digits_task, tmp_path):
     """Train on a cluster whose second worker dies at a place, if one is given."""
 
-    def start(name, place, *overrides, sign=signal.SIGKILL, again=False, address=None):
+    def start(name, place, *overrides, sign=signal.SIGKILL, again=False, hangs=False, address=None):
         folder = tmp_path / f"{name}-seen"
         folder.mkdir()
         given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
@@ -106,7 +130,7 @@ def lose(cluster, digits_task, tmp_path):
             shipped("quickstart.yaml"), [*given, f"cluster.address={address or cluster.scheduler_address}"]
         )
         dag, validation = dags(file)
-        about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again}
+        about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again, "hangs": hangs}
         return Finished(tmp_path / name, run(file.config, watched(dag, **about), validation)), folder
 
     return start
@@ -148,6 +172,17 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
         assert len(set(builds(folder, role, 1)) - {dead}) == 1
     assert len(builds(folder, "policy", 0)) == (1 if resumed_at else 2)
     assert len(set(builds(folder, "policy", 0))) == 1
+
+
+def test_a_worker_that_never_leaves_its_task_is_killed_and_the_run_goes_on_with_another(lose, monkeypatch):
+    monkeypatch.setattr(replacement, "LEAVE_TIMEOUT", 3.0)
+    straight, _ = lose("straight", None)
+    tried, folder = lose("tried", "update", "run.max_restarts=1", hangs=True)
+    hung = int((folder / "hung").read_text())
+    check_same(straight, tried, tolerance=1e-5)
+    first, second = builds(folder, "rollout", 0)
+    assert first == hung != second
+    assert not psutil.pid_exists(hung)
 
 
 @pytest.mark.slow

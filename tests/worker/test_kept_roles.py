@@ -128,7 +128,7 @@ def test_nothing_is_handed_over_while_a_task_is_inside():
 
 
 def test_a_task_that_gets_nothing_done_and_does_not_return_is_told(monkeypatch):
-    monkeypatch.setattr(releases, "_LEAVE_TIMEOUT", 0.2)
+    monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 0.2)
     release = Release(lambda: None)
     with release.task(), pytest.raises(RunError, match="worker 'b' is still inside a task"):
         release.hand_over("b", StopFlag(), Pulse())

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed import distributed_c10d as c10d
 
-from siirl_dask.collectives import LOOPBACK, all_gather, all_gather_bytes, new_gloo_group
+from siirl_dask.collectives import LOOPBACK, add_world, all_gather, all_gather_bytes, new_gloo_group
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError
 
@@ -83,6 +83,7 @@ class EngineWorld(c10d._World):
         super().__init__()
         self._count = _FIRST_NAME
         self._tables: dict[str, dict[Any, Any]] = {}
+        add_world(self)
 
     def _table(self, name: str) -> dict[Any, Any]:
         return self._tables.setdefault(name, {})
