@@ -1,4 +1,4 @@
-"""What may be absent: tests of devices are collected without a cluster's packages, and workers never load DuckDB."""
+"""Packages may be absent: tests of devices are collected without those of a cluster, and workers never load DuckDB."""
 
 import os
 import subprocess

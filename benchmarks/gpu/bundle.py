@@ -3,8 +3,8 @@
     make gpu-bundle
 
 The machine has Python 3.12, torch, transformers and what else ``there.txt`` lists, and no network. Wheels are those of
-this package's dependencies, of liger-kernel and of TRL, and of what these need in turn, without what is there. Carry the
-repository with ``.gpu`` to the machine, and run ``OUT=folder bash .gpu/first_run.sh`` in the repository's root.
+this package's dependencies, of liger-kernel and of TRL, and of what these need in turn, without what is there. Carry
+the repository with ``.gpu`` to the machine, and run ``OUT=folder bash .gpu/first_run.sh`` in the repository's root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCRIPTS = (
     "generation_figures.py",
     "trl_steps.py",
 )
-"""What the machine runs. The page is made where its results are brought."""
+"""The machine runs these. The page is made where its results are brought."""
 LEFT_OUT = {"duckdb"}
 """It answers questions to a run that has ended, and is two thirds of the bundle; nothing of the day imports it."""
 OF_EXTRAS = {"liger": "liger-kernel", "bench": "trl"}
@@ -66,7 +66,7 @@ def packages_there(text: str) -> set[str]:
 
 
 def wanted(pyproject: Mapping[str, object], there: set[str]) -> list[Requirement]:
-    """What to begin with: the project's dependencies and those of extras that the day measures, without what is there."""
+    """Return what to begin with: dependencies of the project and of what the day measures, without what is there."""
     project = pyproject["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     for extra, name in OF_EXTRAS.items():

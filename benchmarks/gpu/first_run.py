@@ -1,8 +1,8 @@
 """Runs the parts of the day on one device, each with a limit of its own, and writes a line for each at once.
 
 Called by ``first_run.sh`` in the repository's root. In the folder of ``--out`` it leaves results.jsonl, which page.py
-reads, summary.txt, all.log and logs.tgz. When it is ended by SIGTERM or SIGINT, it kills what runs, writes a line for that
-and for each part that did not begin, and packs the logs.
+reads, summary.txt, all.log and logs.tgz. When it is ended by SIGTERM or SIGINT, it kills what runs, writes a line for
+that and for each part that did not begin, and packs the logs.
 """
 
 from __future__ import annotations

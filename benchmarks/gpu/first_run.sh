@@ -11,8 +11,12 @@ TOTAL=${TOTAL:-560}
 : "${OUT:?OUT=folder is missing: where results.jsonl, summary.txt, all.log and logs.tgz go}"
 
 if [ -d "$here/wheels" ] && ! ls "$here/wheels" | cmp -s - "$SITE/installed"; then
-  "$PY" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target "$SITE" "$here"/wheels/*.whl
-  ls "$here/wheels" >"$SITE/installed"
+  if "$PY" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade \
+    --target "$SITE" "$here"/wheels/*.whl; then
+    ls "$here/wheels" >"$SITE/installed"
+  else
+    echo "the wheels did not install: parts that need them will fail, and the others run" >&2
+  fi
 fi
 export PYTHONPATH=".:storage:$SITE"
 exec "$PY" "$here/first_run.py" --out "$OUT" --only "${ONLY:-}" --seconds "$((TOTAL - SECONDS))"

@@ -1,4 +1,4 @@
-"""Figures of generation: the transformers engine by rows, the sampler at a large vocabulary, and ceilings of the device."""
+"""Figures of generation: the transformers engine by rows, the sampler at a large vocabulary, ceilings of the device."""
 
 from __future__ import annotations
 

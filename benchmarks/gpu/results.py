@@ -13,7 +13,7 @@ Line = Mapping[str, Any]
 
 
 def append(out: Path, **values: Any) -> None:
-    """Append a line to the results in ``out``. It is on the disk before this returns, whatever ends the process next."""
+    """Append a line to the results in ``out``. It is on the disk before this returns, whatever ends the process."""
     text = json.dumps(values, default=str) + "\n"
     descriptor = os.open(out / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""Figures of training: tokens a second, MFU, peak memory next to the plan's, profiles, and a plain step by transformers."""
+"""Figures of training: tokens a second, MFU, peak memory next to the plan's, profiles; a step without this package."""
 
 from __future__ import annotations
 
@@ -159,7 +159,6 @@ def plain(out: Path) -> None:
         update_tokens_s=results.rounded(ids.numel() / median_seconds(update)),
         peak_gib=results.rounded(devices.memory()[1] / 2**30),
     )
-    del adam
     model.bfloat16().eval()
     _plain_decode(out, model, ids[:, : chosen.prompt])
 
