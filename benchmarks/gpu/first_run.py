@@ -38,7 +38,8 @@ class Day:
         self.out = out
         self.logs = WORK / "logs"
         self.environment = _environment()
-        self._end = time.monotonic() + seconds - PATIENCE
+        self._began = time.monotonic()
+        self._end = self._began + seconds - PATIENCE
         self._running: list[Running] = []
         self.ended_by: str | None = None
         """Name of the signal that ends the day; None until one comes."""
@@ -58,7 +59,7 @@ class Day:
         self.pack()
 
     def cut_off(self, begun: set[str], parts: Sequence[Part]) -> None:
-        """Kill what runs, and write a line for it and for each part that has not begun."""
+        """Kill what runs, write a line for it, for each part that has not begun and for the day, and pack."""
         for running in self._running:
             running.kill()
             self._write(running.outcome(cut_off=True))
@@ -66,6 +67,12 @@ class Day:
         for part in parts:
             if part.name not in begun:
                 self._write({"part": part.name, "state": "left out", "why": "the day was cut off before"})
+        self.close("cut off")
+
+    def close(self, state: str) -> None:
+        """Write the day's own line, which comes last, and pack."""
+        self._write({"part": "day", "state": state, "seconds": round(time.monotonic() - self._began, 1)})
+        self.pack()
 
     def pack(self) -> None:
         """Write summary.txt, all.log and logs.tgz of what is there so far."""
@@ -116,9 +123,9 @@ def _run_all(day: Day, parts: Sequence[Part]) -> int:
                 day.run(batch)
     except CutOffError as cut:
         day.cut_off(begun, parts)
-        day.pack()
         print(f"ended by {cut}; what there is lies in {day.out}", file=sys.stderr)
         return 143
+    day.close("ended")
     return 0
 
 

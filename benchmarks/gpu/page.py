@@ -50,7 +50,7 @@ _REHEARSAL = "This is a rehearsal on a CPU with tiny models: its figures say not
 def page(lines: Sequence[results.Line]) -> str:
     """Return the page of the lines; of each figure and part the last line counts."""
     figures = {line["figure"]: line for line in lines if "figure" in line}
-    outcomes = {line["part"]: line for line in lines if "state" in line}
+    outcomes = {line["part"]: line for line in lines if "state" in line and line["part"] != "day"}
     sections = [
         _TITLE,
         _introduction(figures.get("machine")),

@@ -116,7 +116,7 @@ def test_what_is_known_stays_when_the_day_is_cut_off(tmp_path):
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert lines[0]["figure"] == "machine"
     states = {line["part"]: line["state"] for line in lines if "state" in line}
-    assert states == {"probe": "cut off", "ceilings": "left out"}
+    assert states == {"probe": "cut off", "ceilings": "left out", "day": "cut off"}
     assert "ceilings: left out" in (out / "summary.txt").read_text()
     assert sorted(path.name for path in out.iterdir()) == ["all.log", "logs.tgz", "results.jsonl", "summary.txt"]
 
