@@ -7,7 +7,7 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
-.PHONY: install quickstart test test-gpu test-slow sweep lint
+.PHONY: install quickstart test test-gpu gpu-bundle test-slow sweep lint
 
 install: $(STAMP)
 
@@ -41,7 +41,11 @@ NOT_ELSEWHERE := not TestWhole and not TestSharded and not TestTransformers and 
 test-gpu:
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl)
 	PYTHONPATH=.:storage$(if $(WHEELS),:$(GPU_SITE)) SIIRL_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest -m gpu \
-	  --confcutdir=tests/gpu -o timeout=1200 -p no:cacheprovider $(if $(PICK),-k "$(PICK)") tests/gpu
+	  --confcutdir=tests/gpu -o timeout=1200 -p no:cacheprovider --continue-on-collection-errors $(if $(PICK),-k "$(PICK)") tests/gpu
+
+# Scripts and wheels for a machine with a GPU and no network, into .gpu/: see benchmarks/README.md. It needs pip and packaging.
+gpu-bundle:
+	$(GPU_PYTHON) benchmarks/gpu/bundle.py
 
 # What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards.
 test-slow: export OMP_NUM_THREADS ?= 1

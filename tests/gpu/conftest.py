@@ -1,6 +1,7 @@
 """Tests for a machine with GPUs or NPUs: ``make test-gpu``, or ``pytest -m gpu tests/gpu``.
 
-They need torch, transformers and pytest, and no installation of this package; whole runs need what the package needs.
+They need torch, transformers, pytest, pyarrow, fsspec, cloudpickle and psutil, and no installation of this package.
+Whole runs and broadcasts need Dask, OmegaConf and Bokeh as well, and are skipped where these are not there.
 ``@pytest.mark.gpu(devices=2, packages=["vllm"])`` says what a test needs: where that is not there it is skipped, with a
 word. ``SIIRL_TEST_DEVICE=cpu`` runs them on CPUs, over gloo in place of nccl.
 """

@@ -6,37 +6,20 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from tornado.iostream import StreamClosedError
 from tornado.web import HTTPError, RequestHandler, stream_request_body
 
-from siirl_dask.config import EndpointConfig
 from siirl_dask.rollout.endpoint.answers import Answer, chat_body, chunks, text_body, up_to_stop
 from siirl_dask.rollout.endpoint.conversations import Conversation, Turn, history_of
-from siirl_dask.rollout.endpoint.queue import AgentQueue, Ticket
+from siirl_dask.rollout.endpoint.queue import Ticket
 from siirl_dask.rollout.endpoint.refusals import Refusal, unauthorized, unknown_model
 from siirl_dask.rollout.endpoint.requests import read_request
+from siirl_dask.rollout.endpoint.serving import Serving
 from siirl_dask.rollout.endpoint.tool_calls import read_message
-from siirl_dask.rollout.engine import RolloutEngine
 
 logger = logging.getLogger("siirl_dask.rollout")
-
-
-@dataclass(slots=True)
-class Serving:
-    """The state that the handlers of one endpoint share."""
-
-    engine: RolloutEngine
-    queue: AgentQueue
-    config: EndpointConfig
-    episodes: dict[str, Conversation] = field(default_factory=dict)
-    """Conversations of the episodes that are under way, by bearer token."""
-    refused: int = 0
-    """Requests that were refused."""
-    overridden: int = 0
-    """Requests that had sampling parameters, in place of which the run's were used."""
 
 
 @stream_request_body

@@ -1,7 +1,8 @@
 """The endpoint: an HTTP server in a thread of a rollout worker, through which agents talk to the worker's engine.
 
 It speaks OpenAI's ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. The bearer token of a request tells
-whose it is: each episode has its own.
+whose it is: each episode has its own. Tornado is imported where the server starts, so that a policy can be trained
+where it is not installed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
-
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
-from tornado.web import Application
+from typing import TYPE_CHECKING
 
 from siirl_dask.config import EndpointConfig
 from siirl_dask.context import Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.endpoint.conversations import Conversation
-from siirl_dask.rollout.endpoint.handlers import Chat, Completions, Models, NotFound, Serving
 from siirl_dask.rollout.endpoint.queue import AgentQueue
+from siirl_dask.rollout.endpoint.serving import Serving
 from siirl_dask.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from tornado.httpserver import HTTPServer
 
 _DISCARDED = 64  # times the largest body that is read and thrown away, so that its sender hears why it is refused
 _HEADERS = 64 * 1024  # bytes
@@ -62,6 +63,8 @@ class Endpoint:
         self.serving.episodes.pop(key, None)
 
     def __enter__(self) -> Endpoint:
+        from tornado.netutil import bind_sockets
+
         try:
             self._sockets = bind_sockets(self._port, self._config.host)
         except (OSError, OverflowError) as error:
@@ -88,6 +91,11 @@ class Endpoint:
             self._loop.close()
 
     def _serve(self) -> None:
+        from tornado.httpserver import HTTPServer
+        from tornado.web import Application
+
+        from siirl_dask.rollout.endpoint.handlers import Chat, Completions, Models, NotFound
+
         routes = [
             (r"/v1/chat/completions", Chat, {"serving": self.serving}),
             (r"/v1/completions", Completions, {"serving": self.serving}),

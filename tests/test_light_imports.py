@@ -1,0 +1,79 @@
+"""Packages may be absent: tests of devices are collected without those of a cluster, and workers never load DuckDB."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = ("antlr4", "bokeh", "dask", "distributed", "duckdb", "omegaconf", "tornado")
+"""Packages of a whole run, which an image made for GPUs does not have."""
+UNUSED = ("PIL", "matplotlib", "msgpack", "rich")
+"""Dependencies that docs/status.md does not ask for on such a machine."""
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+hidden = sys.argv.pop(1).split(",")
+find = PathFinder.find_spec
+
+
+def find_others(finder, name, path=None, target=None):
+    if name.partition(".")[0] in hidden:
+        return None
+    return find(name, path, target)
+
+
+PathFinder.find_spec = classmethod(find_others)
+"""
+"""Makes packages absent for all that asks, as where they are not installed."""
+COLLECT = """
+import pytest
+
+chosen = ["--collect-only", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", "tests/gpu"]
+sys.exit(pytest.main(chosen))
+"""
+ROOMS = ("algorithms", "coordinator", "environments", "nodes", "rewards", "rollout", "training", "worker")
+"""Rooms whose code runs in workers."""
+IMPORT_ALL = """
+import importlib
+import pkgutil
+
+from siirl_dask.models.broken_imports import hide
+
+hide()
+OPTIONAL = ("mcp", "megatron", "mindspeed", "peft", "sglang", "sklearn", "torch_npu", "vllm")
+imported = 0
+for room in sys.argv.pop(1).split(","):
+    package = importlib.import_module(f"siirl_dask.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "vllm" in module.name or "sglang" in module.name:
+            continue  # engines' own packages take ten seconds to import
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] not in OPTIONAL:
+                raise
+        imported += 1
+print(imported)
+"""
+
+
+def python(code, *arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "storage")])}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+
+
+def test_tests_of_devices_are_collected_without_the_packages_of_a_cluster():
+    done = python(HIDE + COLLECT, ",".join([*CLUSTER, *UNUSED]))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "test_trainers.py::" in done.stdout
+    assert "test_runs.py::" in done.stdout
+    assert "error" not in done.stdout.splitlines()[-1]
+
+
+def test_no_module_of_a_worker_imports_duckdb():
+    done = python(HIDE + IMPORT_ALL, "duckdb", ",".join(ROOMS))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.splitlines()[-1]) > 150
