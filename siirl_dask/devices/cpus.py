@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -15,6 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger("siirl_dask.worker")
 SYSFS = Path("/sys")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 GIVEN = "SIIRL_GIVEN_CPUS"
 """Environment variable of a process that has bound itself: the CPUs that it had before, for processes it starts."""
 _LEAST = 4  # CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
@@ -56,6 +58,14 @@ def numa_nodes(root: Path = SYSFS) -> dict[int, frozenset[int]]:
         with suppress(OSError, ValueError):
             nodes[int(folder.name.removeprefix("node"))] = read_cpus((folder / "cpulist").read_text())
     return nodes
+
+
+def kernel() -> str:
+    """Return a name of the kernel under which this process runs: containers of a host have the same."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def given_cpus() -> frozenset[int]:

@@ -7,7 +7,6 @@ same CPUs near them divide these.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from pathlib import Path
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
-from siirl_dask.devices.cpus import SYSFS, given_cpus, share_of
+from siirl_dask.devices.cpus import SYSFS, given_cpus, kernel, share_of
 from siirl_dask.devices.topology import Topology, read_topology
 
 logger = logging.getLogger("siirl_dask.worker")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def on_host(visible: VisibleDevices, root: Path = SYSFS) -> VisibleDevices:
@@ -42,14 +40,6 @@ def placed(visible: VisibleDevices, topology: Topology) -> VisibleDevices:
     given = given_cpus()
     near = tuple(cpus & given for cpus in topology.near)
     return replace(visible, order=topology.order, near=near, host=kernel())
-
-
-def kernel() -> str:
-    """Return a name of the kernel that numbers this process's CPUs: containers of a host have the same."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def share_of_worker(

@@ -104,7 +104,8 @@ def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], tak
         return Device(worker)
     card = visible.cards[chosen[worker]]
     memory = visible.memory[chosen[worker]] if visible.memory else 0
-    return Device(worker, visible.kind, chosen[worker], card, takers[card], memory)
+    pci = visible.pci[chosen[worker]] if visible.pci else ""
+    return Device(worker, visible.kind, chosen[worker], card, shared_by=takers[card], memory=memory, pci=pci)
 
 
 def exchange(
@@ -130,7 +131,7 @@ def exchange(
 
 def announcement_of(visible: VisibleDevices) -> str:
     """Return what a worker tells the others of its devices; ``read_visible`` reads it."""
-    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}
+    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory, "pci": visible.pci}
     near = [show_cpus(cpus) for cpus in visible.near]
     placed = {"order": visible.order, "near": near, "host": visible.host}
     return json.dumps(said | placed if visible.host else said)
@@ -143,9 +144,10 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         kind, cards, memory = DeviceKind(announcement["kind"]), announcement["cards"], announcement["memory"]
         order, host = tuple(announcement.get("order", ())), announcement.get("host", "")
         near = tuple(map(read_cpus, announcement.get("near", ())))
+        pci = tuple(announcement.get("pci", ()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         kind, cards, memory = DeviceKind.CPU, None, None
-        order, near, host = (), (), ""
+        order, near, host, pci = (), (), "", ()
     if (
         not isinstance(cards, list)
         or len(cards) > _MAX_DEVICES
@@ -158,8 +160,10 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or not all(type(index) is int for index in order)
         or (order and sorted(order) != [*range(len(cards))])
         or len(near) not in (0, len(cards))
+        or len(pci) not in (0, len(cards))
+        or not all(isinstance(address, str) and 0 < len(address) <= _MAX_NAME for address in pci)
         or not isinstance(host, str)
         or len(host) > _MAX_NAME
     ):
         raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
-    return VisibleDevices(kind, tuple(cards), tuple(memory), order, near, host)
+    return VisibleDevices(kind, tuple(cards), tuple(memory), order, near, host, pci)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def intervals_of(rank, workers, folder):
         sleep.loaded()
         sleep.end()
     dist.barrier()
-    return [engine.intervals, sorted(os.listdir(folder))]
+    return [engine.intervals, sorted(made.name for made in Path(folder).iterdir())]
 
 
 def both(workers, tmp_path):
@@ -121,11 +121,12 @@ with CardTurns(Device("w", DeviceKind.CUDA, 0, "GPU-5c3a/1", 2)).taken():
 def test_a_worker_that_is_killed_in_its_turn_leaves_it_to_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"taken\n"
-        turns = CardTurns(SHARED)
-        assert not _is_free(turns)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
+        try:
+            assert holder.stdout.readline() == b"taken\n"
+            turns = CardTurns(SHARED)
+            assert not _is_free(turns)
+        finally:
+            holder.kill()
     with turns.taken():
         pass
 

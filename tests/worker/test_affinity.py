@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
-from siirl_dask.devices.cpus import given_cpus
+from siirl_dask.devices.cpus import given_cpus, kernel
 from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
 from siirl_dask.worker import affinity
@@ -169,7 +169,7 @@ def test_all_workers_compute_the_same_places_through_the_store(topology):
 
 def test_a_process_on_cpus_is_left_as_it_is():
     assert affinity.on_host(VisibleDevices()) == VisibleDevices()
-    assert affinity.kernel() == affinity.kernel() != ""
+    assert kernel() == kernel() != ""
 
 
 WORKER = """

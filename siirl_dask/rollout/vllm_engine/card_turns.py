@@ -1,7 +1,7 @@
 """Has the engines of workers that share a card sleep and wake one after the other.
 
-vLLM compares the free memory of the whole card before and after it sleeps, and fails where there is less
-("Memory usage increased after sleeping."): as where the engine of another worker wakes meanwhile, which takes gigabytes.
+vLLM compares the free memory of the whole card before and after it sleeps, and fails where there is less ("Memory usage
+increased after sleeping."): as where the engine of another worker wakes meanwhile, which takes gigabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL = 0.01  # seconds between two tries; a sleep takes a second
 
 
 class CardTurns:
-    """The turns of one worker on its card. The lock is the kernel's, on a file: it ends with the process that has it."""
+    """Turns of one worker on its card. The lock is the kernel's, on a file, and ends with the process that has it."""
 
     def __init__(self, device: Device) -> None:
         """Take no lock for a card that is ``device``'s alone. ConfigError where no folder is safe for the file."""
