@@ -110,6 +110,7 @@ class ValueCritic(HoldsNoGroups):
 
     def close(self) -> None:
         """Free the weights; predicting and learning are no longer possible."""
+        self._memory.close()
         del self._network, self._learner, self._memory
 
     def _model(self) -> dict[str, Tensor]:

@@ -59,6 +59,17 @@ class Parked:
         """Note that the tensors get other values on the device; while they wait, the copies count as they are."""
         self._stale = not self._waiting
 
+    def close(self) -> None:
+        """Let go of the host's memory.
+
+        Copies from it may be under way still, and torch's allocator does not know of them, since they were made from
+        views of that memory: it would give it to the next who asks.
+        """
+        if self._copies:
+            _synchronize(self._storages.values())
+        self._copies = {}
+        self._storages = {}
+
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` itself, or while it waits the same over the host's copy."""
         part = local(tensor)
@@ -131,6 +142,11 @@ class ModelMemory:
         """Free the device's memory."""
         self._weights.park()
         self._rest_state()
+
+    def close(self) -> None:
+        """Let go of the host's memory; nothing else is possible then."""
+        self._weights.close()
+        self._state.close()
 
     def where_it_is(self, state: Any) -> Any:
         """Return a state of nested mappings with the tensors that count: those that wait are the host's copies."""

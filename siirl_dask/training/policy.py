@@ -116,6 +116,7 @@ class Reference(HoldsNoGroups):
 
     def close(self) -> None:
         """Free the weights; scoring is no longer possible."""
+        self._memory.close()
         del self._network, self._memory
 
     def _model(self) -> dict[str, Tensor]:
