@@ -45,6 +45,8 @@ class Device:
     """Bytes of the accelerator's memory; 0 on a CPU, and where they are not known."""
     cpus: frozenset[int] = field(default=frozenset(), compare=False)
     """CPUs near the accelerator to which the worker's process is bound; empty where it is not bound."""
+    cores: int = field(default=1, compare=False)
+    """Cores of the host that are this worker's share, for what is computed there while its accelerator waits."""
     room: int = field(default=0, compare=False)
     """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is not known."""
     fill: int = field(default=0, compare=False)

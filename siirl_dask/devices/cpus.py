@@ -86,6 +86,11 @@ def share_of(near: frozenset[int], place: int, count: int, threads: int = 1, roo
     return shares[place] if min(map(len, shares)) >= max(_LEAST, threads) else near
 
 
+def count_cores(cpus: frozenset[int], root: Path = SYSFS) -> int:
+    """Return how many cores the CPUs are of: two threads of one count once."""
+    return len(_cores(cpus, root))
+
+
 def _cores(cpus: frozenset[int], root: Path) -> list[frozenset[int]]:
     """Return those of ``cpus`` that are threads of one core together, in the order of their numbers."""
     cores = set()

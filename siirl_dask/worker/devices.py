@@ -20,7 +20,7 @@ from siirl_dask.devices import DeviceKind, accelerator
 from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
 from siirl_dask.devices.cpus import CpuBinding, read_cpus, show_cpus
 from siirl_dask.errors import PeerError
-from siirl_dask.worker.affinity import on_host, share_of_worker
+from siirl_dask.worker.affinity import cores_of_worker, on_host, share_of_worker
 from siirl_dask.worker.stop import StopFlag
 
 logger = logging.getLogger("siirl_dask.worker")
@@ -48,13 +48,14 @@ def find_devices(
     cpu: bool = False,
     binding: CpuBinding | None = None,
     threads: int = 1,
+    neighbours: int = 1,
 ) -> dict[str, Device]:
     """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
 
     ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``binding`` binds the process
-    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch.
-    ``store`` may be None for a single worker. PeerError when another worker has not announced its devices within
-    ``timeout`` seconds.
+    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch,
+    ``neighbours`` the number of workers at this one's address. ``store`` may be None for a single worker. PeerError
+    when another worker has not announced its devices within ``timeout`` seconds.
     """
     visible = VisibleDevices() if cpu else visible_devices()
     if binding is not None:
@@ -63,6 +64,7 @@ def find_devices(
     devices = assign(visible_to)
     own = devices[worker]
     bind(own)
+    own = devices[worker] = replace(own, cores=cores_of_worker(worker, visible_to, devices, neighbours))
     if binding is not None and (cpus := share_of_worker(worker, visible_to, devices, threads)):
         binding.bind(cpus)
         own = devices[worker] = replace(own, cpus=cpus)

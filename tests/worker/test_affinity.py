@@ -101,6 +101,46 @@ def test_masks_that_a_launcher_has_set_stay_apart(topology):
     assert shares(placed) == {name: frozenset(given) for name, given in masks.items()}
 
 
+@pytest.fixture
+def host_of_32(monkeypatch):
+    monkeypatch.setattr(affinity, "given_cpus", lambda: frozenset(range(32)))
+    monkeypatch.setattr(affinity, "CPU_COUNT", 32)
+
+
+def cores(visible_to, neighbours, root=Path("/nonexistent")):
+    devices = assign(visible_to)
+    return [affinity.cores_of_worker(name, visible_to, devices, neighbours, root) for name in visible_to]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 20, 40])
+def test_workers_together_are_given_no_more_cores_than_are_near_their_devices(topology, host_of_32, count):
+    visible_to = workers_on(topology, count)
+    found = cores(visible_to, count)
+    assert all(one >= 1 for one in found)
+    taken = dict.fromkeys(topology.near, 0)
+    for (name, device), one in zip(assign(visible_to).items(), found, strict=True):
+        taken[visible_to[name].near[device.index]] += one
+    assert all(number <= max(16, count // 2) for number in taken.values())
+    assert max(taken.values()) >= 8, "cores are left idle"
+
+
+def test_two_threads_of_a_core_are_one_core(topology, host_of_32, tmp_path):
+    for cpu in range(32):
+        folder = tmp_path / f"threads/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}" if cpu < 16 else str(cpu))
+    (alone,) = cores(workers_on(topology, 1), 1, tmp_path / "threads")
+    assert alone == 8
+
+
+def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(host_of_32, monkeypatch):
+    visible_to = {"0": VisibleDevices(CUDA, ("a",)), "1": VisibleDevices(CUDA, ("b",))}
+    assert cores(visible_to, 4) == [8, 8]
+    assert cores(visible_to, 40) == [1, 1]
+    monkeypatch.setattr(affinity, "CPU_COUNT", 12)  # as in a container with a quota
+    assert cores(visible_to, 4) == [3, 3]
+
+
 def test_workers_of_other_hosts_and_on_cpus_take_nothing_away(topology):
     two = workers_on(topology, 2)
     two["1"] = replace(two["1"], host="another", cards=tuple(f"other/{card}" for card in QUADS))
