@@ -13,6 +13,7 @@ from siirl_dask.algorithms import ppo_clip, value_clip
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices import accelerator as devices
+from siirl_dask.devices.host_memory import share_pieces
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import (
@@ -26,7 +27,7 @@ from siirl_dask.testing.rows import (
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.parallel.dtensor import full_tensor, local
-from siirl_dask.training.parking import Parked, Scratch, share_pieces
+from siirl_dask.training.parking import Parked, Scratch
 from tests.settings import trainer_config
 
 ROWS = random_rows(LENGTHS)
