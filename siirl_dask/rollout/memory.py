@@ -77,6 +77,11 @@ def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
     return replace(_footprint(engine), remedies=found)
 
 
+def graphs_bytes(rollout: RolloutConfig) -> int:
+    """Return the bytes of vLLM's graphs on an accelerator; 0 where it captures none."""
+    return 0 if rollout.vllm.enforce_eager else _GRAPHS
+
+
 def sampler_chunk(*, on_cpu: bool) -> int:
     """Return the bytes of logits that tokens are drawn from at once."""
     return _CHUNK[on_cpu]
@@ -109,8 +114,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
     kept = {"weights": weights}
     if engine.adapters:
         held["adapters"] = kept["adapters"] = engine.adapters
-    if not rollout.vllm.enforce_eager:
-        held["graphs"] = _GRAPHS
+    if graphs := graphs_bytes(rollout):
+        held["graphs"] = graphs
     level, share = rollout.vllm.sleep_level, rollout.vllm.gpu_memory_utilization
     sleeping = {f"sleeping {part}": size for part, size in kept.items()}
     always = level == 1 or bool(level and engine.adapters)  # nobody loads the folder's weights again
