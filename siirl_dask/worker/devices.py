@@ -168,4 +168,4 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or len(host) > _MAX_NAME
     ):
         raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
-    return VisibleDevices(kind, tuple(cards), tuple(memory), order, near, host, pci)
+    return VisibleDevices(kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci)

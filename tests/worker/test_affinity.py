@@ -22,7 +22,7 @@ from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
 from siirl_dask.worker import affinity
 from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.devices import announcement_of, assign, exchange, read_visible
+from siirl_dask.worker.devices import announcement_of, assign, exchange, find_devices, read_visible
 from siirl_dask.worker.stop import StopFlag
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 
@@ -139,6 +139,11 @@ def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(h
     assert cores(visible_to, 40) == [1, 1]
     monkeypatch.setattr(affinity, "CPU_COUNT", 12)  # as in a container with a quota
     assert cores(visible_to, 4) == [3, 3]
+
+
+def test_a_worker_is_told_its_cores(host_of_32):
+    (device,) = find_devices("w0", ["w0"], None, 1, StopFlag(), cpu=True, neighbours=4).values()
+    assert device.cores == 8
 
 
 def test_workers_of_other_hosts_and_on_cpus_take_nothing_away(topology):

@@ -22,8 +22,9 @@ from siirl_dask.training.parallel.dtensor import like_dtensor, local
 def copy_to_host(state: Any) -> Any:
     """Return a copy of nested mappings, lists and tuples of tensors, DTensors and plain values, all in host memory.
 
-    What is on an accelerator is copied to pinned memory, as many bytes as it has there, without waiting for one tensor
-    after the other: all have arrived when this returns. torch keeps that memory for the next checkpoint.
+    What is on an accelerator is copied to pinned memory without waiting for one tensor after the other: all have arrived
+    when this returns. That memory is as large as what is copied, but for what torch rounds its pieces up, and torch
+    keeps it for the next checkpoint.
     """
     on_devices = {id(tensor): local(tensor) for tensor in _tensors(state) if _is_on_device(tensor)}
     sizes = {key: part.nbytes for key, part in on_devices.items() if part.nbytes}
@@ -39,8 +40,10 @@ def _copied(value: Any, pinned: Mapping[int, Tensor]) -> Any:
         return _copied_tensor(value, pinned.get(id(value)))
     if isinstance(value, Mapping):
         return {key: _copied(inner, pinned) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(inner, pinned) for inner in value)
+    if isinstance(value, list):
+        return [_copied(inner, pinned) for inner in value]
+    if isinstance(value, tuple):
+        return tuple(_copied(inner, pinned) for inner in value)
     return deepcopy(value)
 
 
