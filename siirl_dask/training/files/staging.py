@@ -22,7 +22,7 @@ from siirl_dask.training.parallel.dtensor import like_dtensor, local
 def copy_to_host(state: Any) -> Any:
     """Return a copy of nested mappings, lists and tuples of tensors, DTensors and plain values, all in host memory.
 
-    What is on an accelerator is copied to pinned memory without waiting for one tensor after the other: all have arrived
+    What is on an accelerator is copied to pinned memory without waiting for one tensor after the other: all are there
     when this returns. That memory is as large as what is copied, but for what torch rounds its pieces up, and torch
     keeps it for the next checkpoint.
     """
