@@ -70,7 +70,11 @@ class Estimated:
             return f"{head}: not known, since the size of a model is not"
         roles = {node.name: node.role for node in self.plan.dag.nodes}
         total = self.step.seconds
-        rows = [(name, roles[name], _seconds(took), f"{took / total:.0%}") for name, took in self.step.nodes.items()]
+        rows = []
+        for name, took in self.step.nodes.items():
+            rows.append((name, roles[name], _seconds(took), f"{took / total:.0%}"))
+            moves = self.step.moves.get(name, {})
+            rows += [(f"- {what}", "", _seconds(each), f"{each / total:.0%}") for what, each in moves.items()]
         rows.append(("all", "", _seconds(total), ""))
         idle = ", ".join(f"{role} {share:.0%}" for role, share in self.step.idle.items())
         tokens = self.rows * (lengths.prompt + lengths.response) / total
@@ -91,6 +95,7 @@ class Estimated:
             "device": self.timing.speed.name,
             "seconds": self.step.seconds,
             "nodes": dict(self.step.nodes),
+            "moves": {name: dict(moves) for name, moves in self.step.moves.items()},
             "idle": dict(self.step.idle),
             "bottleneck": self.step.bottleneck,
             "splits": [

@@ -45,10 +45,14 @@ class Device:
     """Bytes of the accelerator's memory; 0 on a CPU, and where they are not known."""
     cpus: frozenset[int] = field(default=frozenset(), compare=False)
     """CPUs near the accelerator to which the worker's process is bound; empty where it is not bound."""
+    cores: int = field(default=1, compare=False)
+    """Cores of the host that are this worker's share, for what is computed there while its accelerator waits."""
     room: int = field(default=0, compare=False)
     """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is not known."""
     fill: int = field(default=0, compare=False)
     """Bytes of these for the part of it that grows: an engine's cache."""
+    pci: str = field(default="", compare=False)
+    """Kernel and PCI address of the accelerator, ``<boot id>/0000:3b:00.0``; empty where they are not known."""
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
     """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
     workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
@@ -68,6 +72,13 @@ class Device:
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
     held: MutableMapping[Hashable, Any] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
     """Objects that several roles of this worker hold together; gone when none of them does any more: see ``shared``."""
+
+    @property
+    def gpu(self) -> str:
+        """Name of the whole accelerator in the run: slices of one GPU (MIG) have it in common, and a card each."""
+        if self.pci:
+            return self.pci
+        return self.card
 
     @property
     def torch_name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from siirl_dask.devices.cpus import kernel
 from siirl_dask.devices.kinds import DeviceKind, traits_of
 from siirl_dask.devices.topology import CardPlace
 
@@ -35,6 +36,8 @@ class VisibleDevices:
     """CPUs near each of them that the worker may use, none where not known; empty where no process is to be bound."""
     host: str = ""
     """Name of the kernel that numbers these CPUs; empty where no process is to be bound."""
+    pci: tuple[str, ...] = ()
+    """Kernel and PCI address of each of them, as in ``Device.pci``; empty where they are not known."""
 
 
 def visible_devices() -> VisibleDevices:
@@ -50,7 +53,8 @@ def visible_devices() -> VisibleDevices:
     each = [module.get_device_properties(index) for index in range(count)]
     memory = tuple(int(properties.total_memory) for properties in each)
     if traits_of(found).has_uuids:
-        return VisibleDevices(found, tuple(str(properties.uuid) for properties in each), memory)
+        uuids = tuple(str(properties.uuid) for properties in each)
+        return VisibleDevices(found, uuids, memory, pci=_pci_of(each))
     visible = os.environ.get(traits_of(found).visible or "")
     return VisibleDevices(found, names_on_host(found, socket.gethostname(), count, visible), memory)
 
@@ -65,6 +69,15 @@ def card_places(kind: DeviceKind) -> tuple[CardPlace, ...]:
         CardPlace(address, None if address else int(index) if index.isdecimal() else None)
         for address, index in zip(addresses, indices, strict=True)
     )
+
+
+def _pci_of(each: Sequence[Any]) -> tuple[str, ...]:
+    """Return a name in the whole run for the PCI address of each; nothing where one is not known."""
+    addresses = [_address_of(properties) for properties in each]
+    if not all(addresses):
+        return ()
+    host = kernel()
+    return tuple(f"{host}/{address}" for address in addresses)
 
 
 def _address_of(properties: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -15,6 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger("siirl_dask.worker")
 SYSFS = Path("/sys")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 GIVEN = "SIIRL_GIVEN_CPUS"
 """Environment variable of a process that has bound itself: the CPUs that it had before, for processes it starts."""
 _LEAST = 4  # CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
@@ -58,6 +60,14 @@ def numa_nodes(root: Path = SYSFS) -> dict[int, frozenset[int]]:
     return nodes
 
 
+def kernel() -> str:
+    """Return a name of the kernel under which this process runs: containers of a host have the same."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def given_cpus() -> frozenset[int]:
     """Return the CPUs on which this process may run, by its cgroup and its affinity; none where that is not known."""
     if not hasattr(os, "sched_getaffinity"):
@@ -74,6 +84,11 @@ def share_of(near: frozenset[int], place: int, count: int, threads: int = 1, roo
     bounds = [index * len(cores) // count for index in range(count + 1)]
     shares = [frozenset[int]().union(*cores[first:last]) for first, last in pairwise(bounds)]
     return shares[place] if min(map(len, shares)) >= max(_LEAST, threads) else near
+
+
+def count_cores(cpus: frozenset[int], root: Path = SYSFS) -> int:
+    """Return how many cores the CPUs are of: two threads of one count once."""
+    return len(_cores(cpus, root))
 
 
 def _cores(cpus: frozenset[int], root: Path) -> list[frozenset[int]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config
 from siirl_dask.driver.memory import WorkerMemory
-from siirl_dask.driver.node_seconds import Lengths, NodeSeconds
+from siirl_dask.driver.node_seconds import Lengths, NodeSeconds, Placement
 from siirl_dask.driver.performance import Split, schedule, splits_by
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.observe.measured import Measured
@@ -137,7 +137,7 @@ def analyze(
     """
     placed = {role: len(workers) for role, workers in plan.placement.items()}
     model = NodeSeconds(config, plan, speed, lengths) if speed and lengths else None
-    estimated = model.on(placed) if model else None
+    estimated = model.on(plan.placement) if model else None
     nodes = [_node(plan, name, measured, estimated) for name in plan.stages]
     took = {name: node.seconds for name, node in measured.nodes.items() if name in plan.stages}
     rest = max(0.0, measured.seconds - schedule(config, plan, took, plan.placement, 0.0).seconds)
@@ -170,10 +170,10 @@ class _Scaled:
     placed: Mapping[str, int]
     model: NodeSeconds | None
 
-    def on(self, workers: Mapping[str, int]) -> dict[str, float] | None:
-        """Return the seconds of each node on so many workers of each role."""
-        then = (self.model.on(self.placed) if self.model else None) or {}
-        now = (self.model.on(workers) if self.model else None) or {}
+    def on(self, placement: Placement) -> dict[str, float] | None:
+        """Return the seconds of each node where roles are placed so."""
+        then = (self.model.on(self.plan.placement) if self.model else None) or {}
+        now = (self.model.on(placement) if self.model else None) or {}
         found = {}
         for name, seconds in self.took.items():
             node = self.plan.stages[name].node
@@ -181,7 +181,7 @@ class _Scaled:
             if then.get(name) and name in now:
                 found[name] = seconds * now[name] / then[name]
             else:
-                found[name] = seconds if weights else seconds * self.placed[node.role] / workers[node.role]
+                found[name] = seconds if weights else seconds * self.placed[node.role] / len(placement[node.role])
         return found
 
 

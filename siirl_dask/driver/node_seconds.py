@@ -12,21 +12,32 @@ from the node that writes parameters to the one that reads them. Everything else
     optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
     weights     all, in the model's type, or the adapters alone, in float32
     collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
+    moves       what sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from siirl_dask.config import Backend, Config, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.driver.role_moves import (
+    Moves,
+    ParkedModel,
+    SleepingEngine,
+    Work,
+    WorkerMoves,
+    messages_of,
+    slowest,
+)
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
 from siirl_dask.rollout.adapter_choice import takes_layers
+from siirl_dask.rollout.memory import graphs_bytes
 from siirl_dask.rollout.preflight import takes_vllm
 from siirl_dask.schema import (
     MINIBATCH,
@@ -39,6 +50,8 @@ from siirl_dask.schema import (
 from siirl_dask.training.memory import ranks_of_replica
 from siirl_dask.training.preflight import count_adapters
 
+Placement = Mapping[str, Sequence[str]]
+"""The workers of each role."""
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
 _FLOAT32 = 4
 _OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
@@ -120,23 +133,105 @@ class NodeSeconds:
     _models: dict[str, tuple[ModelSize, Architecture, int] | None] = field(default_factory=dict)
     """Models that were read, by path."""
 
-    def on(self, workers: Mapping[str, int]) -> dict[str, float] | None:
-        """Return the seconds of each node that takes any, on so many workers of each role; None where the size of a
-        model is not known.
+    def on(self, placement: Placement) -> dict[str, float] | None:
+        """Return the seconds of each node that takes any where roles are placed so, with what moves; None where the
+        size of a model is not known.
         """
+        own = self.computing(placement)
+        if own is None:
+            return None
+        moves = self.moves(placement)
+        return {name: seconds + sum(moves.get(name, {}).values()) for name, seconds in own.items()}
+
+    def computing(self, placement: Placement) -> dict[str, float] | None:
+        """Return the same without what moves."""
         found: dict[str, float] = {}
         for node in self.plan.dag.nodes:
             writes, reads = set(node.contract.writes.names), set(node.contract.reads)
             learning = learns(node, self.plan)
-            scores = writes & _SCORES and RESPONSE_IDS in reads  # those that the engine has told take no pass
-            if not (scores or learning or {RESPONSE_IDS, PARAMETER_DATA} & writes or PARAMETER_DATA in reads):
+            if not (_computes(node, self.plan) or PARAMETER_DATA in writes | reads):
                 continue
-            options = options_of(self.plan.dag.role(node.role).build)
-            if (model := self._model(options.get("model", self.config.model), workers[node.role])) is None:
+            options, workers = options_of(self.plan.dag.role(node.role).build), len(placement[node.role])
+            if (model := self._model(options.get("model", self.config.model), workers)) is None:
                 return None
             seconds = self._seconds(node, model, options, learning=learning)
-            found[node.name] = seconds * _contention(self.speed, self.config, workers[node.role])
+            found[node.name] = seconds * _contention(self.speed, self.config, workers)
         return found
+
+    def moves(self, placement: Placement) -> Moves:
+        """Return the seconds by node for which memory of the roles of a worker moves; nothing on a CPU."""
+        if self.speed.cores:
+            return {}
+        roles_of: dict[str, frozenset[str]] = {}
+        for role, workers in placement.items():
+            for worker in workers:
+                roles_of[worker] = roles_of.get(worker, frozenset()) | {role}
+        return slowest(self._moves_of(roles, placement).seconds() for roles in set(roles_of.values()))
+
+    def _moves_of(self, roles: frozenset[str], placement: Placement) -> WorkerMoves:
+        """Return the moves of a worker with these roles."""
+        nodes = [node for node in self.plan.dag.nodes if node.role in roles]
+        works = [Work(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes]
+        generating = {node.role: node for node in nodes if RESPONSE_IDS in node.contract.writes.names}
+        engines = [
+            engine for node in generating.values() if (engine := self._engine(node, placement, works)) is not None
+        ]
+        models = [
+            model
+            for role in {node.role: None for node in nodes}
+            if (model := self._parked(role, placement, works)) is not None
+        ]
+        total = len({worker for workers in placement.values() for worker in workers})
+        return WorkerMoves(self.speed, total, works, engines, models)
+
+    def _engine(self, node: Node, placement: Placement, works: Sequence[Work]) -> SleepingEngine | None:
+        """Return the engine with which a node generates; None where it is no engine of vLLM's."""
+        options = options_of(self.plan.dag.role(node.role).build)
+        rollout: RolloutConfig = options.get("rollout", self.config.rollout)
+        if not takes_vllm(rollout.engine):
+            return None
+        model = self._model(options.get("model", self.config.model), len(placement[node.role]))
+        if model is None:
+            return None
+        level = rollout.vllm.sleep_level if len(_owners(works)) > 1 else 0
+        weights = model.narrow * model.size.total / rollout.tensor_parallel_size
+        loads = [work.node for work in works if PARAMETER_DATA in work.node.contract.reads]
+        whole = any(self._weight_bytes(load, model, options) == model.narrow * model.size.total for load in loads)
+        return SleepingEngine(
+            role=node.role,
+            weights=weights if level else 0.0,
+            cache=max(0.0, _ENGINE_SHARE * self.speed.memory - weights) if level else 0.0,
+            graphs=float(graphs_bytes(rollout)) if level else 0.0,
+            forgets=level == 2 and whole,
+            tensors=model.size.tensors if whole else 0,
+        )
+
+    def _parked(self, role: str, placement: Placement, works: Sequence[Work]) -> ParkedModel | None:
+        """Return the model of a role that learns or scores; None for any other role."""
+        options = options_of(self.plan.dag.role(role).build)
+        trainer: TrainerConfig | None = options.get("trainer")
+        if trainer is None:
+            return None
+        one: ModelConfig = options.get("model", self.config.model)
+        model = self._model(one, len(placement[role]))
+        if model is None:
+            return None
+        shards = ranks_of_replica(trainer, model.workers)
+        trained = model.size.total
+        if trainer.lora.rank:
+            adapters = count_adapters(one.path, trainer)
+            trained = trained if adapters is None else adapters.total
+        learned = any(work.learns for work in works if work.node.role == role)
+        each = (3 if trainer.ema_decay else 2) if learned else 0
+        gives = next((w.node for w in works if PARAMETER_DATA in w.node.contract.writes.names), None)
+        gathered = self._weight_bytes(gives, model, options) if gives is not None and shards > 1 else 0
+        return ParkedModel(
+            role=role,
+            weights=_FLOAT32 * model.size.total / shards,
+            state=each * _FLOAT32 * trained / shards,
+            parks=trainer.park and len(_owners(works)) > 1,
+            messages=messages_of(gathered),
+        )
 
     def _seconds(self, node: Node, model: _Model, options: Mapping[str, Any], *, learning: bool) -> float:
         config, speed, lengths = self.config, self.speed, self.lengths
@@ -177,6 +272,18 @@ class NodeSeconds:
             return None
         size, one, experts = found
         return _Model(size, one, 2 if model.dtype is Dtype.bfloat16 else 4, workers, experts)
+
+
+def _computes(node: Node, plan: Plan) -> bool:
+    """Return whether a node generates, scores or learns."""
+    writes = set(node.contract.writes.names)
+    scores = writes & _SCORES and RESPONSE_IDS in node.contract.reads  # those that the engine has told take no pass
+    return bool(scores) or RESPONSE_IDS in writes or learns(node, plan)
+
+
+def _owners(works: Sequence[Work]) -> set[str]:
+    """Return the roles that take turns on a worker's device."""
+    return {work.node.role for work in works if work.computes}
 
 
 def learns(node: Node, plan: Plan) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.node_seconds import Lengths, NodeSeconds, learns
+from siirl_dask.driver.node_seconds import Lengths, NodeSeconds, Placement, learns
+from siirl_dask.driver.role_moves import Moves
 from siirl_dask.driver.speeds import Speed
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Plan
@@ -24,9 +25,11 @@ class StepTime:
 
     seconds: float
     nodes: Mapping[str, float]
-    """Seconds of each node that takes any, in the order of the DAG."""
+    """Seconds of each node that takes any, in the order of the DAG, without its moves."""
     idle: Mapping[str, float]
     """Share of a step in which the workers of a role compute nothing, by role."""
+    moves: Moves = field(default_factory=dict)
+    """Seconds for which memory of roles moves, by node and by what moves."""
 
     @property
     def bottleneck(self) -> str:
@@ -36,9 +39,12 @@ class StepTime:
 
 def step_time(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> StepTime | None:
     """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan is not known."""
-    workers = {role: len(placed) for role, placed in plan.placement.items()}
-    seconds = NodeSeconds(config, plan, speed, lengths).on(workers)
-    return None if seconds is None else schedule(config, plan, seconds, plan.placement, _overhead(plan, speed))
+    model = NodeSeconds(config, plan, speed, lengths)
+    seconds, own = model.on(plan.placement), model.computing(plan.placement)
+    if seconds is None or own is None:
+        return None
+    step = schedule(config, plan, seconds, plan.placement, _overhead(plan, speed))
+    return replace(step, nodes=own, moves=model.moves(plan.placement))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,10 @@ def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[S
 
 
 def splits_by(
-    config: Config, plan: Plan, seconds_on: Callable[[Mapping[str, int]], Mapping[str, float] | None], rest: float
+    config: Config, plan: Plan, seconds_on: Callable[[Placement], Mapping[str, float] | None], rest: float
 ) -> list[Split]:
-    """Return the same by other seconds: ``seconds_on`` gives those of each node on so many workers of each role, None
-    where it does not know; ``rest`` are seconds of a step beside its nodes.
+    """Return the same by other seconds: ``seconds_on`` gives those of each node where roles are placed so, None where
+    it does not know; ``rest`` are seconds of a step beside its nodes.
     """
     total = len(plan.chains)
     engine = _role_that(plan, RESPONSE_IDS)
@@ -84,8 +90,7 @@ def splits_by(
         for role in plan.placement:
             first = role == engine or role in with_engine
             placement[role] = workers[:rollout] if first else workers[-policy:]
-        counts = {role: len(placed) for role, placed in placement.items()}
-        if (seconds := seconds_on(counts)) is not None:
+        if (seconds := seconds_on(placement)) is not None:
             step = schedule(config, plan, seconds, placement, rest)
             found.append(Split(rollout, policy, rollout == total, step.seconds))
     return sorted(found, key=lambda one: one.seconds)

@@ -1,7 +1,10 @@
 """Figures of devices from which a plan estimates seconds: data sheets of accelerators, this machine's CPU measured.
 
 Shares of these figures that programs reach are habit, not measured here: 40 % of the arithmetic in training, 50 % while
-prompts are read, 60 % of the memory's rate while tokens are generated one after the other.
+prompts are read, 60 % of the memory's rate while tokens are generated one after the other, and 60 % of the rate between
+a device and its host. The host is one of a system that is sold with eight such cards: DGX H100 and H200 with sixteen
+channels of DDR5-4800, DGX A100 with sixteen of DDR4-3200, Atlas 800 with 32 of DDR4-3200; a workstation with eight of
+DDR5-4800 for the RTX 4090.
 """
 
 from __future__ import annotations
@@ -31,6 +34,12 @@ class Speed:
     """Bytes read or written."""
     link: float
     """Bytes to other devices of the host, in one direction."""
+    host_link: float
+    """Bytes between the device and its host, in one direction."""
+    host_memory: float
+    """Bytes that the memory of a host reads or writes for all its devices together."""
+    copying: float = 0.6
+    """Share of ``host_link`` and ``host_memory`` in copies from and to pinned memory."""
     training: float = 0.4
     """Share of ``flops`` in training and log-probs."""
     prefill: float = 0.5
@@ -56,6 +65,8 @@ TABLE = {
         memory=80e9,
         memory_rate=3.35e12,
         link=450e9,
+        host_link=64e9,
+        host_memory=614e9,
     ),
     "h200": Speed(
         name="H200 SXM 141GB",
@@ -65,6 +76,8 @@ TABLE = {
         memory=141e9,
         memory_rate=4.8e12,
         link=450e9,
+        host_link=64e9,
+        host_memory=614e9,
     ),
     "a100": Speed(
         name="A100 SXM 80GB",
@@ -74,6 +87,8 @@ TABLE = {
         memory=80e9,
         memory_rate=2.039e12,
         link=300e9,
+        host_link=32e9,
+        host_memory=410e9,
     ),
     "4090": Speed(
         name="RTX 4090 24GB",
@@ -83,6 +98,8 @@ TABLE = {
         memory=24e9,
         memory_rate=1.008e12,
         link=25e9,
+        host_link=32e9,
+        host_memory=307e9,
     ),
     "910b": Speed(
         name="Ascend 910B 64GB",
@@ -92,6 +109,8 @@ TABLE = {
         memory=64e9,
         memory_rate=1.6e12,
         link=196e9,
+        host_link=32e9,
+        host_memory=819e9,
     ),
 }
 """Accelerators by their short names."""
@@ -163,6 +182,8 @@ def measure_cpu(threads: int = 1) -> Speed:
         memory=float(memory),
         memory_rate=2 * block.nbytes / moved * threads / cores,
         link=1e9,
+        host_link=1e9,  # for no use: nothing moves there
+        host_memory=1e9,
         training=_OF_BEST,
         prefill=_OF_BEST,
         decoding=_OF_BEST,

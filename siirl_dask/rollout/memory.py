@@ -2,7 +2,7 @@
 
 On an accelerator vLLM's cache takes what is left, of which the plan says how much that is. Before it makes the cache it
 runs a batch, and captures graphs, so these are within its share of the memory; the sampler's copies of the logits are
-not.
+not. Graphs leave the device while the engine sleeps, and take pinned memory of the host instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from siirl_dask.planner import Footprint, Remedy
 from siirl_dask.rollout.adapter_choice import layer_rank, takes_layers
 
 CACHE = "KV cache"
+GRAPHS = "graphs"
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOGITS = 4  # bytes of a logit
 _CHUNK = {True: 4 * 2**20, False: 256 * 2**20}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
@@ -77,6 +78,11 @@ def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
     return replace(_footprint(engine), remedies=found)
 
 
+def graphs_bytes(rollout: RolloutConfig) -> int:
+    """Return the bytes of vLLM's graphs on an accelerator; 0 where it captures none."""
+    return 0 if rollout.vllm.enforce_eager else _GRAPHS
+
+
 def sampler_chunk(*, on_cpu: bool) -> int:
     """Return the bytes of logits that tokens are drawn from at once."""
     return _CHUNK[on_cpu]
@@ -109,17 +115,19 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
     kept = {"weights": weights}
     if engine.adapters:
         held["adapters"] = kept["adapters"] = engine.adapters
-    if not rollout.vllm.enforce_eager:
-        held["graphs"] = _GRAPHS
+    if graphs := graphs_bytes(rollout):
+        held[GRAPHS] = graphs
     level, share = rollout.vllm.sleep_level, rollout.vllm.gpu_memory_utilization
     sleeping = {f"sleeping {part}": size for part, size in kept.items()}
     always = level == 1 or bool(level and engine.adapters)  # nobody loads the folder's weights again
+    pool = {f"sleeping {GRAPHS}": held[GRAPHS]} if level and GRAPHS in held else {}  # at either level, in pinned memory
+    with_weights = tuple(part for part in (*kept, GRAPHS) if part in held)  # these wake together, before the cache
     return Footprint(
         held=held,
         working=sampler,
-        leaves=(*kept, CACHE, "workspace") if level else (),
-        moves=tuple(kept) if level else (),
-        host=sleeping if always else {},
+        leaves=(*with_weights, CACHE, "workspace") if level else (),
+        moves=with_weights if level else (),
+        host={**sleeping, **pool} if always else pool,
         spared=sleeping if level and not always else {},
         fills=None if given else CACHE,
         least=blocks * engine.token_bytes,
@@ -131,7 +139,7 @@ def _of_sglang(engine: EngineOnWorkers, size: int, sampler: Mapping[str, int]) -
     """Return the memory of an engine that keeps weights on the device unless others follow, and no copy of them."""
     options, least = engine.rollout.sglang, engine.longest * engine.token_bytes
     return Footprint(
-        held={"weights": size, CACHE: least, "graphs": _GRAPHS},
+        held={"weights": size, CACHE: least, GRAPHS: _GRAPHS},
         working=sampler,
         leaves=(CACHE,) if options.sleep else (),
         fills=CACHE,

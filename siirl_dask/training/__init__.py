@@ -118,6 +118,7 @@ def build_trainer(
             temperature=rollout.temperature,
             park=_parks(trainer, device),
             waiting=device.waiting,
+            cores=_step_cores(trainer, device),
             network=own,
             routing=routing,
         )
@@ -162,12 +163,25 @@ def build_critic(
     from siirl_dask.training.critic import ValueCritic
 
     with device.stage("the loading of weights"):
-        return ValueCritic(backend, trainer, rank, park=_parks(trainer, device), waiting=device.waiting)
+        return ValueCritic(
+            backend,
+            trainer,
+            rank,
+            park=_parks(trainer, device),
+            waiting=device.waiting,
+            cores=_step_cores(trainer, device),
+        )
 
 
 def _parks(trainer: TrainerConfig, device: Device) -> bool:
     """Return whether the model can wait in the host's memory: on a CPU it is always there."""
     return trainer.park and device.kind is not DeviceKind.CPU
+
+
+def _step_cores(trainer: TrainerConfig, device: Device) -> int:
+    """Return the cores for an optimizer in the host's memory, whose device waits for it; 0: torch's own threads."""
+    offloads = trainer.backend is Backend.fsdp and trainer.fsdp.offload
+    return device.cores if offloads and device.kind is not DeviceKind.CPU else 0
 
 
 def _megatron(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Built:

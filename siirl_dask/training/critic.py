@@ -32,9 +32,10 @@ class ValueCritic(HoldsNoGroups):
         *,
         park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        cores: int = 0,
     ) -> None:
         """With ``park`` the critic is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
-        other ranks.
+        other ranks; ``cores`` as for ``Optimizer``.
         """
         self._backend = backend
         self._network = backend.network(partial(ValueNetwork, trainer=trainer))
@@ -42,7 +43,13 @@ class ValueCritic(HoldsNoGroups):
             make_parkable(self._network.parameters())
         parameters, rates = self._network.trainable(), self._network.rates()
         self._learner = Learner(
-            parameters, trainer, rank, rates=rates, shard_ranks=backend.shard_ranks, waiting=waiting
+            parameters,
+            trainer,
+            rank,
+            rates=rates,
+            shard_ranks=backend.shard_ranks,
+            waiting=waiting,
+            cores=cores,
         )
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
@@ -110,6 +117,7 @@ class ValueCritic(HoldsNoGroups):
 
     def close(self) -> None:
         """Free the weights; predicting and learning are no longer possible."""
+        self._memory.close()
         del self._network, self._learner, self._memory
 
     def _model(self) -> dict[str, Tensor]:

@@ -128,11 +128,13 @@ class Learner:
         shard_ranks: Sequence[int] | None = None,
         stepped: Collection[str] | None = None,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        cores: int = 0,
     ) -> None:
         """``rates`` are learning rates, in units of the configured one, of parameters that have another.
         ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model. ``stepped`` are the parameters
         that this rank steps; None: all. ``waiting()`` is entered for what waits for other ranks.
+        ``cores`` as for ``Optimizer``.
         """
         self._waiting = waiting
         self._group: Any = None
@@ -140,7 +142,7 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(parameters, config, rates, stepped)
+        self._optimizer = Optimizer(parameters, config, rates, stepped, cores=cores)
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import cos, pi
 from types import MappingProxyType
 from typing import Any
@@ -33,10 +34,14 @@ class Optimizer:
         config: TrainerConfig,
         rates: Mapping[str, float] = MappingProxyType({}),
         stepped: Collection[str] | None = None,
+        *,
+        cores: int = 0,
     ) -> None:
         """``rates`` are learning rates, in units of the configured one, of parameters that have another. Where other
         ranks step the rest, ``stepped`` are the names of this rank's, at least one: the state is of these alone.
+        A step of parameters in the host's memory takes ``cores`` threads; 0: as many as torch has.
         """
+        self._cores = cores
         self.gradients = FlatGradients(parameters.values())
         self.steps = 0
         self._config = config
@@ -73,13 +78,14 @@ class Optimizer:
         self.steps += 1
         for group in self._adam.param_groups:
             group["lr"] = self.lr * group[_RATE]
-        if self._by_torch:
-            self._adam.step()
-        else:
-            self._step_fused()
-        if self._ema:
-            average = get_ema_multi_avg_fn(self._config.ema_decay)
-            average(list(self._ema.values()), list(self._parts.values()), self.steps)
+        with _threads(self._cores):
+            if self._by_torch:
+                self._adam.step()
+            else:
+                self._step_fused()
+            if self._ema:
+                average = get_ema_multi_avg_fn(self._config.ema_decay)
+                average(list(self._ema.values()), list(self._parts.values()), self.steps)
 
     def _step_fused(self) -> None:
         """Step as torch's AdamW does, with the same state, each parameter by torch_npu's operator."""
@@ -119,6 +125,24 @@ class Optimizer:
         for name, average in self.ema():
             state[name]["ema"] = average
         return state
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Have torch compute with ``count`` threads on the CPU for this thread inside the block, if it had fewer.
+
+    What is computed an element at a time, as AdamW and averages are, has the same bits with any number of threads; a
+    sum has not.
+    """
+    before = torch.get_num_threads()
+    if count <= before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

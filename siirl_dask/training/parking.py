@@ -15,10 +15,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from siirl_dask.devices import accelerator
+from siirl_dask.devices.host_memory import host_memory
 from siirl_dask.training.learner import Learner
 from siirl_dask.training.parallel.dtensor import like_dtensor, local
-
-_ALIGNMENT = 512  # bytes; a copy can be viewed in any dtype
 
 
 class Parked:
@@ -38,7 +37,7 @@ class Parked:
             return
         if self._stale:
             pinned = any(accelerator.pins_host_memory(storage.device) for storage in self._storages.values())
-            self._copies = self._copies or _host_memory(self._sizes, pinned=pinned)
+            self._copies = self._copies or host_memory(self._sizes, pinned=pinned)
             for key, storage in self._storages.items():
                 self._copies[key].copy_(_bytes(storage), non_blocking=pinned)
             _synchronize(self._storages.values())
@@ -58,6 +57,17 @@ class Parked:
     def changed(self) -> None:
         """Note that the tensors get other values on the device; while they wait, the copies count as they are."""
         self._stale = not self._waiting
+
+    def close(self) -> None:
+        """Let go of the host's memory.
+
+        Copies from it may be under way still, and torch's allocator does not know of them, since they were made from
+        views of that memory: it would give it to the next who asks.
+        """
+        if self._copies:
+            _synchronize(self._storages.values())
+        self._copies = {}
+        self._storages = {}
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` itself, or while it waits the same over the host's copy."""
@@ -132,6 +142,11 @@ class ModelMemory:
         self._weights.park()
         self._rest_state()
 
+    def close(self) -> None:
+        """Let go of the host's memory; nothing else is possible then."""
+        self._weights.close()
+        self._state.close()
+
     def where_it_is(self, state: Any) -> Any:
         """Return a state of nested mappings with the tensors that count: those that wait are the host's copies."""
         if isinstance(state, Tensor):
@@ -161,32 +176,6 @@ def _key(tensor: Tensor) -> int:
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_memory(sizes: Mapping[int, int], *, pinned: bool) -> dict[int, Tensor]:
-    """Allocate a copy of each size in the host's memory, each in a storage of its own within pieces that they share."""
-    places, used = share_pieces(sizes)
-    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
-    # a view of a tensor would share its storage, and DCP copies whole storages
-    return {key: torch.from_numpy(pieces[at][start : start + sizes[key]]) for key, (at, start) in places.items()}
-
-
-def share_pieces(sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
-    """Return the piece and the place in it for each size, and the sizes of the pieces.
-
-    torch rounds pinned memory up to powers of two, so a piece is at most the power of two that holds the largest.
-    """
-    largest = 1 << max([_ALIGNMENT, *sizes.values()]).bit_length()
-    used: list[int] = []
-    places: dict[int, tuple[int, int]] = {}
-    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        room = -(-size // _ALIGNMENT) * _ALIGNMENT
-        number = next((at for at, taken in enumerate(used) if taken + room <= largest), len(used))
-        if number == len(used):
-            used.append(0)
-        places[key] = number, used[number]
-        used[number] += room
-    return places, used
 
 
 def _synchronize(storages: Iterable[UntypedStorage]) -> None:

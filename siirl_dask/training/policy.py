@@ -116,6 +116,7 @@ class Reference(HoldsNoGroups):
 
     def close(self) -> None:
         """Free the weights; scoring is no longer possible."""
+        self._memory.close()
         del self._network, self._memory
 
     def _model(self) -> dict[str, Tensor]:
@@ -135,11 +136,13 @@ class Policy(Reference):
         temperature: float,
         park: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        cores: int = 0,
         network: AgentNetwork | None = None,
         routing: Routing | None = None,
     ) -> None:
         """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
-        other ranks. ``network`` has the adapters that learn, over a base that others hold as well.
+        other ranks; ``cores`` as for ``Optimizer``. ``network`` has the adapters that learn, over a base that others
+        hold as well.
         """
         super().__init__(
             backend, model, temperature=temperature, trainer=trainer, park=park, network=network, routing=routing
@@ -148,7 +151,13 @@ class Policy(Reference):
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         self._learner = Learner(
-            parameters, trainer, rank, rates=self._network.rates(), shard_ranks=backend.shard_ranks, waiting=waiting
+            parameters,
+            trainer,
+            rank,
+            rates=self._network.rates(),
+            shard_ranks=backend.shard_ranks,
+            waiting=waiting,
+            cores=cores,
         )
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 

@@ -7,19 +7,19 @@ same CPUs near them divide these.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from dask.system import CPU_COUNT
+
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
-from siirl_dask.devices.cpus import SYSFS, given_cpus, share_of
+from siirl_dask.devices.cpus import SYSFS, count_cores, given_cpus, kernel, share_of
 from siirl_dask.devices.topology import Topology, read_topology
 
 logger = logging.getLogger("siirl_dask.worker")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def on_host(visible: VisibleDevices, root: Path = SYSFS) -> VisibleDevices:
@@ -44,14 +44,6 @@ def placed(visible: VisibleDevices, topology: Topology) -> VisibleDevices:
     return replace(visible, order=topology.order, near=near, host=kernel())
 
 
-def kernel() -> str:
-    """Return a name of the kernel that numbers this process's CPUs: containers of a host have the same."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
 def share_of_worker(
     worker: str,
     visible_to: Mapping[str, VisibleDevices],
@@ -63,12 +55,44 @@ def share_of_worker(
 
     Workers that were given other CPUs by a launcher keep those apart: each takes all of its own that are near.
     """
-    near = {name: _near(visible_to[name], devices[name]) for name in devices}
-    if not near[worker]:
+    near = _near(visible_to[worker], devices[worker])
+    if not near:
         return frozenset()
+    together = _together(worker, visible_to, devices)
+    return share_of(near, together.index(worker), len(together), threads, root)
+
+
+def cores_of_worker(
+    worker: str,
+    visible_to: Mapping[str, VisibleDevices],
+    devices: Mapping[str, Device],
+    neighbours: int = 1,
+    root: Path = SYSFS,
+) -> int:
+    """Return how many cores a worker may have at work while all others have as many; at least 1.
+
+    It has an equal part of those near its device; where these are not known, of all that its process may use, by
+    ``neighbours``, the number of workers at its address. A container's quota is divided by that as well. To be called
+    before the process is bound.
+    """
+    given = given_cpus()
+    near = _near(visible_to[worker], devices[worker])
+    if near:
+        own = count_cores(near, root) // len(_together(worker, visible_to, devices))
+    else:
+        own = count_cores(given, root) // neighbours
+    if len(given) > CPU_COUNT:  # a quota, which affinity says nothing of
+        own = min(own, CPU_COUNT // neighbours)
+    return max(1, own)
+
+
+def _together(worker: str, visible_to: Mapping[str, VisibleDevices], devices: Mapping[str, Device]) -> list[str]:
+    """Return the workers of one host that have the same CPUs near their devices, in the order of the run."""
     host = visible_to[worker].host
-    beside = [name for name in devices if visible_to[name].host == host and near[name] == near[worker]]
-    return share_of(near[worker], beside.index(worker), len(beside), threads, root)
+    near = _near(visible_to[worker], devices[worker])
+    return [
+        name for name in devices if visible_to[name].host == host and _near(visible_to[name], devices[name]) == near
+    ]
 
 
 def _near(visible: VisibleDevices, device: Device) -> frozenset[int]:

@@ -20,7 +20,7 @@ from siirl_dask.devices import DeviceKind, accelerator
 from siirl_dask.devices.accelerator import VisibleDevices, visible_devices
 from siirl_dask.devices.cpus import CpuBinding, read_cpus, show_cpus
 from siirl_dask.errors import PeerError
-from siirl_dask.worker.affinity import on_host, share_of_worker
+from siirl_dask.worker.affinity import cores_of_worker, on_host, share_of_worker
 from siirl_dask.worker.stop import StopFlag
 
 logger = logging.getLogger("siirl_dask.worker")
@@ -48,13 +48,14 @@ def find_devices(
     cpu: bool = False,
     binding: CpuBinding | None = None,
     threads: int = 1,
+    neighbours: int = 1,
 ) -> dict[str, Device]:
     """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
 
     ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``binding`` binds the process
-    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch.
-    ``store`` may be None for a single worker. PeerError when another worker has not announced its devices within
-    ``timeout`` seconds.
+    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch,
+    ``neighbours`` the number of workers at this one's address. ``store`` may be None for a single worker. PeerError
+    when another worker has not announced its devices within ``timeout`` seconds.
     """
     visible = VisibleDevices() if cpu else visible_devices()
     if binding is not None:
@@ -63,6 +64,7 @@ def find_devices(
     devices = assign(visible_to)
     own = devices[worker]
     bind(own)
+    own = devices[worker] = replace(own, cores=cores_of_worker(worker, visible_to, devices, neighbours))
     if binding is not None and (cpus := share_of_worker(worker, visible_to, devices, threads)):
         binding.bind(cpus)
         own = devices[worker] = replace(own, cpus=cpus)
@@ -104,7 +106,8 @@ def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], tak
         return Device(worker)
     card = visible.cards[chosen[worker]]
     memory = visible.memory[chosen[worker]] if visible.memory else 0
-    return Device(worker, visible.kind, chosen[worker], card, takers[card], memory)
+    pci = visible.pci[chosen[worker]] if visible.pci else ""
+    return Device(worker, visible.kind, chosen[worker], card, shared_by=takers[card], memory=memory, pci=pci)
 
 
 def exchange(
@@ -130,7 +133,7 @@ def exchange(
 
 def announcement_of(visible: VisibleDevices) -> str:
     """Return what a worker tells the others of its devices; ``read_visible`` reads it."""
-    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}
+    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory, "pci": visible.pci}
     near = [show_cpus(cpus) for cpus in visible.near]
     placed = {"order": visible.order, "near": near, "host": visible.host}
     return json.dumps(said | placed if visible.host else said)
@@ -143,9 +146,10 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         kind, cards, memory = DeviceKind(announcement["kind"]), announcement["cards"], announcement["memory"]
         order, host = tuple(announcement.get("order", ())), announcement.get("host", "")
         near = tuple(map(read_cpus, announcement.get("near", ())))
+        pci = tuple(announcement.get("pci", ()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         kind, cards, memory = DeviceKind.CPU, None, None
-        order, near, host = (), (), ""
+        order, near, host, pci = (), (), "", ()
     if (
         not isinstance(cards, list)
         or len(cards) > _MAX_DEVICES
@@ -158,8 +162,10 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or not all(type(index) is int for index in order)
         or (order and sorted(order) != [*range(len(cards))])
         or len(near) not in (0, len(cards))
+        or len(pci) not in (0, len(cards))
+        or not all(isinstance(address, str) and 0 < len(address) <= _MAX_NAME for address in pci)
         or not isinstance(host, str)
         or len(host) > _MAX_NAME
     ):
         raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
-    return VisibleDevices(kind, tuple(cards), tuple(memory), order, near, host)
+    return VisibleDevices(kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci)

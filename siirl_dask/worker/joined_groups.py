@@ -51,7 +51,18 @@ def join_groups(
     host = get_address_host(spec.members[worker])
     joined = store.join(transport, host, timeout, stop) if len(workers) > 1 else None
     near = binding if spec.affinity is Affinity.auto else None
-    devices = find_devices(worker, workers, joined, timeout, stop, cpu=spec.cpu, binding=near, threads=spec.threads)
+    neighbours = sum(get_address_host(address) == host for address in spec.members.values())
+    devices = find_devices(
+        worker,
+        workers,
+        joined,
+        timeout,
+        stop,
+        cpu=spec.cpu,
+        binding=near,
+        threads=spec.threads,
+        neighbours=neighbours,
+    )
     devices = share_devices(devices, plan.placement, spec.footprints, spec.device_memory)
     if joined is None:
         return JoinedGroups(devices[worker], groups.single_ranks(plan.placement))

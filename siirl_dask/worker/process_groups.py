@@ -126,11 +126,12 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
 def backend_of(devices: Iterable[Device]) -> str:
     """Return the torch.distributed backend for workers on these devices.
 
-    nccl and hccl refuse two ranks on one device; gloo works on any, through the host's memory.
+    nccl and hccl refuse two ranks on one device, and nccl two slices of one GPU (MIG) as well, which it knows by its
+    PCI address ("Duplicate GPU detected"); gloo works on any, through the host's memory.
     """
     devices = list(devices)
     alike = len({device.kind for device in devices}) == 1
-    apart = len({device.card for device in devices}) == len(devices)
+    apart = len({device.gpu for device in devices}) == len(devices)
     return collectives.BACKENDS[devices[0].kind] if alike and apart else "gloo"
 
 

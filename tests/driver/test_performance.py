@@ -70,7 +70,10 @@ def test_log_probs_that_the_engine_tells_take_no_pass(planned):
 def test_a_step_is_what_its_critical_path_takes(planned):
     apart, together = seconds(planned, APART), seconds(planned, "cluster.placement={}")
     for found in (apart, together):
-        assert found.seconds == pytest.approx(sum(found.nodes.values()), rel=0.05), "each waits for the one before"
+        moved = sum(sum(moves.values()) for moves in found.moves.values())
+        assert found.seconds == pytest.approx(sum(found.nodes.values()) + moved, rel=0.05), (
+            "each waits for the one before"
+        )
     assert apart.idle["rollout"] + apart.idle["policy"] == pytest.approx(1, abs=0.05)
     assert together.idle["policy"] < 0.05
     ahead = seconds(planned, APART, "rollout.max_staleness=1")
@@ -191,7 +194,7 @@ def test_the_plan_tells_seconds_as_text_and_as_json(capsys, tmp_path):
         assert word in text
     main([*asked, "--format", "json"])
     data = json.loads(capsys.readouterr().out)["time"]
-    assert set(data) == {"device", "seconds", "nodes", "idle", "bottleneck", "splits"}
+    assert set(data) == {"device", "seconds", "nodes", "moves", "idle", "bottleneck", "splits"}
     assert data["bottleneck"] in data["nodes"]
     main(["plan", str(shipped("quickstart.yaml")), "--on", "h100", f"model.path={tmp_path}/nowhere"])
     assert "not known, since the size of a model is not" in capsys.readouterr().out

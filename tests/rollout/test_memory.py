@@ -8,9 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from siirl_dask.config import Dtype, Engine
+from siirl_dask.models.architecture import Architecture
+from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import memory
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler
+from tests.settings import rollout_config
 
 
 class Peak(TorchDispatchMode):
@@ -35,6 +39,36 @@ class Peak(TorchDispatchMode):
     def free(self, at, nbytes):
         self.there.discard(at)
         self.now -= nbytes
+
+
+def engine(**vllm):
+    architecture = Architecture(2, 64, 4, 2, 16, 128, 1000)
+    return memory.EngineOnWorkers(
+        size=ModelSize(10**6, 20, 10**5),
+        architecture=architecture,
+        rollout=rollout_config(engine=Engine.vllm, **vllm),
+        dtype=Dtype.bfloat16,
+        longest=100,
+        vllm=True,
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_wait_in_the_hosts_memory_while_an_engine_sleeps_and_come_back_with_its_weights(level):
+    one = memory.engine_footprint(engine(sleep_level=level))
+    graphs = one.held["graphs"]
+    assert one.resting == 0
+    assert one.host["sleeping graphs"] == graphs
+    assert one.moving == one.held["weights"] + graphs
+
+
+def test_graphs_stay_where_an_engine_never_sleeps_and_are_nowhere_without():
+    awake = memory.engine_footprint(engine(sleep_level=0))
+    assert awake.resting == sum(awake.held.values())
+    assert awake.host == {}
+    eager = memory.engine_footprint(engine(enforce_eager=True))
+    assert "graphs" not in eager.held
+    assert "sleeping graphs" not in eager.host
 
 
 @pytest.mark.parametrize(

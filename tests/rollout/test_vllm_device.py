@@ -16,8 +16,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
-from siirl_dask.errors import RunError
+from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
+from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
@@ -63,6 +64,18 @@ def test_a_single_rank_runs_on_a_device_other_than_the_first():
     assert (rank, local_rank) == (0, 3)
     assert method.partition(":")[0] == UniProcExecutor._distributed_args(made)[0].partition(":")[0]
     assert method != made._distributed_args()[0], "two engines of a machine would meet in one place"
+
+
+@pytest.mark.parametrize(("cards", "pci"), [(("a", "a"), ("", "")), (("MIG-a", "MIG-b"), ("h/3b", "h/3b"))])
+def test_an_engine_of_two_ranks_is_refused_on_one_gpu_and_on_two_slices_of_one(monkeypatch, cards, pci):
+    ranks = EngineRanks(Rank(), 1)
+    ranks.size = 2
+    devices = [Device("w", DeviceKind.CUDA, 0, card, pci=at) for card, at in zip(cards, pci, strict=True)]
+    monkeypatch.setattr(ranks, "gather", lambda own: [own, devices[1].gpu.encode()])
+    with pytest.raises(ConfigError, match="two workers of an engine share the device"):
+        ranks.check_devices(devices[0])
+    monkeypatch.setattr(ranks, "gather", lambda own: [own, b"another"])
+    ranks.check_devices(devices[0])
 
 
 class Recorder:
@@ -223,7 +236,7 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))
     try:
         before = engine.generate(*rows, sampling)
-        engine._sleep = Sleep(Forgetful(engine._llm), 2, DeviceKind.CUDA)
+        engine._sleep = Sleep(Forgetful(engine._llm), 2, DeviceKind.CUDA, CardTurns(Device("w")))
         assert len(list(engine._llm.apply_model(lambda model: list(loose_tensors(model)))[0])) > 0
         engine.sleep(weights_follow=True)
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)

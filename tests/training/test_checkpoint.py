@@ -14,8 +14,10 @@ import torch.distributed as dist
 from siirl_storage import open_fs
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.checkpoint import metadata
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from siirl_dask.collectives import BACKENDS
+from siirl_dask.devices import accelerator
 from siirl_dask.errors import CheckpointError
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.training.files import checkpoint
@@ -83,6 +85,67 @@ def test_the_group_that_one_device_gets_for_fsdp_takes_asynchronous_saves(tmp_pa
     back = state(0.0)
     DistributedCheckpoint().load(str(tmp_path / "policy"), back, None)
     assert back["progress"]["steps"] == 3
+
+
+class Copies(TorchDispatchMode):
+    """Records copies and waits in their order. A thread that writes has none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            without_waiting = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)
+            self.log.append((args[1].numel(), "goes on" if without_waiting else "waits"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def beside_a_device(monkeypatch):
+    """Let the CPU's memory be an accelerator's; return the sizes of pinned pieces, and the copies."""
+    pieces, copies, empty = [], Copies(), torch.empty
+
+    def pretend(*size, pin_memory=False, **options):
+        if pin_memory:
+            pieces.append(size[0])
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", pretend)
+    monkeypatch.setattr(accelerator, "pins_host_memory", lambda device: True)
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: copies.log.append("all have arrived"))
+    return pieces, copies
+
+
+def test_a_state_on_a_device_is_copied_to_pinned_memory_with_one_wait(tmp_path, beside_a_device):
+    pieces, copies = beside_a_device
+    live = state(3.0)
+    live["model"]["turned"] = torch.arange(6.0).view(2, 3).T
+    with copies:
+        saved = DistributedCheckpoint().save(str(tmp_path / "policy"), live, None)
+    live["model"]["turned"].zero_()
+    saved.result()
+    *arriving, last = copies.log
+    assert sorted(arriving) == [(0, "waits")] + [(1, "goes on")] * 2 + [(2, "goes on")] + [(6, "goes on")] * 2
+    assert last == "all have arrived"
+    held = sum(tensor.nbytes for tensor in (*live["model"].values(), torch.zeros(3)))
+    assert held <= sum(pieces) <= held + 6 * 512, "as much is pinned as the state has"
+    back = state(0.0)
+    back["model"]["turned"] = torch.zeros(3, 2)
+    DistributedCheckpoint().load(str(tmp_path / "policy"), back, None)
+    assert back["model"]["turned"].equal(torch.arange(6.0).view(2, 3).T)
+    assert back["model"]["layers.0.weight"].equal(live["model"]["layers.0.weight"])
+    assert back["progress"]["steps"] == 3
+
+
+def test_a_state_in_the_hosts_memory_is_copied_without_pinned_memory(tmp_path, beside_a_device, monkeypatch):
+    pieces, copies = beside_a_device
+    monkeypatch.setattr(accelerator, "pins_host_memory", lambda device: False)
+    with copies:
+        DistributedCheckpoint().save(str(tmp_path / "policy"), state(3.0), None).result()
+    assert pieces == []
+    assert copies.log
+    assert all(how == "waits" for _, how in copies.log), copies.log
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import ppo_clip
-from siirl_dask.config import Config, TrainerConfig
+from siirl_dask.algorithms import ppo_clip, value_clip
+from siirl_dask.config import Backend, Config, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.context import Context, Device, Rank
+from siirl_dask.context import Context, Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError, TrainingError
 from siirl_dask.nodes import update_policy
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, random_rows, signs
-from siirl_dask.training import TrainBatch
+from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_trainer
 from siirl_dask.training.optimizer import Optimizer, learning_rate
 from tests.nodes.test_learning_nodes import rows as table_of
 from tests.settings import trainer_config
@@ -95,6 +95,80 @@ def test_two_steps_of_adamw_equal_a_computation_by_hand():
     assert weight.item() == pytest.approx(second)
     ((name, average),) = optimizer.ema()
     assert (name, average.item()) == ("w", pytest.approx(0.75 * (0.75 * 1.0 + 0.25 * first) + 0.25 * second))
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def counts(monkeypatch, one_thread):
+    """Threads with which AdamW has stepped."""
+    found, step = [], torch.optim.AdamW.step
+
+    def recorded(self, *arguments):
+        found.append(torch.get_num_threads())
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    return found
+
+
+def many(cores):
+    """Weights, moments and averages after three steps of a parameter of an odd size, more than one thread takes."""
+    weight = nn.Parameter(torch.randn(300_007, generator=torch.Generator().manual_seed(1)))
+    optimizer = Optimizer({"w": weight}, TrainerConfig(lr=0.1, ema_decay=0.75, weight_decay=0.1), cores=cores)
+    for step in range(3):
+        optimizer.gradients.flat.copy_(weight.detach().cos() + step)
+        optimizer.step()
+    return {"weight": weight.detach(), **optimizer.state()["w"]}
+
+
+def test_a_step_in_the_hosts_memory_takes_its_cores_and_gives_them_back_with_the_same_bits(counts):
+    by_one = many(cores=0)
+    assert counts == [1, 1, 1]
+    by_four = many(cores=4)
+    assert counts == [1, 1, 1, 4, 4, 4]
+    assert torch.get_num_threads() == 1
+    assert_same_tensors(by_four, by_one)
+
+
+def test_a_step_that_fails_gives_its_cores_back(monkeypatch, one_thread):
+    def fails(self):
+        raise RuntimeError(f"with {torch.get_num_threads()} threads")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
+    optimizer = Optimizer({"w": nn.Parameter(torch.ones(3))}, TrainerConfig(), cores=4)
+    with pytest.raises(RuntimeError, match="with 4 threads"):
+        optimizer.step()
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "threads"),
+    [(DeviceKind.CUDA, True, 3), (DeviceKind.CUDA, False, 1), (DeviceKind.CPU, True, 1)],
+)
+@pytest.mark.parametrize("make", [build_trainer, build_critic])
+def test_the_optimizer_of_an_offloaded_model_alone_takes_the_workers_cores(
+    folder, monkeypatch, counts, make, kind, offload, threads
+):
+    monkeypatch.setattr(Device, "torch_name", property(lambda self: "cpu"))
+    settings = trainer_config(backend=Backend.fsdp, offload=offload)
+    arguments = {"model": ModelConfig(path=str(folder)), "trainer": settings}
+    if make is build_trainer:
+        arguments["rollout"] = RolloutConfig()
+    built = make(Device("w", kind, cores=3), Rank(), **arguments)
+    if make is build_trainer:
+        built.update([batch(built)], PPO)
+    else:
+        rows = random_rows(LENGTHS)
+        built.update([ValueBatch(rows=rows, old_values=built.values(rows), returns=signs(rows))], value_clip)
+    assert counts == [threads]
+    assert torch.get_num_threads() == 1
 
 
 def test_ema_weights_average_the_weights_under_the_same_names(folder):

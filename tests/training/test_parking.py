@@ -1,5 +1,6 @@
 """A model that waits in the host's memory between phases learns, saves and resumes as one that stays on its device."""
 
+import weakref
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from siirl_dask.algorithms import ppo_clip, value_clip
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.devices import accelerator as devices
+from siirl_dask.devices.host_memory import share_pieces
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import (
@@ -24,7 +27,7 @@ from siirl_dask.testing.rows import (
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.parallel.dtensor import full_tensor, local
-from siirl_dask.training.parking import Parked, Scratch, share_pieces
+from siirl_dask.training.parking import Parked, Scratch
 from tests.settings import trainer_config
 
 ROWS = random_rows(LENGTHS)
@@ -157,6 +160,36 @@ def test_nothing_moves_on_a_cpu_nor_unasked(folder, kind, park):
     held = weights_on_device(trainer), state_on_device(trainer)
     trainer.sleep()
     assert (weights_on_device(trainer), state_on_device(trainer)) == held
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (build_trainer, lambda policy: policy.logprobs(ROWS)),
+        (build_reference, lambda reference: reference.logprobs(ROWS)),
+        (build_critic, lambda critic: critic.values(ROWS)),
+    ],
+)
+def test_the_hosts_memory_is_not_given_back_before_copies_from_it_have_arrived(folder, monkeypatch, make, use):
+    trainer = build(folder, make, park=True)
+    trainer.sleep()
+    copies = [weakref.ref(copy) for copy in trainer._memory._weights._copies.values()]
+    use(trainer)  # which fetches, and does not wait
+    waits = []
+    monkeypatch.setattr(devices, "synchronize", lambda device: waits.append(all(copy() is not None for copy in copies)))
+    trainer.close()
+    assert waits, "nothing waits for the copies"
+    assert waits[0], "the memory was given back first"
+    assert not any(copy() is not None for copy in copies)
+
+
+def test_a_model_that_was_never_parked_waits_for_nothing_at_its_end(folder, monkeypatch):
+    trainer = build(folder, park=False)
+    trainer.logprobs(ROWS)
+    waits = []
+    monkeypatch.setattr(devices, "synchronize", waits.append)
+    trainer.close()
+    assert waits == []
 
 
 def test_what_has_not_changed_is_not_copied_again_and_the_hosts_memory_stays_the_same():

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
-from siirl_dask.devices.cpus import given_cpus
+from siirl_dask.devices.cpus import given_cpus, kernel
 from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
 from siirl_dask.worker import affinity
 from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.devices import announcement_of, assign, exchange, read_visible
+from siirl_dask.worker.devices import announcement_of, assign, exchange, find_devices, read_visible
 from siirl_dask.worker.stop import StopFlag
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 
@@ -101,6 +101,51 @@ def test_masks_that_a_launcher_has_set_stay_apart(topology):
     assert shares(placed) == {name: frozenset(given) for name, given in masks.items()}
 
 
+@pytest.fixture
+def host_of_32(monkeypatch):
+    monkeypatch.setattr(affinity, "given_cpus", lambda: frozenset(range(32)))
+    monkeypatch.setattr(affinity, "CPU_COUNT", 32)
+
+
+def cores(visible_to, neighbours, root=Path("/nonexistent")):
+    devices = assign(visible_to)
+    return [affinity.cores_of_worker(name, visible_to, devices, neighbours, root) for name in visible_to]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 20, 40])
+def test_workers_together_are_given_no_more_cores_than_are_near_their_devices(topology, host_of_32, count):
+    visible_to = workers_on(topology, count)
+    found = cores(visible_to, count)
+    assert all(one >= 1 for one in found)
+    taken = dict.fromkeys(topology.near, 0)
+    for (name, device), one in zip(assign(visible_to).items(), found, strict=True):
+        taken[visible_to[name].near[device.index]] += one
+    assert all(number <= max(16, count // 2) for number in taken.values())
+    assert max(taken.values()) >= 8, "cores are left idle"
+
+
+def test_two_threads_of_a_core_are_one_core(topology, host_of_32, tmp_path):
+    for cpu in range(32):
+        folder = tmp_path / f"threads/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}" if cpu < 16 else str(cpu))
+    (alone,) = cores(workers_on(topology, 1), 1, tmp_path / "threads")
+    assert alone == 8
+
+
+def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(host_of_32, monkeypatch):
+    visible_to = {"0": VisibleDevices(CUDA, ("a",)), "1": VisibleDevices(CUDA, ("b",))}
+    assert cores(visible_to, 4) == [8, 8]
+    assert cores(visible_to, 40) == [1, 1]
+    monkeypatch.setattr(affinity, "CPU_COUNT", 12)  # as in a container with a quota
+    assert cores(visible_to, 4) == [3, 3]
+
+
+def test_a_worker_is_told_its_cores(host_of_32):
+    (device,) = find_devices("w0", ["w0"], None, 1, StopFlag(), cpu=True, neighbours=4).values()
+    assert device.cores == 8
+
+
 def test_workers_of_other_hosts_and_on_cpus_take_nothing_away(topology):
     two = workers_on(topology, 2)
     two["1"] = replace(two["1"], host="another", cards=tuple(f"other/{card}" for card in QUADS))
@@ -169,7 +214,7 @@ def test_all_workers_compute_the_same_places_through_the_store(topology):
 
 def test_a_process_on_cpus_is_left_as_it_is():
     assert affinity.on_host(VisibleDevices()) == VisibleDevices()
-    assert affinity.kernel() == affinity.kernel() != ""
+    assert kernel() == kernel() != ""
 
 
 WORKER = """

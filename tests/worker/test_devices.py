@@ -23,12 +23,7 @@ from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.devices import (
-    assign,
-    exchange,
-    find_devices,
-    read_visible,
-)
+from siirl_dask.worker.devices import announcement_of, assign, exchange, find_devices, read_visible
 from siirl_dask.worker.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
 
@@ -102,6 +97,10 @@ def test_announced_devices_are_read_back_unchanged(visible_to):
         *(
             json.dumps({"kind": "cuda", "cards": ["a"], "memory": memory}).encode()
             for memory in ("8GB", [1, 2], [0], [-1], [True], [1.5], [2**60], {"a": 1}, None)
+        ),
+        *(
+            json.dumps({"kind": "cuda", "cards": ["a"], "memory": [], "pci": pci}).encode()
+            for pci in (["h/1", "h/2"], [1], [""], ["a" * 201], 7)
         ),
     ],
     ids=lambda said: repr(said[:70]),
@@ -186,6 +185,37 @@ def on(kind, *cards):
 )
 def test_workers_that_share_a_device_use_gloo(devices, backend):
     assert groups.backend_of(devices) == groups.role_backend("policy", devices) == backend
+
+
+def taken_from(monkeypatch, hosts):
+    """Devices of a worker for each ``(kernel, uuid, PCI bus)``, as they announce and take them."""
+    visible_to = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank, (host, uuid, bus) in enumerate(hosts):
+        address = {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0}
+        found = SimpleNamespace(uuid=uuid, total_memory=10**10, **address)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=found: found)
+        monkeypatch.setattr("siirl_dask.devices.accelerator.kernel", lambda host=host: host)
+        visible_to[f"w{rank}"] = read_visible(f"w{rank}", announcement_of(visible_devices()).encode())
+    return [*assign(visible_to).values()]
+
+
+@pytest.mark.parametrize(
+    ("found", "backend"),
+    [
+        ([("host", "MIG-a", 0x3B), ("host", "MIG-b", 0x3B)], "gloo"),
+        ([("host", "MIG-a", 0x3B), ("host", "MIG-b", 0x5E)], "nccl"),
+        ([("host", "GPU-a", 0x3B), ("host", "GPU-b", 0x5E)], "nccl"),
+        ([("host", "GPU-a", 0x3B), ("another", "GPU-b", 0x3B)], "nccl"),
+        ([("host", "GPU-a", 0x3B), ("host", "GPU-a", 0x3B)], "gloo"),
+    ],
+)
+def test_slices_of_one_gpu_get_no_nccl_and_gpus_at_one_address_of_two_hosts_do(monkeypatch, found, backend):
+    devices = taken_from(monkeypatch, found)
+    assert groups.backend_of(devices) == backend
+    slices = len({uuid for _, uuid, _ in found}) == 2
+    assert all(device.shared_by == (1 if slices else 2) for device in devices), "a slice has memory of its own"
 
 
 @pytest.mark.parametrize("devices", [on(NPU, "h/npu0", "h/npu0"), [*on(NPU, "h/npu0"), *on(CPU, "")]])

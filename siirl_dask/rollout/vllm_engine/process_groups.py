@@ -59,11 +59,13 @@ class EngineRanks:
         return [message] if self._group is None else all_gather_bytes(self._group, message)
 
     def check_devices(self, device: Device) -> None:
-        """Raise ConfigError when two ranks share an accelerator, which nccl and hccl refuse; all ranks must call."""
+        """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which nccl and hccl
+        refuse; all ranks must call.
+        """
         if self.size == 1 or device.kind is DeviceKind.CPU:
             return
-        cards = [card.decode() for card in self.gather(device.card.encode())]
-        if twice := [card for card in cards if cards.count(card) > 1]:
+        gpus = [gpu.decode() for gpu in self.gather(device.gpu.encode())]
+        if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
             raise ConfigError(
                 f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the device {twice[0]}; give "
                 "each one of its own (cluster.placement.rollout, cluster.workers), or take a smaller size"

@@ -2,7 +2,7 @@
 
 Level 1 moves the weights to the host's memory and frees the cache of keys and values. Level 2 frees both: it is for
 weights that nobody will read again. The cache wakes when something is generated, since a trainer beside the engine
-still holds its own weights while it gives them.
+still holds its own weights while it gives them. Engines of workers that share a card do all this in turn.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import RunError
+from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
 KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
@@ -25,9 +26,12 @@ KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
 class Sleep:
     """Knows what of an engine is asleep. Does nothing at level 0, as on a CPU, where all memory is the host's."""
 
-    def __init__(self, llm: Any, level: int, kind: DeviceKind) -> None:
-        """``level`` is the deepest one: 0, 1 or 2."""
-        self._llm, self._level, self._kind = llm, level, kind
+    def __init__(self, llm: Any, level: int, kind: DeviceKind, turns: CardTurns) -> None:
+        """``level`` is the deepest one: 0, 1 or 2. ``turns`` are those of the worker on its card."""
+        self._llm = llm
+        self._level = level
+        self._kind = kind
+        self._turns = turns
         self._asleep = frozenset[str]()
         self._discarded = False  # the weights are gone, and no others have come
         self._copied = False  # the host has memory for a copy of the weights
@@ -39,11 +43,13 @@ class Sleep:
             return
         if weights_follow and self._level == FREES_WEIGHTS:
             (self._loose,) = self._llm.apply_model(_keep_loose)
-            self._llm.sleep(FREES_WEIGHTS)
+            with self._turns.taken():
+                self._llm.sleep(FREES_WEIGHTS)
             self._discarded = True
             self._give_back_copy()
         else:
-            self._llm.sleep(KEEPS_WEIGHTS)
+            with self._turns.taken():
+                self._llm.sleep(KEEPS_WEIGHTS)
             self._copied = True
         self._asleep = frozenset({_WEIGHTS, _CACHE})
 
@@ -51,8 +57,7 @@ class Sleep:
         """Take memory for the weights, which are about to be loaded; the cache sleeps on."""
         if _WEIGHTS not in self._asleep:
             return
-        self._make_room()
-        self._llm.wake_up(tags=[_WEIGHTS])
+        self._wake([_WEIGHTS])
         self._asleep -= {_WEIGHTS}
         _put_back(self._loose)
         self._loose = []
@@ -70,13 +75,17 @@ class Sleep:
                 "alone, or give rollout.vllm.sleep_level=1"
             )
         if self._asleep:
-            self._make_room()
-            self._llm.wake_up(tags=None if _WEIGHTS in self._asleep else [_CACHE])
+            self._wake(None if _WEIGHTS in self._asleep else [_CACHE])
             self._asleep = frozenset()
 
-    def _make_room(self) -> None:
-        """Free what torch's allocator keeps for later of what trainers in this process had: vLLM cannot take it."""
-        accelerator.free_cache(self._kind)
+    def _wake(self, tags: list[str] | None) -> None:
+        """Wake what has one of vLLM's ``tags``, or all.
+
+        What torch's allocator keeps for later of what trainers in this process had is freed: vLLM cannot take it.
+        """
+        with self._turns.taken():
+            accelerator.free_cache(self._kind)
+            self._llm.wake_up(tags=tags)
 
     def _give_back_copy(self) -> None:
         """Free the host's memory that a copy of the weights had when the engine was built: torch would keep it."""

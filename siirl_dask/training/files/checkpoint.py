@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from siirl_dask.devices.accelerator import binding
 from siirl_dask.errors import CheckpointError
+from siirl_dask.training.files.staging import copy_to_host
 
 _MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
 _KNOWN = {
@@ -161,6 +162,12 @@ class _Writer(FsspecWriter):
     def digests(self) -> Digests:
         """Digests of the files that this rank has written, by name."""
         return dict(self._digesting.digests)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state that is written asynchronously, as ``copy_to_host`` does."""
+        self.per_thread_copy_ahead = 0  # as the base class says: nothing is left to copy ahead from a device
+        copied: dict[str, Any] = copy_to_host(state_dict)
+        return copied
 
     def write_data(self, *args: Any) -> Any:
         self._bind()
