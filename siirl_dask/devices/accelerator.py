@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from siirl_dask.devices.kinds import DeviceKind, traits_of
 from siirl_dask.devices.topology import CardPlace
@@ -168,6 +169,19 @@ def synchronize(device: torch.device) -> None:
 def pins_host_memory(device: torch.device) -> bool:
     """Return whether copies between the device and the host are faster, and overlap, with pinned memory there."""
     return device.type != DeviceKind.CPU
+
+
+def copied_to(device: torch.device, array: NDArray[Any]) -> torch.Tensor:
+    """Return an array on a device, without waiting for what the device was asked to do before; on a CPU it shares the
+    array's memory.
+
+    A copy from memory that is not pinned waits for the stream. torch records when a copy from what ``pin_memory`` made
+    is done, and does not use that memory again before.
+    """
+    tensor = torch.from_numpy(array)
+    if not pins_host_memory(device):
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:

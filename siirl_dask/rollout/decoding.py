@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from siirl_dask.devices import accelerator
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
 
@@ -202,7 +203,7 @@ class Decoder:
 
     def select(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
         """Keep these rows, in this order; a row may be named several times."""
-        index = torch.as_tensor(rows, device=self._tokens.device)
+        index = accelerator.copied_to(self._tokens.device, np.asarray(rows))
         self._cache.select(index)
         self._tokens = self._tokens[index]
         if self._images:
@@ -244,7 +245,9 @@ def decode(
     tokens, logprobs = [np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)]
     for at in range(max(limits)):
         chosen, scores = choose(logits, rows, at)
-        tokens[at, rows], logprobs[at, rows] = drawn, _ = chosen.cpu().numpy(), scores.float().cpu().numpy()
+        drawn, drawn_logprobs = _on_host(chosen, scores)
+        tokens[at, rows] = drawn
+        logprobs[at, rows] = drawn_logprobs
         ended |= is_end[drawn] | (longest[rows] <= at + 1)
         if ended.all():
             break
@@ -256,6 +259,12 @@ def decode(
         if recorder is not None:
             recorder.read_tokens(rows)
     return torch.from_numpy(tokens[: at + 1].T), torch.from_numpy(logprobs[: at + 1].T)
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return both as arrays, by one copy: for each the host would wait until the device is done. [B], [B]."""
+    both = torch.stack([tokens.to(torch.int32), logprobs.float().view(torch.int32)]).cpu().numpy()
+    return both[0], both[1].view(np.float32)
 
 
 @torch.inference_mode()
