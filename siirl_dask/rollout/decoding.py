@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from siirl_dask.devices import accelerator
+from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, Rows
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
 
@@ -78,6 +79,14 @@ class KeyValueCache:
             self._stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
         self._lengths = self._lengths[rows]
 
+    def continued(self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int) -> GraphDecoder:
+        """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more; none are left.
+
+        ``prompts`` [B] says which row of this cache each of its rows is.
+        """
+        rows = Rows(prompts, self._width - self._lengths[prompts], logits)
+        return graphs.begin(self._stored, rows, self.columns + longest)
+
     def mask(self, query: Tensor, window: int | None) -> Tensor | None:
         """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once for all layers.
 
@@ -115,7 +124,7 @@ def cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    decoding: KeyValueCache,
+    decoding: KeyValueCache | FixedCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: object,
@@ -201,9 +210,17 @@ class Decoder:
         """Add a token to each row. [B]."""
         self._tokens = tokens[:, None]
 
+    def continued(self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int) -> GraphDecoder:
+        """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder is used up.
+
+        Row r has prompt ``of_prompt[r]``; ``logits`` [B, V] float32 are those of the rows' next tokens.
+        """
+        prompts = torch.as_tensor(of_prompt, device=self._tokens.device)
+        return self._cache.continued(graphs, prompts, logits, longest)
+
     def select(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
         """Keep these rows, in this order; a row may be named several times."""
-        index = accelerator.copied_to(self._tokens.device, np.asarray(rows))
+        index = accelerator.copied_to(self._tokens.device, torch.as_tensor(rows))
         self._cache.select(index)
         self._tokens = self._tokens[index]
         if self._images:
@@ -220,24 +237,29 @@ def decode(
     choose: Choose,
     images: Sequence[PromptImages | None] = (),
     recorder: RouteRecorder | None = None,
+    graphs: DecodeGraphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample until each row has an end token or as many tokens as its limit, at least one.
 
     ``images`` are those of each prompt, if any has some; rows with the same ids and images have the same object.
-    ``recorder`` has the rows' routes afterwards.
+    ``recorder`` has the rows' routes afterwards. With ``graphs``, rows without images and routes are decoded by them.
 
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
     """
     shown = images or [None] * len(prompts)
     places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
     of_prompt = [places.setdefault((tuple(prompt), of), len(places)) for prompt, of in zip(prompts, shown, strict=True)]
-    decoder = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
-    logits = decoder.logits()
+    prefill = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
+    logits = prefill.logits()
     if recorder is not None:
         recorder.read_prompts(of_prompt, [*map(len, prompts)])
     if len(places) < len(prompts):
-        decoder.select(of_prompt)
         logits = logits[torch.as_tensor(of_prompt, device=logits.device)]
+    decoder: Decoder | GraphDecoder = prefill
+    if graphs is not None and graphs.usable and recorder is None and not any(shown):
+        decoder = prefill.continued(graphs, of_prompt, logits, max(limits))
+    elif len(places) < len(prompts):
+        prefill.select(of_prompt)
     is_end = np.zeros(logits.shape[1], dtype=bool)
     is_end[[end for end in ends if end < len(is_end)]] = True
     longest = np.asarray(limits)

@@ -69,7 +69,7 @@ class TokenSampler:
         """
         bits = random_bits(seeds, positions)
         halves = np.stack([bits >> np.uint64(_NUMBER), bits & np.uint64(2**_NUMBER - 1)]).astype(np.int64)
-        numbers = accelerator.copied_to(logits.device, halves)
+        numbers = accelerator.copied_to(logits.device, torch.from_numpy(halves))
         rows = max(1, sampler_chunk(on_cpu=logits.device.type == "cpu") // (4 * logits.shape[-1]))
         parts = zip(logits.split(rows), numbers.split(rows, dim=1), strict=True)
         drawn = [self._draw(part, number) for part, number in parts]

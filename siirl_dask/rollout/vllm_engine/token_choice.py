@@ -95,7 +95,7 @@ class _Alike:
 
     def __init__(self, rows: dict[int, _Row], way: Sampling) -> None:
         self._draw = TokenSampler(way)
-        self._places = np.array(list(rows))
+        self._places = list(rows)
         self._places_there: Tensor | None = None
         """The places on the logits' device, copied when they are needed."""
         self._tokens = [row.tokens for row in rows.values()]
@@ -104,13 +104,13 @@ class _Alike:
 
     def choose(self, logits: Tensor) -> None:
         """Leave one token of each row that vLLM chooses, with its log-probability. [B, V], in place."""
-        first = int(self._places[0])
-        last = int(self._places[-1])
+        first = self._places[0]
+        last = self._places[-1]
         if last - first + 1 == len(self._places):  # neighbours: no copy
             self._mark(logits[first : last + 1])
             return
         if self._places_there is None:
-            self._places_there = accelerator.copied_to(logits.device, self._places)
+            self._places_there = accelerator.copied_to(logits.device, torch.tensor(self._places))
         scores = logits[self._places_there]
         self._mark(scores)
         logits[self._places_there] = scores
