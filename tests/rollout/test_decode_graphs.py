@@ -17,13 +17,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from siirl_dask.config import ModelConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig
+from siirl_dask.models.architecture import Architecture
+from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import Sampling, memory
 from siirl_dask.rollout.decode_graphs import DecodeGraphs, decode_graphs
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.rollout.test_decoding import SIZES, assert_same, prompts, sampled
+from tests.settings import rollout_config
 
 LIMITS = [1 + 5 * (row % 12) for row in range(18)]
 """Limits of the rows of ``prompts()``, which end at different times."""
@@ -216,6 +219,30 @@ def test_an_engine_on_a_cpu_has_no_graphs_and_one_with_them_samples_the_same_and
         assert not engine._graphs._memory
         assert not engine._graphs._replays
     assert captures.replayed > captures.captured > 0
+
+
+def test_the_plan_counts_the_whole_cache_of_fixed_shape(monkeypatch):
+    """With rows and columns rounded up: prompts of 9 tokens at most, and responses of 56."""
+    model = model_of("qwen3")
+    assert use_decoding(model)
+    graphs = DecodeGraphs(model, Captures)
+    rows = prompts()
+    longest = max(map(len, rows)) + max(LIMITS)
+    sampled(by_graphs(graphs), model, rows, LIMITS)
+    taken = sum(part.nbytes for pair in graphs._memory.values() for part in pair)
+    counted = memory.engine_footprint(
+        memory.EngineOnWorkers(
+            size=ModelSize(0, 0, 0),
+            architecture=Architecture(
+                layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, intermediate=64, vocabulary=64
+            ),
+            rollout=rollout_config(engine=Engine.transformers, max_rows=len(rows)),
+            dtype=Dtype.float32,
+            longest=longest,
+            vllm=False,
+        )
+    ).working["keys and values"]
+    assert counted == taken
 
 
 def test_no_steps_are_captured_on_a_device_without_graphs():
