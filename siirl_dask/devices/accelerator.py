@@ -183,6 +183,48 @@ def pins_host_memory(device: torch.device) -> bool:
     return device.type != DeviceKind.CPU
 
 
+def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host on a device, without waiting for what the device was asked to do before; on a CPU it
+    is the tensor itself.
+
+    A copy from memory that is not pinned waits for the stream. torch records when a copy from what ``pin_memory`` made
+    is done, and does not use that memory again before.
+    """
+    if not pins_host_memory(device):
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether steps of the device can be captured and replayed."""
+    return device.type == DeviceKind.CUDA
+
+
+def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Return what captures a step as a graph of a device that has graphs, and returns its replay.
+
+    A step is run twice before it is captured, so that kernels are chosen and libraries have their memory; running it
+    again must not change what it computes. Graphs share the memory of what a step needs while it runs: only one of them
+    may run at a time, and what it leaves must be in tensors that were there before.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads of a worker may allocate meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+    return capture
+
+
 def autocast(device: torch.device, *, enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which arithmetic on the device is bfloat16's, if ``enabled``."""
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

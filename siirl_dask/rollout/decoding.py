@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from siirl_dask.devices import accelerator
+from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, Rows
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
 
@@ -77,6 +79,14 @@ class KeyValueCache:
             self._stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
         self._lengths = self._lengths[rows]
 
+    def continued(self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int) -> GraphDecoder:
+        """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more; none are left.
+
+        ``prompts`` [B] says which row of this cache each of its rows is.
+        """
+        rows = Rows(prompts, self._width - self._lengths[prompts], logits)
+        return graphs.begin(self._stored, rows, self.columns + longest)
+
     def mask(self, query: Tensor, window: int | None) -> Tensor | None:
         """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once for all layers.
 
@@ -114,7 +124,7 @@ def cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    decoding: KeyValueCache,
+    decoding: KeyValueCache | FixedCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: object,
@@ -200,9 +210,17 @@ class Decoder:
         """Add a token to each row. [B]."""
         self._tokens = tokens[:, None]
 
+    def continued(self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int) -> GraphDecoder:
+        """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder is used up.
+
+        Row r has prompt ``of_prompt[r]``; ``logits`` [B, V] float32 are those of the rows' next tokens.
+        """
+        prompts = torch.as_tensor(of_prompt, device=self._tokens.device)
+        return self._cache.continued(graphs, prompts, logits, longest)
+
     def select(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
         """Keep these rows, in this order; a row may be named several times."""
-        index = torch.as_tensor(rows, device=self._tokens.device)
+        index = accelerator.copied_to(self._tokens.device, torch.as_tensor(rows))
         self._cache.select(index)
         self._tokens = self._tokens[index]
         if self._images:
@@ -219,24 +237,29 @@ def decode(
     choose: Choose,
     images: Sequence[PromptImages | None] = (),
     recorder: RouteRecorder | None = None,
+    graphs: DecodeGraphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample until each row has an end token or as many tokens as its limit, at least one.
 
     ``images`` are those of each prompt, if any has some; rows with the same ids and images have the same object.
-    ``recorder`` has the rows' routes afterwards.
+    ``recorder`` has the rows' routes afterwards. With ``graphs``, rows without images and routes are decoded by them.
 
     Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
     """
     shown = images or [None] * len(prompts)
     places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
     of_prompt = [places.setdefault((tuple(prompt), of), len(places)) for prompt, of in zip(prompts, shown, strict=True)]
-    decoder = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
-    logits = decoder.logits()
+    prefill = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
+    logits = prefill.logits()
     if recorder is not None:
         recorder.read_prompts(of_prompt, [*map(len, prompts)])
     if len(places) < len(prompts):
-        decoder.select(of_prompt)
         logits = logits[torch.as_tensor(of_prompt, device=logits.device)]
+    decoder: Decoder | GraphDecoder = prefill
+    if graphs is not None and graphs.usable and recorder is None and not any(shown):
+        decoder = prefill.continued(graphs, of_prompt, logits, max(limits))
+    elif len(places) < len(prompts):
+        prefill.select(of_prompt)
     is_end = np.zeros(logits.shape[1], dtype=bool)
     is_end[[end for end in ends if end < len(is_end)]] = True
     longest = np.asarray(limits)
@@ -244,7 +267,9 @@ def decode(
     tokens, logprobs = [np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)]
     for at in range(max(limits)):
         chosen, scores = choose(logits, rows, at)
-        tokens[at, rows], logprobs[at, rows] = drawn, _ = chosen.cpu().numpy(), scores.float().cpu().numpy()
+        drawn, drawn_logprobs = _on_host(chosen, scores)
+        tokens[at, rows] = drawn
+        logprobs[at, rows] = drawn_logprobs
         ended |= is_end[drawn] | (longest[rows] <= at + 1)
         if ended.all():
             break
@@ -256,6 +281,12 @@ def decode(
         if recorder is not None:
             recorder.read_tokens(rows)
     return torch.from_numpy(tokens[: at + 1].T), torch.from_numpy(logprobs[: at + 1].T)
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return both as arrays, by one copy: for each the host would wait until the device is done. [B], [B]."""
+    both = torch.stack([tokens.to(torch.int32), logprobs.float().view(torch.int32)]).cpu().numpy()
+    return both[0], both[1].view(np.float32)
 
 
 @torch.inference_mode()

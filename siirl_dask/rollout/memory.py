@@ -27,6 +27,7 @@ _SGLANG_COPIES = 7  # probabilities, log-probs, hashes, and noise and its sum wi
 _GRAPHS = 10**9  # vLLM's logs tell of 0.5 to 1.5 GB for models of 7 billion parameters
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
+_LEAST_COLUMNS = 256  # of a cache of fixed shape
 _BLOCK = 16  # tokens of a block of the cache
 _LARGEST_TENSOR_PARALLEL = 8  # devices of one host, within which ranks can exchange every token's sums
 
@@ -88,6 +89,19 @@ def sampler_chunk(*, on_cpu: bool) -> int:
     return _CHUNK[on_cpu]
 
 
+def cache_rows(rows: int) -> int:
+    """Return the rows of the cache of fixed shape in which so many rows are decoded: a power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def cache_columns(columns: int) -> int:
+    """Return the columns of the cache of fixed shape for so many tokens of a row, of four sizes to a power of two."""
+    if columns <= _LEAST_COLUMNS:
+        return _LEAST_COLUMNS
+    piece = 1 << (columns - 1).bit_length() - 3
+    return -(-columns // piece) * piece
+
+
 def _sampler(engine: EngineOnWorkers) -> int:
     """Return the bytes of all rows' logits in float32, and what drawing from them takes."""
     logits = _LOGITS * engine.rows * engine.architecture.vocabulary
@@ -102,7 +116,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
     if rollout.engine is Engine.sglang:
         return _of_sglang(engine, size, sampler)
     if not engine.vllm:
-        cache = {"keys and values": engine.rows * engine.longest * engine.token_bytes}
+        tokens = cache_rows(engine.rows) * cache_columns(engine.longest)
+        cache = {"keys and values": tokens * engine.token_bytes}
         return Footprint(held={"weights": size}, working={**cache, **sampler}, loading=size)
     blocks = -(-engine.longest // _BLOCK) * _BLOCK
     given = rollout.vllm.kv_cache_memory

@@ -4,7 +4,8 @@ The random numbers of a row's t-th token are a hash of (seed, t): no generator h
 advance. They pick the token by inverting the cumulative distribution twice: over about sqrt(V) groups of tokens, and
 over the tokens of one. Everything is float32 or whole numbers, on the device of the logits, and the same in any batch:
 floats are added in one order, whatever the shape, and cumulative sums are of whole numbers, which need none. Engines
-differ only in where the logits come from.
+differ only in where the logits come from. Nothing here waits for an accelerator: random numbers are copied to it from
+pinned memory, and no decision on the host needs what it computes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from siirl_dask.devices import accelerator
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.memory import sampler_chunk
 
@@ -24,6 +26,9 @@ _UNITS = 2.0**40  # whole units of the largest mass; what is smaller than one is
 _LOW = 29  # bits of a total, of at most 60, that are multiplied by a random number apart from the others
 _NUMBER = 32  # bits of a random number
 _CANDIDATES = 1024  # likeliest tokens among which top_p looks first, and then among all
+_DIGITS = (11, 10, 10)  # bits of a float32 but its sign, by which the nucleus is found without sorting
+_INFINITE = 0x7F800000  # bits of infinity
+_DIGIT_PARTS = 8  # of a chunk's rows: looking for digits takes six times the logits
 _SMALL = 4096  # a vocabulary that needs no groups: fewer operations take less than what they save
 
 
@@ -64,7 +69,7 @@ class TokenSampler:
         """
         bits = random_bits(seeds, positions)
         halves = np.stack([bits >> np.uint64(_NUMBER), bits & np.uint64(2**_NUMBER - 1)]).astype(np.int64)
-        numbers = torch.from_numpy(halves).to(logits.device)
+        numbers = accelerator.copied_to(logits.device, torch.from_numpy(halves))
         rows = max(1, sampler_chunk(on_cpu=logits.device.type == "cpu") // (4 * logits.shape[-1]))
         parts = zip(logits.split(rows), numbers.split(rows, dim=1), strict=True)
         drawn = [self._draw(part, number) for part, number in parts]
@@ -170,11 +175,18 @@ def _nucleus(logits: Tensor, likeliest: Tensor | None, mass: Tensor) -> Tensor:
 
     ``likeliest`` are the logits of the only tokens that count, in falling order; None: all.
     """
-    if likeliest is not None or logits.shape[1] <= _CANDIDATES:
-        return _lowest(logits.sort(dim=1, descending=True).values if likeliest is None else likeliest, mass)
+    if likeliest is not None:
+        return _lowest(likeliest, mass)
+    if logits.shape[1] <= _CANDIDATES:
+        return _lowest(logits.sort(dim=1, descending=True).values, mass)
+    if logits.device.type != "cpu":  # to ask whether the candidates suffice would wait for the device
+        rows = -(-len(logits) // _DIGIT_PARTS)
+        parts = zip(logits.split(rows), mass.split(rows), strict=True)
+        return torch.cat([_lowest_by_digits(some, masses) for some, masses in parts])
     candidates = logits.topk(_CANDIDATES, dim=1).values  # far quicker than to sort all
     lowest = _lowest(candidates, mass)
-    if bool((short := (lowest == candidates[:, -1:]).squeeze(1)).any()):
+    short = (lowest == candidates[:, -1:]).squeeze(1)
+    if bool(short.any()):
         lowest[short] = _lowest(logits[short].sort(dim=1, descending=True).values, mass[short])
     return lowest
 
@@ -185,3 +197,30 @@ def _lowest(falling: Tensor, mass: Tensor) -> Tensor:
     before = _cumulative(masses) - (masses * _UNITS).to(torch.int64)
     kept = (before < (mass * _UNITS).to(torch.int64)).sum(dim=1, keepdim=True)
     return falling.gather(1, (kept - 1).clamp(min=0))
+
+
+def _lowest_by_digits(logits: Tensor, mass: Tensor) -> Tensor:
+    """Return what ``_lowest`` returns for the sorted logits, without sorting. [b, V] at most 0, [b, 1] -> [b, 1].
+
+    As numbers without a sign, bits of floats have the order of the floats. The bits of the last logit before which
+    there is less than ``mass`` are found a digit after the other, by the mass of the tokens that have each digit. Sums
+    are of whole units, so they do not depend on the order in which a device adds them up.
+    """
+    keys = logits.view(torch.int32) & 0x7FFFFFFF
+    units = (logits.exp() * _UNITS).to(torch.int64)
+    target = (mass * _UNITS).to(torch.int64)
+    before = torch.zeros_like(target)
+    found = torch.zeros_like(target)
+    shift = sum(_DIGITS)
+    for bits in _DIGITS:
+        shift -= bits
+        digits = (keys >> shift & (1 << bits) - 1).to(torch.int64)
+        of_digit = units.new_zeros(len(logits), 1 << bits).scatter_add_(1, digits, units)
+        del digits
+        before_digit = before + of_digit.cumsum(dim=1) - of_digit
+        digit = ((before_digit < target).sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        before = before_digit.gather(1, digit)
+        found = (found << bits) + digit
+        units.masked_fill_(keys >> shift != found, 0)
+    # where all tokens together have less than the mass, the digits are those of no number: all tokens count
+    return -found.clamp(max=_INFINITE).to(torch.int32).view(torch.float32)

@@ -22,6 +22,7 @@ from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
 from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
+from siirl_dask.rollout.decode_graphs import decode_graphs
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.engine import (
     FinishReason,
@@ -76,6 +77,7 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
             )
         self.routing = routing
         self._recorder = None if routing is None else RouteRecorder(self._model, routing)
+        self._graphs = decode_graphs(self._model, torch.device(device)) if self._decodes else None
         self.processor = processor
         self._reader = None if processor is None else PromptImageReader(self._model, processor)
         self.context_length: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
@@ -117,12 +119,14 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self.version = version
 
     def sleep(self, *, weights_follow: bool = False) -> None:
-        """Free what torch's allocator keeps for later: the engine itself keeps no cache between two calls."""
+        """Free the cache of captured steps, with these, and what torch's allocator keeps for later."""
+        if self._graphs is not None:
+            self._graphs.drop()
         accelerator.free_cache(self._model.device.type)
 
     def close(self) -> None:
         """Free the weights; the engine cannot be used any more."""
-        del self._model, self._reader
+        del self._model, self._reader, self._graphs
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate for requests with equal sampling parameters, up to the longest response that one of them allows."""
@@ -140,7 +144,10 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
 
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
-        tokens, logprobs = decode(*given, shown, self._recorder) if self._decodes else generate(*given)
+        if self._decodes:
+            tokens, logprobs = decode(*given, images=shown, recorder=self._recorder, graphs=self._graphs)
+        else:
+            tokens, logprobs = generate(*given)
         cut = [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
         if self._recorder is None:
             return cut

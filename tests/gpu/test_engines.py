@@ -66,6 +66,24 @@ def test_an_engine_agrees_with_a_trainer_whose_weights_it_takes_on_the_device(fo
         assert_agrees_with_trainer(built, folder, (0, 1, 5), devices.device(), dtype, TOLERANCE[dtype])
 
 
+def test_samples_by_graphs_are_those_of_the_loop_without(folder, tell):
+    rows = [[*prompt] for prompt in PROMPTS for _ in range(5)]
+    sampling = Sampling(max_tokens=400)
+    with running(folder, Engine.transformers) as engine:
+        graphs = engine._graphs
+        if graphs is None:
+            pytest.skip("no graphs on this device")
+        found = [engine.generate(rows, range(len(rows)), sampling) for _ in range(2)]
+        assert graphs.usable
+        shapes = len(graphs._replays)
+        engine._graphs = None
+        expected = engine.generate(rows, range(len(rows)), sampling)
+    tell(f"{shapes} graphs")
+    assert found[0] == found[1]
+    assert shapes > 1
+    assert [sample.token_ids for sample in found[0]] == [sample.token_ids for sample in expected]
+
+
 @VLLM
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_engine_frees_the_device_and_wakes_as_it_was(folder, tell, level):

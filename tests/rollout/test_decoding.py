@@ -119,3 +119,13 @@ def test_weights_that_are_not_finite_do_not_spoil_the_trial(tmp_path):
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     assert not use_decoding(model)
+
+
+def test_the_host_waits_once_a_token(monkeypatch):
+    """Tokens and their log-probs come to the host in one copy."""
+    model, rows, seen, copied = model_of("plain"), prompts(2, 2), [], []
+    assert use_decoding(model)
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.shape) or cpu(tensor))
+    sampled(decode, model, rows, [5] * 4, seen)
+    assert copied == [(2, len(left)) for left in seen]

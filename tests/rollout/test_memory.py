@@ -13,7 +13,7 @@ from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.rollout import memory
 from siirl_dask.rollout.engine import Sampling
-from siirl_dask.rollout.token_sampling import TokenSampler
+from siirl_dask.rollout.token_sampling import _DIGIT_PARTS, TokenSampler, _lowest_by_digits
 from tests.settings import rollout_config
 
 
@@ -87,3 +87,11 @@ def test_drawing_takes_what_is_said_and_not_for_all_rows_at_once(monkeypatch, sa
     with Peak(logits) as peak:
         TokenSampler(sampling)(logits, np.arange(rows, dtype=np.uint64), 3)
     assert part < peak.most < memory._CHUNK_COPIES * part
+
+
+def test_looking_for_the_nucleus_by_digits_takes_no_more_than_is_said():
+    """With the sampler's probabilities, another copy, it is within what is counted for a chunk."""
+    logits = -torch.rand(16, 60_000, generator=torch.Generator().manual_seed(0))
+    with Peak(logits) as peak:
+        _lowest_by_digits(logits, torch.full((16, 1), 1000.0))
+    assert peak.most <= (memory._CHUNK_COPIES - 1) * _DIGIT_PARTS * logits.nbytes

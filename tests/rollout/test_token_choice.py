@@ -12,6 +12,7 @@ from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler
 from siirl_dask.rollout.vllm_engine import token_choice
 from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, request_params
+from tests.device_waits import device_without_waits
 
 WAYS = {0: {}, 1: {"temperature": 0.0}, 2: {}, 4: {"top_k": 3}, 5: {}}
 """Sampling of each row of the batch; row 3 is not ours."""
@@ -70,3 +71,10 @@ def test_rows_that_move_and_leave_take_their_seeds_along(batch):
     moved = logits[[2, 5, 0, 3, 4]]
     left = processor.apply(moved.clone())
     assert (left[2].argmax(), left[1].argmax()) == expected
+
+
+def test_choosing_tokens_does_not_wait_for_the_device(batch):
+    """Rows 0, 2 and 5 are no neighbours: their places travel as well."""
+    processor, logits = batch
+    with device_without_waits() as device:
+        assert processor.apply(logits.new_empty(6, 400, device=device)).device == device

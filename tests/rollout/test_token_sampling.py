@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from siirl_dask.rollout import Sampling
-from siirl_dask.rollout.token_sampling import TokenSampler, _nucleus, random_bits
+from siirl_dask.rollout.token_sampling import TokenSampler, _lowest, _lowest_by_digits, _nucleus, random_bits
+from tests.device_waits import device_without_waits
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=8)
 LARGE = 151_936
@@ -193,3 +194,54 @@ def test_the_log_prob_of_a_row_that_is_not_finite_is_not_finite(broken):
     for temperature in (0.0, 1.0):
         _, logprobs = draw(logits, [0, 1], temperature=temperature)
         assert logprobs.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 5000, LARGE])
+@pytest.mark.parametrize("way", [*FILTERS, {"temperature": 0.0}])
+def test_drawing_a_token_does_not_wait_for_the_device(way, vocabulary):
+    with device_without_waits() as device:
+        logits = torch.empty(3, vocabulary, device=device)
+        tokens, logprobs = TokenSampler(Sampling(max_tokens=1, **way))(logits, np.arange(3, dtype=np.uint64), 0)
+    assert tokens.device == logprobs.device == device
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.integers(1, 3000),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 6.0, 40.0]),
+    mass=st.floats(0.0, 1.0),
+    coarse=st.booleans(),
+    hidden=st.floats(0.0, 0.9),
+    seed=st.integers(0, 1000),
+)
+def test_the_nucleus_by_digits_is_that_of_sorted_logits_to_the_last_bit(vocabulary, scale, mass, coarse, hidden, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(4, vocabulary, generator=generator)
+    if coarse:  # many tokens tie, as logits of a model in bfloat16 do
+        logits = logits.bfloat16().float()
+    logits[:, 1:].masked_fill_(torch.rand(4, vocabulary - 1, generator=generator) < hidden, -torch.inf)
+    logits -= logits.amax(dim=1, keepdim=True)
+    total = logits.exp().sum(dim=1, keepdim=True)
+    expected = _lowest(logits.sort(dim=1, descending=True).values, total * mass)
+    found = _lowest_by_digits(logits, total * mass)
+    assert torch.equal(logits < found, logits < expected)
+    assert torch.equal(found.view(torch.int32), expected.abs().neg().view(torch.int32)) or mass > 0.9999
+
+
+def test_all_tokens_count_where_together_they_have_less_than_the_mass():
+    logits = torch.tensor([[0.0, -1.0, -50.0, -torch.inf]])
+    assert not (logits < _lowest_by_digits(logits, torch.tensor([[2.0]]))).any()
+
+
+@pytest.mark.parametrize("way", [{"top_p": 0.8}, {"temperature": 1.3, "top_p": 0.97, "min_p": 0.001}])
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+def test_tokens_and_log_probs_are_the_same_however_the_nucleus_is_found(monkeypatch, way, scale):
+    """On logits whose nucleus has more tokens than the candidates, and fewer."""
+    logits = scale * torch.randn(16, 6000, generator=torch.Generator().manual_seed(5))
+    expected = draw(logits, range(16), **way)
+
+    def by_digits(logits, likeliest, mass):
+        return _lowest_by_digits(logits, mass)
+
+    monkeypatch.setattr("siirl_dask.rollout.token_sampling._nucleus", by_digits)
+    assert all(map(torch.equal, draw(logits, range(16), **way), expected))

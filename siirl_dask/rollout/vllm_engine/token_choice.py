@@ -3,7 +3,8 @@
 With TokenSampler, vLLM itself samples greedily from what a logits processor leaves: in each row the chosen token has
 the only logit above 0, or the highest, 0, which is minus its log-probability. So a token depends on its row's seed and
 position alone, whatever else is in the batch and however often the row was preempted. Its log-probability is that of
-the tempered distribution before top-p, top-k and min-p, which vLLM has no name for.
+the tempered distribution before top-p, top-k and min-p, which vLLM has no name for. The host does not wait for
+the device here, so that vLLM prepares the next token while this one is computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from siirl_dask.config import RolloutConfig, Sampler
+from siirl_dask.devices import accelerator
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed, random_bits
 from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
@@ -94,20 +96,24 @@ class _Alike:
     def __init__(self, rows: dict[int, _Row], way: Sampling) -> None:
         self._draw = TokenSampler(way)
         self._places = list(rows)
+        self._places_there: Tensor | None = None
+        """The places on the logits' device, copied when they are needed."""
         self._tokens = [row.tokens for row in rows.values()]
         self._seeds = np.array([row.seed for row in rows.values()], dtype=np.uint64)
         self._begun = np.array([row.begun for row in rows.values()], dtype=np.uint64)
 
     def choose(self, logits: Tensor) -> None:
         """Leave one token of each row that vLLM chooses, with its log-probability. [B, V], in place."""
-        first, last = self._places[0], self._places[-1]
+        first = self._places[0]
+        last = self._places[-1]
         if last - first + 1 == len(self._places):  # neighbours: no copy
             self._mark(logits[first : last + 1])
             return
-        places = torch.tensor(self._places, device=logits.device)
-        scores = logits[places]
+        if self._places_there is None:
+            self._places_there = accelerator.copied_to(logits.device, torch.tensor(self._places))
+        scores = logits[self._places_there]
         self._mark(scores)
-        logits[places] = scores
+        logits[self._places_there] = scores
 
     def _mark(self, scores: Tensor) -> None:
         tokens, logprobs = self._draw(scores, self._seeds, self._positions())
