@@ -52,7 +52,7 @@ def _say(text: str) -> None:
     logger.info(text)
 
 
-def _widths(modules: Iterable[nn.Module]) -> tuple[frozenset[int], frozenset[int]]:
+def _widths(modules: Iterable[Any]) -> tuple[frozenset[int], frozenset[int]]:
     """Return the widths of a model's norms and of its feed-forward layers, those that Liger's kernels can take over."""
     norms = set[int]()
     inner = set[int]()
