@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from siirl_dask.config.checks import above, at_least, parse_bytes
 from siirl_dask.config.megatron import MegatronConfig
@@ -176,8 +176,9 @@ class TrainerConfig:
     """Compute layers again in the backward pass instead of keeping their activations."""
     compile: bool = False
     """Compile the layers with torch.compile, which takes minutes before the first step."""
-    liger: bool = False
-    """Compute norms and feed-forward layers with the Triton kernels of liger-kernel, on GPUs."""
+    liger: Literal["auto", True, False] = "auto"
+    """Compute norms and feed-forward layers with the Triton kernels of liger-kernel, on GPUs. ``auto``: where the
+    package is installed, its kernels run, and nothing else fuses these layers or divides them."""
     operators: dict[str, str] = field(default_factory=dict)
     """Libraries of fused operators, such as ``{rms_norm: torch}``; others are chosen by device: docs/devices.md."""
     lr: float = 1e-6
@@ -241,11 +242,11 @@ class TrainerConfig:
                 "beside adapters; trainer.lora.targets says which layers have any"
             )
         self._check_visual_lr()
-        if self.liger and self.compile:
+        if self.liger is True and self.compile:
             raise ConfigError(
                 "trainer.liger=True with trainer.compile=True: both fuse the same operations; leave one of them out"
             )
-        check_operators(self.operators, liger=self.liger, megatron=self.backend == Backend.megatron)
+        check_operators(self.operators, liger=self.liger is True, megatron=self.backend == Backend.megatron)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -273,7 +274,7 @@ class TrainerConfig:
         others = {
             "compile": self.compile,
             "freeze": bool(self.freeze),
-            "liger": self.liger,
+            "liger": self.liger is True,
             "lora.rank": self.lora.rank,
             "park": self.park,
             "visual_lr": self.visual_lr is not None,
@@ -291,7 +292,7 @@ class TrainerConfig:
             "fsdp.offload": self.fsdp.offload,
             "fsdp.sequence_parallel": self.fsdp.sequence_parallel > 1,
             "compile": self.compile,
-            "liger": self.liger,
+            "liger": self.liger is True,
             "lora.rank": self.lora.rank,
         }
         if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:

@@ -58,7 +58,8 @@ IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
 REFERENCE: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERATORS, TORCH))
 """Every operator by torch."""
 AUTO = "auto"
-"""Attention's on GPUs: the best that runs there, see training/model/attention_kernels.py."""
+"""The best that runs on a GPU: for attention see training/model/attention_kernels.py, for norms and feed-forward layers
+training/model/liger.py."""
 
 
 def check_operators(given: Mapping[str, str], *, liger: bool, megatron: bool) -> None:
@@ -100,16 +101,21 @@ def _check_backend(given: Mapping[str, str], *, megatron: bool) -> None:
         )
 
 
-def choose_operators(given: Mapping[str, str], kind: str, *, liger: bool, megatron: bool = False) -> dict[str, str]:
+def choose_operators(
+    given: Mapping[str, str], kind: str, *, liger: str | bool, megatron: bool = False
+) -> dict[str, str]:
     """Return the library of each operator on a kind of device: those given, or the device's own where the backend has
-    it, or torch.
+    it, or torch. ``liger`` says whether liger has those that it can; ``auto``: on a GPU, where it runs.
     """
     own = PLUGIN if kind == DeviceKind.NPU else TORCH
     chosen = dict.fromkeys(OPERATORS, own)
     if kind == DeviceKind.CUDA:
         chosen["attention"] = AUTO
-    if liger:
-        chosen |= {operator: LIGER for operator, libraries in OPERATORS.items() if LIGER in libraries}
+    by_liger = [operator for operator, libraries in OPERATORS.items() if LIGER in libraries]
+    if liger is True:
+        chosen |= dict.fromkeys(by_liger, LIGER)
+    if liger == AUTO and kind == DeviceKind.CUDA and not megatron:
+        chosen |= dict.fromkeys(by_liger, AUTO)
     if megatron:
         chosen |= {operator: TORCH for operator in chosen if chosen[operator] not in (*IN_MEGATRON[operator], AUTO)}
     return {**chosen, **given}

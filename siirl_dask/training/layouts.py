@@ -14,7 +14,7 @@ from siirl_dask.config import (
     TrainerConfig,
 )
 from siirl_dask.devices import DeviceKind, traits_of
-from siirl_dask.devices.operators import LIBRARIES, MINDSPEED, choose_operators
+from siirl_dask.devices.operators import AUTO, LIBRARIES, MINDSPEED, choose_operators
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.training.megatron.families import check_model
@@ -66,7 +66,7 @@ def check_liger(trainer: TrainerConfig, config: Config) -> None:
 
     Devices of other machines, and those that ``cluster.device_memory`` speaks of, are checked by the workers.
     """
-    if not trainer.liger:
+    if trainer.liger is not True:
         return
     if find_spec("liger_kernel") is None:
         raise ConfigError("trainer.liger=true needs liger-kernel: pip install 'siirl_dask[liger]'")
@@ -86,9 +86,12 @@ def check_liger(trainer: TrainerConfig, config: Config) -> None:
 
 
 def operators_of(trainer: TrainerConfig, kind: str) -> dict[str, str]:
-    """Return the library of each fused operator on a kind of device."""
+    """Return the library of each fused operator on a kind of device; ``auto`` where a trial on it chooses."""
     megatron = trainer.backend is Backend.megatron
-    return choose_operators(trainer.operators, kind, liger=trainer.liger, megatron=megatron)
+    liger = trainer.liger
+    if liger == AUTO and (trainer.compile or trainer.fsdp.tensor_parallel > 1):
+        liger = False  # the compiler fuses these layers itself, and parts of a layer are DTensors
+    return choose_operators(trainer.operators, kind, liger=liger, megatron=megatron)
 
 
 def check_libraries(trainer: TrainerConfig, config: Config) -> None:

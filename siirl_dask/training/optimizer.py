@@ -65,7 +65,7 @@ class Optimizer:
             moments = {name: torch.zeros_like(part) for name in _MOMENTS}
             self._adam.state[part] = {"step": torch.zeros((), device=part.device), **moments}
         device = next(iter(self._parts.values())).device
-        self._by_torch = choose_operators(config.operators, device.type, liger=config.liger)["adamw"] != PLUGIN
+        self._by_torch = choose_operators(config.operators, device.type, liger=False)["adamw"] != PLUGIN
         self._ema = {name: part.clone() for name, part in self._parts.items()} if config.ema_decay else {}
 
     @property

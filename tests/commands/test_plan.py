@@ -337,6 +337,20 @@ def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
     assert after["fits"]
 
 
+def test_fewer_tokens_at_once_are_proposed_before_layers_that_are_computed_again(capsys, tmp_path):
+    """16,384 tokens of Qwen2.5-7B keep 107 GB of activations; the update is a quarter shorter without recomputation."""
+    parked = ["cluster.placement={}", "trainer.gradient_checkpointing=false", "trainer.park=true"]
+    (card,) = seven_billion(capsys, tmp_path, *parked)
+    assert not card["fits"]
+    last = card["remedies"][-1]["setting"]
+    assert last == "trainer.max_tokens_per_micro_batch=8192"
+    assert not [remedy for remedy in card["remedies"] if "checkpointing" in remedy["setting"]]
+    (after,) = seven_billion(capsys, tmp_path, *parked, last)
+    assert after["fits"]
+    (more,) = seven_billion(capsys, tmp_path, *parked, "trainer.max_tokens_per_micro_batch=10240")
+    assert not more["fits"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [((), False), (("rollout.vllm.sleep_level=1",), True), (("trainer.lora.rank=16",), True)],

@@ -13,6 +13,7 @@ import pytest
 
 from siirl_dask import grpo, ppo, turns
 from siirl_dask.cli import main
+from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.planner.contract import bare
@@ -152,6 +153,11 @@ def test_plan_describes_every_shipped_config_and_starts_nothing(config, capsys, 
     of_agents = config in ("quickstart_agents.yaml", "quickstart_marft.yaml")
     check_plan(capsys.readouterr().out, *(["turns_b -> old_logprobs_b"] if of_agents else []))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("config", sorted(BROUGHT))
+def test_configurations_for_gpus_do_without_a_pass_for_old_log_probs(config):
+    assert load_config_file(shipped(config)).config.algorithm.old_logprobs == ENGINES_LOGPROBS
 
 
 def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(capsys, tmp_path, monkeypatch):

@@ -19,12 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from siirl_dask.devices.accelerator import arithmetic_dtype
+from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows
 from siirl_dask.training.model import attention, attention_kernels, flex, network
 from siirl_dask.training.model.attention import attend_varlen, packed_attention, row_ends
 from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, kernel_of, takes_varlen
-from siirl_dask.training.model.flex import FlexKernel, attend_flex, row_mask, why_not
+from siirl_dask.training.model.flex import FlexKernel, attend_flex, compiled_flex, row_mask, whole_blocks, why_not
 from siirl_dask.training.model.trial import rounding
 from siirl_dask.training.packing import Packing
 from tests.settings import trainer_config
@@ -205,10 +206,76 @@ def test_the_log_says_which_kernel_computes(a_device, caplog, capability, dtype,
 
 
 def test_flex_attention_is_left_alone_where_a_first_call_fails():
-    """It has no backward on a CPU; where it is not compiled, it would make a matrix of all tokens by all tokens."""
+    """It has no backward on a CPU."""
     told = why_not(FlexKernel(flex_attention), torch.device("cpu"), torch.float32, 16, 16)
     assert told.startswith("NotImplementedError: FlexAttention does not support backward on CPU")
     assert why_not(FlexKernel(by_its_mask), torch.device("cpu"), torch.float32, 16, 24) is None
+
+
+PACKINGS = (((1, 1),), ((1, 5),), ((1, 128),), ((1, 5), (1, 143)), ((2, 128),), ((3, 100),), ((1, 700),), ((10, 7),))
+
+
+@pytest.fixture
+def no_graphs():
+    """Starts and ends with nothing compiled; gives a backend of torch.compile that runs the graphs which it lists."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    backend.graphs = graphs
+    torch.compiler.reset()
+    yield backend
+    torch.compiler.reset()
+
+
+def flex_output(kernel, runs, width=64, window=None):
+    heads = [torch.randn(1, count, sum(n * length for n, length in runs), width) for count in (6, 3, 3)]
+    with torch.no_grad():
+        output = attend_flex(kernel, *heads, row_ends(runs, torch.device("cpu")), Packing(runs), None, window)
+        expected, _ = packed_attention(
+            torch.nn.Identity(), *heads, None, packing=Packing(runs), scaling=None, sliding_window=window
+        )
+    return output, expected[0]
+
+
+def test_flex_attention_is_compiled_once_for_all_lengths_and_within_its_own_limit(no_graphs):
+    """torch's limit of 8 is for all kernels of a process; after it each layer would make a [T, T] matrix."""
+    kernel = compiled_flex(no_graphs)
+    for runs in PACKINGS:
+        assert_close(*flex_output(kernel, runs), atol=1e-5, rtol=1e-5)
+    assert len(no_graphs.graphs) == 1
+    for width in range(16, 80, 4):
+        assert_close(*flex_output(kernel, ((1, 300),), width, window=200), atol=1e-5, rtol=1e-5)
+    assert len(no_graphs.graphs) > 8
+
+
+def test_flex_attention_that_is_not_compiled_is_an_error_and_no_matrix_of_all_tokens(no_graphs, monkeypatch):
+    kernel = compiled_flex(no_graphs)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ConfigError, match=r"without torch\.compile.*=torch"):
+        flex_output(kernel, ((1, 300),))
+    monkeypatch.setattr(flex, "_GRAPHS", 2)
+    flex_output(kernel, ((1, 300),), 64)
+    flex_output(kernel, ((1, 300),), 32, window=200)
+    with pytest.raises(ConfigError, match=r"compiled 2 times .*trainer\.operators\.attention=torch"):
+        flex_output(kernel, ((1, 300),), 16, window=100)
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(1, 256), (256, 256), (257, 384), (384, 384), (16000, 16000)])
+def test_flex_attention_gets_whole_blocks_and_never_a_single_one(tokens, whole):
+    assert whole_blocks(tokens) == whole
+    shapes = []
+
+    def kernel(query, key, value, *, block_mask, **options):
+        shapes.append((query.shape[2], key.shape[2], value.shape[2], *block_mask.seq_lengths))
+        return query
+
+    heads = [torch.randn(1, 1, tokens, 4) for _ in "qkv"]
+    runs = ((1, tokens),)
+    output = attend_flex(FlexKernel(kernel), *heads, row_ends(runs, torch.device("cpu")), Packing(runs), None, None)
+    assert shapes == [(whole,) * 5]
+    assert torch.equal(output, heads[0][0].transpose(0, 1))
 
 
 def by_its_mask(query, key, value, *, block_mask, scale, enable_gqa):

@@ -15,7 +15,10 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import layouts
-from siirl_dask.training.model.liger import use_liger
+from siirl_dask.training.layouts import operators_of
+from siirl_dask.training.model import liger, network
+from siirl_dask.training.model.liger import settle, use_liger
+from siirl_dask.training.parallel import backend
 from tests.settings import digits_overrides, trainer_config
 from tests.training.roles import critic, policy
 
@@ -67,8 +70,6 @@ def test_every_norm_and_feed_forward_layer_of_this_model_computes_with_them_and_
 
 
 def test_a_kernel_that_computes_something_else_is_refused(tmp_path, calls, monkeypatch):
-    from siirl_dask.training.model import network
-
     functions = sys.modules["liger_kernel.transformers.functional"]
     monkeypatch.setattr(network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators))
     folder = tiny_model(tmp_path / "model")
@@ -78,6 +79,46 @@ def test_a_kernel_that_computes_something_else_is_refused(tmp_path, calls, monke
     monkeypatch.setattr(functions, "liger_swiglu", lambda gate, up: gate * up)
     with pytest.raises(ConfigError, match=r"rms_norm by liger, swiglu by liger .* are off by"):
         policy(folder, trainer_config(liger=True))
+
+
+def left_open(modules):
+    open_ones = {"rms_norm": "auto", "swiglu": "auto", "adamw": "torch"}
+    return settle(open_ones, modules, torch.device("cpu"))
+
+
+def test_without_a_setting_liger_is_taken_where_its_kernels_compute_and_learn_as_torch_does(
+    tmp_path, calls, monkeypatch, caplog
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
+    monkeypatch.setattr(liger, "find_spec", lambda name: object())
+    assert left_open(model.modules()) == {"rms_norm": "liger", "swiglu": "liger", "adamw": "torch"}
+    functions = sys.modules["liger_kernel.transformers.functional"]
+    monkeypatch.setattr(functions, "liger_swiglu", lambda gate, up: silu(gate) * up.detach() + up - up.detach())
+    by_torch = {"rms_norm": "torch", "swiglu": "torch", "adamw": "torch"}
+    with caplog.at_level("INFO"):
+        assert left_open(model.modules()) == by_torch, "its values are right, and its gradients are not"
+        assert left_open(torch.nn.Linear(2, 2).modules()) == by_torch
+        monkeypatch.setattr(liger, "find_spec", lambda name: None)
+        assert left_open(model.modules()) == by_torch
+    off, none, absent = caplog.messages
+    assert "does not run: AssertionError: its numbers are off by" in off
+    assert "no feed-forward layer like Llama's" in none
+    assert "liger-kernel is not installed (pip install 'siirl_dask[liger]')" in absent
+
+
+def test_a_policy_without_a_setting_computes_with_what_its_trial_chose(tmp_path, calls, monkeypatch):
+    """The trial of a GPU on this device: a policy's backend asks for the operators of its kind of device."""
+    monkeypatch.setattr(backend, "operators_of", lambda trainer, kind: operators_of(trainer, "cuda"))
+    monkeypatch.setattr(liger, "find_spec", lambda name: object())
+    monkeypatch.setattr(network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators))
+    folder = tiny_model(tmp_path / "model")
+    policy(folder, trainer_config())
+    assert {"norm", "swiglu"} <= {*calls}
+    calls.clear()
+    policy(folder, trainer_config(liger=False))
+    policy(folder, trainer_config(operators={"rms_norm": "torch", "swiglu": "torch"}))
+    assert not calls
+    assert "auto" not in operators_of(trainer_config(compile=True, operators={"attention": "torch"}), "cuda").values()
 
 
 def test_a_worker_without_a_gpu_and_a_model_without_such_layers_are_refused_by_name(tmp_path, calls):

@@ -150,9 +150,13 @@ def test_each_remedy_needs_less_than_the_one_before(seven):
     one = with_remedies(seven, "trainer", tokens, lambda trainer: 40_370_176)
     assert [remedy.setting for remedy in one.remedies] == [
         "trainer.park=true",
-        "trainer.gradient_checkpointing=true",
+        "trainer.max_tokens_per_micro_batch=14336",
+        "trainer.max_tokens_per_micro_batch=12288",
+        "trainer.max_tokens_per_micro_batch=10240",
         "trainer.max_tokens_per_micro_batch=8192",
+        "trainer.max_tokens_per_micro_batch=6144",
         "trainer.max_tokens_per_micro_batch=4096",
+        "trainer.gradient_checkpointing=true",
         "trainer.max_tokens_per_micro_batch=2048",
         "trainer.max_tokens_per_micro_batch=1024",
         "trainer.backend=fsdp",

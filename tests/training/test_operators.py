@@ -52,6 +52,13 @@ def test_a_device_has_its_own_library_unless_another_is_given():
     on_gpu = choose_operators({"swiglu": "liger"}, "cuda", liger=False)
     assert on_gpu == {**dict.fromkeys(OPERATORS, "torch"), "attention": "auto", "swiglu": "liger"}
     assert choose_operators({}, "cuda", liger=True)["rms_norm"] == "liger"
+    assert choose_operators({"swiglu": "torch"}, "cuda", liger="auto") == {
+        **dict.fromkeys(OPERATORS, "torch"),
+        "attention": "auto",
+        "rms_norm": "auto",
+    }
+    assert set(choose_operators({}, "cpu", liger="auto").values()) == {"torch"}, "numbers of CPUs stay as they are"
+    assert "auto" not in choose_operators({"attention": "torch"}, "cuda", liger="auto", megatron=True).values()
     assert choose_operators({"adamw": "torch"}, "npu", liger=False)["adamw"] == "torch"
 
 

@@ -183,8 +183,8 @@ def _set_adapters(draft: Draft) -> None:
         draft.set("trainer.liger", True, f"{_MODEL}.use_liger")
     if draft.flag(f"{_ACTOR}.freeze_vision_tower", default=False):
         draft.set("trainer.freeze", ["visual"], f"{_ACTOR}.freeze_vision_tower")
-    for name in (f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
-        draft.hold(name, "the default here")
+    draft.hold(f"{_MODEL}.use_liger", "the default here takes its kernels where they are installed and run")
+    draft.hold(f"{_ACTOR}.freeze_vision_tower", "the default here")
 
 
 def _set_critic(draft: Draft) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from siirl_dask.planner.explain.tables import readable_bytes, table
@@ -11,7 +10,6 @@ from siirl_dask.planner.footprint import EXCHANGE, Card, Footprint, Roles, fill,
 
 COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
 """Sizes in which accelerators are sold."""
-_LISTED = 8  # remedies
 _MORE = (
     "take more workers and trainer.backend=fsdp, whose shards get smaller, give roles workers of their own "
     "(cluster.placement), or take a smaller model"
@@ -77,7 +75,7 @@ def _filled(card: Card, one: Footprint) -> str:
 
 def advice(memory: int, workers: Mapping[str, Roles]) -> str:
     """Return what to change so that everything fits, in its order, with the bytes that each step comes to."""
-    steps = list(islice(remedies(memory, workers), _LISTED))
+    steps = list(remedies(memory, workers))
     last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}  # of a number that falls, the last
     lines = [
         f"{setting} ({readable_bytes(card.needed)})"

@@ -5,7 +5,6 @@ It takes what no FlashAttention does: float32, heads of other widths, values nar
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
+from siirl_dask.errors import ConfigError
 from siirl_dask.training.packing import Packing
 
 _BLOCK = 128  # tokens of a block that is computed or left out; what torch tunes its kernels for
 NARROWEST, WIDEST = 16, 256
 """Widths of a head that torch's kernels can have."""
+_LEAST_TOKENS = 2 * _BLOCK  # the compiler makes a kernel of its own where there is one block, or one token
+_GRAPHS = 64  # windows, types and widths of heads, with and without gradients; torch's 8 are for all of a process
+_CURE = "take trainer.operators.attention=torch, or fewer models of other heads, types and windows in one process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,34 @@ class FlexKernel:
     name: str = "FlexAttention (torch)"
 
 
-def compiled_flex() -> FlexKernel:
-    """Return the kernel, which is compiled when it is first called, once for all lengths."""
-    return FlexKernel(torch.compile(flex_attention, dynamic=True))
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
+    """Return the kernel, which is compiled when it is first called, once for all lengths, by a backend of
+    torch.compile. ConfigError from a call for which it is not compiled.
+    """
+    compiled = torch.compile(_fused, dynamic=True, fullgraph=True, backend=backend)
+
+    def attend(*heads: Tensor, **options: Any) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
+            try:
+                output: Tensor = compiled(*heads, **options)
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+                raise ConfigError(
+                    f"FlexAttention has been compiled {_GRAPHS} times in this process, for {_GRAPHS} kinds of heads, "
+                    f"and no more are allowed: {_CURE}"
+                ) from error
+        return output
+
+    return FlexKernel(attend)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    if not torch.compiler.is_compiling():  # torch would make a [T, T] matrix of scores for each head, and only warn
+        raise ConfigError(
+            "FlexAttention is called without torch.compile, which is switched off or has given up: its unfused form "
+            f"takes a matrix of all tokens by all tokens; {_CURE}"
+        )
+    output: Tensor = flex_attention(query, key, value, **options)
+    return output
 
 
 def attend_flex(
@@ -48,25 +77,36 @@ def attend_flex(
     """Attend within all rows in one call. [1, H, T, D], [1, H_kv, T, D], [1, H_kv, T, D'] -> [T, H, D'].
 
     ``ends`` are those of the rows: see ``row_ends``. The mask is made by a micro-batch's first layer for all others.
+    The kernel gets whole blocks: tokens that fill the last one are a row of their own, and are cut off again.
     """
+    tokens = query.shape[2]
+    whole = whole_blocks(tokens)
     if window not in packing.masks:
-        packing.masks[window] = row_mask(ends, query.shape[2], window)
+        packing.masks[window] = row_mask(ends, whole, window)
+    padding = (0, 0, 0, whole - tokens)
     output: Tensor = kernel.attend(
-        query,
-        key,
-        value,
+        pad(query, padding),
+        pad(key, padding),
+        pad(value, padding),
         block_mask=packing.masks[window],
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output[0].transpose(0, 1)
+    return output[0, :, :tokens].transpose(0, 1)
+
+
+def whole_blocks(tokens: int) -> int:
+    """Return the least number of tokens, at least ``tokens``, of which one compiled kernel takes all: whole blocks, and
+    more than one.
+    """
+    return max(_LEAST_TOKENS, -(-tokens // _BLOCK) * _BLOCK)
 
 
 def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of packed rows: causal within each, and no further back than a window, the token included.
 
-    ``ends`` are those of the rows, [R + 1]. Blocks follow from the rows of their first and last tokens, so no [T, T]
-    matrix is made.
+    ``ends`` are those of the rows, [R + 1]; tokens after the last row are a row of their own. Blocks follow from the
+    rows of their first and last tokens, so no [T, T] matrix is made.
     """
     row = torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)
 
@@ -95,10 +135,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str | None:
-    """Return why the kernel does not compile, run and learn on a device; None where it does, on two short rows.
-
-    Where torch.compile is switched off, torch computes a [T, T] matrix of scores, and warns: that counts as a failure.
-    """
+    """Return why the kernel does not compile, run and learn on a device; None where it does, on two short rows."""
     ends = torch.tensor([0, 5, _BLOCK + 20], dtype=torch.int32, device=device)
     runs = ((1, 5), (1, _BLOCK + 15))
     query, key, value = (
@@ -106,8 +143,7 @@ def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width:
         for count, each in ((2, width), (1, width), (1, value_width))
     )
     try:
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("error", "flex_attention called without torch.compile")
+        with torch.enable_grad():
             attend_flex(kernel, query, key, value, ends, Packing(runs), None, None).sum().backward()
     except Exception as error:  # the compiler's and Triton's: no program for this device, too little shared memory, ...
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -7,18 +7,114 @@ roles of the process build later.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Container, Iterable
-from functools import partial
+import logging
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from siirl_dask.devices import traits_of
+from siirl_dask.devices.operators import AUTO, LIGER, OPERATORS, TORCH
 from siirl_dask.errors import ConfigError
+from siirl_dask.training.model.trial import rounding
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
+_TOKENS = 3  # of a trial
+_EPSILON = 1e-6
+Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+"""Liger's norm and its product of gate and up."""
+logger = logging.getLogger("siirl_dask.training")
+
+
+def settle(operators: Mapping[str, str], modules: Iterable[nn.Module], device: torch.device) -> dict[str, str]:
+    """Return the operators with liger or torch for norms and feed-forward layers that are ``auto``: liger where its
+    kernels learn as torch does on the device, in layers of the model's widths. The log says, once, why it does not.
+
+    Each rank tries by itself, with tensors of its own, so that one that fails leaves no other waiting.
+    """
+    open_ones = [name for name, library in operators.items() if library == AUTO and LIGER in OPERATORS[name]]
+    if not open_ones:
+        return {**operators}
+    reason = _why_not(*_widths(modules), device)
+    if reason is not None:
+        _say(f"norms and feed-forward layers on {device} are computed by torch: {reason}")
+    return {**operators, **dict.fromkeys(open_ones, LIGER if reason is None else TORCH)}
+
+
+@cache
+def _say(text: str) -> None:
+    logger.info(text)
+
+
+def _widths(modules: Iterable[Any]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the widths of a model's norms and of its feed-forward layers, those that Liger's kernels can take over."""
+    norms = set[int]()
+    inner = set[int]()
+    for module in modules:
+        if is_norm(module):
+            norms.add(module.weight.shape[-1])
+        elif is_feed_forward(module):
+            inner.add(module.gate_proj.out_features)
+    return frozenset(norms), frozenset(inner)
+
+
+def _why_not(norms: frozenset[int], inner: frozenset[int], device: torch.device) -> str | None:
+    """Return why Liger's kernels do not compute what torch does, values and gradients; None where they do."""
+    if find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install 'siirl_dask[liger]')"
+    if not norms and not inner:
+        return "the model has no norm and no feed-forward layer like Llama's"
+    try:
+        rms_norm, swiglu = _kernels()
+        for dtype in (torch.float32, torch.bfloat16):
+            for width in sorted(norms):
+                hidden, weight = _values((_TOKENS, width), dtype, device), _values((width,), dtype, device)
+                _compare(partial(_liger_norm, rms_norm), _torch_norm, [hidden, weight])
+            for width in sorted(inner):
+                gate, up = (_values((_TOKENS, width), dtype, device) for _ in "gu")
+                _compare(swiglu, _torch_swiglu, [gate, up])
+    except Exception as error:  # Triton's, CUDA's and the import's: no program for this device, another version, ...
+        return f"liger-kernel does not run: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers from -2 to 2, the same in every process and without drawing any."""
+    count = math.prod(shape)
+    return (4 * torch.arange(count, device=device).mul(0.618).frac() - 2).view(shape).to(dtype).requires_grad_()
+
+
+def _compare(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """Raise AssertionError where a kernel's values or gradients are not those of its reference."""
+    outputs = []
+    with torch.enable_grad():
+        for function in (kernel, reference):
+            value = function(*inputs)
+            outputs.append([value, *torch.autograd.grad(value.float().square().sum(), inputs)])
+    for found, expected in zip(*outputs, strict=True):
+        largest = expected.float().abs().max().item()
+        error = (found.float() - expected.float()).abs().max().item()
+        if not error <= rounding(largest, expected.dtype):  # also for NaN
+            raise AssertionError(f"its numbers are off by {error:.2g} of {largest:.2g} in {expected.dtype}")
+
+
+def _liger_norm(kernel: Callable[..., Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+    return kernel(hidden, weight, _EPSILON, in_place=False)
+
+
+def _torch_norm(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)).to(hidden.dtype)
+
+
+def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
 
 
 def use_liger(
@@ -43,7 +139,7 @@ def use_liger(
         raise ConfigError("trainer.liger=true: the model has no norm and no feed-forward layer like Llama's")
 
 
-def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _kernels() -> Kernels:
     try:
         found = importlib.import_module("liger_kernel.transformers.functional")
         return found.liger_rms_norm, found.liger_swiglu

@@ -19,7 +19,7 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.attention import PACKED, ends_for_kernels
-from siirl_dask.training.model.liger import use_liger
+from siirl_dask.training.model.liger import settle, use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.lora import (
     add_adapters,
@@ -174,6 +174,7 @@ class Network(nn.Module):
         rows = trial_rows(self.model.config.get_text_config().vocab_size, self.inputs)
         head = self.model.get_output_embeddings()
         expected = torch.cat([*self._plain_outputs(rows)])
+        operators = settle(operators, self.modules(), self.device)
         if ligers := [operator for operator, library in operators.items() if library == LIGER]:
             use_liger(self.modules(), self.device, ligers)
         use_operators(self.modules(), operators)

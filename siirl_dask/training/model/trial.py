@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from siirl_dask.devices.operators import AUTO, REFERENCE, TORCH
+from siirl_dask.devices.operators import REFERENCE, TORCH
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import Image
 from siirl_dask.images.noise import noise
@@ -71,7 +71,7 @@ def use_packed_attention(network: Network, path: str, operators: Mapping[str, st
     except (TypeError, NotImplementedError) as failure:
         raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
     if not error <= tolerance:  # also for NaN
-        fused = [f"{operator} by {library}" for operator, library in operators.items() if library not in (TORCH, AUTO)]
+        fused = [f"{operator} by {library}" for operator, library in operators.items() if library != TORCH]
         kernels = f" with {', '.join(fused)} (trainer.operators, trainer.liger)" if fused else ""
         raise ConfigError(
             f"model.path={path!r}: logits of {name} from packed rows and a linear head{kernels} "

@@ -13,7 +13,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _setup_privateuseone_for_python_backend("npu", sys.modules.setdefault("torch.npu", __import__("torch_npu.npu").npu))
 
-from torch_npu import autocast, hccl, npu, profiler, tensor  # noqa: E402, F401
+from torch_npu import autocast, hccl, npu, pinned, profiler, tensor  # noqa: E402, F401
 from torch_npu.calls import calls  # noqa: E402, F401
 from torch_npu.operators import (  # noqa: E402, F401
     npu_apply_adam_w,
