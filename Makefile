@@ -7,7 +7,7 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
-.PHONY: install quickstart test test-gpu gpu-bundle test-slow sweep lint
+.PHONY: install quickstart test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
 install: $(STAMP)
 
@@ -53,6 +53,21 @@ test-slow: install
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep"
 	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -rl "mark.alone" tests)
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
+	$(MAKE) test-oldest
+
+# The oldest torch that pyproject.toml allows, with the transformers of its time: machines with GPUs come with such a pair.
+OLDEST := build/oldest
+$(OLDEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check "torch==2.11.*" "transformers==5.17.*" -e ".[test]"
+	touch $@
+
+# Two workers with each of torch's backends, and every test of devices: among them shards over two ranks.
+test-oldest: export OMP_NUM_THREADS ?= 1
+test-oldest: $(OLDEST)/installed
+	for backend in torch fsdp; do $(OLDEST)/bin/siirl-dask quickstart cluster.workers=2 \
+	  cluster.placement={} run.steps=3 run.url=$(OLDEST)/$$backend trainer.backend=$$backend || exit 1; rm -r $(OLDEST)/$$backend; done
+	$(MAKE) test-gpu DEVICE=cpu GPU_PYTHON=$(OLDEST)/bin/python
 
 # Every kill, stop and failure of a store at every place, and layouts and engines, of which the tests above have a sample.
 sweep: export OMP_NUM_THREADS ?= 1

@@ -40,6 +40,10 @@ class VisibleDevices:
     """Kernel and PCI address of each of them, as in ``Device.pci``; empty where they are not known."""
 
 
+TENSOR_CORES = (8, 0)
+"""Compute capability of Ampere, the first of Nvidia's with bfloat16 and FlashAttention."""
+
+
 def visible_devices() -> VisibleDevices:
     """Return the devices visible to this process.
 
@@ -155,6 +159,16 @@ def torch_has_flash() -> bool:
 def built_for() -> str | None:
     """Return the version of CUDA that this torch is built for; None for a build for CPUs."""
     return torch.version.cuda
+
+
+def name_if_faster_in_bfloat16(device: torch.device) -> str:
+    """Return the accelerator's name where it multiplies faster in bfloat16 than in float32; empty elsewhere."""
+    if device.type == DeviceKind.CPU:
+        return ""
+    capability = compute_capability(device)
+    if capability is not None and capability < TENSOR_CORES:
+        return ""
+    return name_of(DeviceKind(device.type), device.index or 0)
 
 
 def free_cache(kind: str) -> None:

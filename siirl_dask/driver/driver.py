@@ -69,6 +69,8 @@ class Driver:
         self._on_cluster = RunOnCluster(client, spec, self._events.put)
         self.kept: dict[str, list[str]] = {}
         """Roles that each worker has taken over from an earlier run, instead of building them."""
+        self.accelerators: set[str] = set()
+        """Names of the workers' accelerators that are faster in bfloat16 than in float32."""
         self._finishing = False
 
     @property
@@ -297,6 +299,8 @@ class Driver:
                 raise SchedulerLost(f"{self._place()}: {event['what']}; what was written is whole")
             case "built":
                 self.kept[event["member"]] = list(event["kept"])
+                if event["accelerator"]:
+                    self.accelerators.add(event["accelerator"])
             case "progress":
                 self._on_progress(event["beats"], event["place"])
             case "idle" if self._on_idle is not None:

@@ -9,7 +9,7 @@ from distributed import Client
 from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config, Engine
+from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.elastic import Elastic
@@ -24,6 +24,7 @@ from siirl_dask.driver.replacement import Fixed
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, find_resume_point
 from siirl_dask.driver.scheduler_guard import scheduler_guard
+from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
@@ -168,6 +169,9 @@ def _drive(tried: Try, log: RunLog, client: Client, restarts: Restarts, earlier:
         for note in tried.notes:
             log.progress.note(note)
         restarts.at_work(log.resume.done, workers, sum(map(bool, driver.kept.values())))
+        if config.model.dtype is Dtype.float32 and earlier is None:
+            for accelerator in sorted(driver.accelerators):
+                log.progress.note(note_on_float32(accelerator))
         before = driver.traffic()
         with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
             planned = iterations(config, list(tried.phases), resume.done, resume.stages, resume.measured)

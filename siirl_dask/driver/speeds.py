@@ -117,6 +117,18 @@ TABLE = {
 _ROUNDS = 50
 
 
+def note_on_float32(accelerator: str) -> str:
+    """Return a sentence for a user whose run computes in float32 on an accelerator of that name."""
+    shown = f"model.dtype=float32 on {accelerator}"
+    speed = next((speed for name, speed in TABLE.items() if name in accelerator.casefold()), None)
+    if speed is None:
+        return f"{shown}: it multiplies several times as fast in bfloat16 (model.dtype=bfloat16)"
+    return (
+        f"{shown}: it multiplies {speed.flops / speed.flops32:.0f} times as fast in bfloat16, {speed.flops / 1e12:.0f} "
+        f"TFLOP/s for {speed.flops32 / 1e12:.0f} by {speed.source} (model.dtype=bfloat16)"
+    )
+
+
 def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
     """Return the figures of a device of the table, or of this machine's CPU for ``cpu``, which takes half a second.
 

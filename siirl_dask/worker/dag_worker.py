@@ -19,6 +19,7 @@ from siirl_storage import set_retry_seconds
 
 from siirl_dask.context import Device, Rank
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request
+from siirl_dask.devices.accelerator import name_if_faster_in_bfloat16
 from siirl_dask.devices.cpus import CpuBinding
 from siirl_dask.errors import PeerError
 from siirl_dask.models.broken_imports import hide
@@ -180,7 +181,8 @@ class DAGWorker(WorkerPlugin):
         with counts_as_progress(self.pulse):
             resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
         self._built = BuiltRoles(device, resources)
-        self._report({"kind": "built", "kept": sorted(kept)})
+        accelerator = name_if_faster_in_bfloat16(torch.device(device.torch_name))
+        self._report({"kind": "built", "kept": sorted(kept), "accelerator": accelerator})
         if self.spec.store is not None:
             self._restore(self.spec.store, ranks, resources)
         self._runtime = self._make_runtime(plan, joined, telling, resources)

@@ -52,10 +52,13 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
     for folder in taken:
         folder.mkdir()
     one, other = ({**telling, "FAKE_NPU_TAKEN": str(folder)} for folder in taken)
-    train(digits_task, ours, "run.steps=2", "profile.steps=[2]", npus=4, **one)
+    begun = train(digits_task, ours, "run.steps=2", "profile.steps=[2]", "observe.progress=true", npus=4, **one)
+    shown = " ".join(begun.stdout.split())
+    assert shown.count("model.dtype=float32 on Ascend910B2: it multiplies 4 times as fast in bfloat16") == 1
     first = [json.loads(file.read_text()) for file in counts.iterdir()]
     train(digits_task, ours, "run.steps=3", npus=4, **other)
-    train(digits_task, theirs, "run.steps=3")
+    on_cpus = train(digits_task, theirs, "run.steps=3", "observe.progress=true")
+    assert "model.dtype" not in on_cpus.stdout
     for step in (1, 2, 3):
         one, other = samples(ours, step), samples(theirs, step)
         for name in EQUAL:

@@ -11,12 +11,14 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 
+from siirl_dask.cli import main
 from siirl_dask.config import ClusterConfig, Engine
 from siirl_dask.context import DeviceKind
 from siirl_dask.driver.doctor import State, machine, packages, storage
 from siirl_dask.driver.doctor.cluster import check_cluster
 from siirl_dask.driver.doctor.devices import count_nodes, judge_interface, judge_unseen
 from siirl_dask.driver.doctor.vllm import judge_vllm
+from tests.conftest import digits_overrides
 
 
 def faults(findings):
@@ -46,6 +48,30 @@ def test_a_package_of_another_version_is_named_also_one_of_an_extra(tmp_path, mo
     )
     assert found["vllm"][1] == "pip install 'vllm<0.33,>=0.32'"
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.10.1"), ("transformers", "5.15.0")])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_torch_or_transformers_that_cannot_work_is_refused_in_one_line_before_workers_start(
+    tmp_path, monkeypatch, capsys, digits_task, name, version, command
+):
+    install(tmp_path / "site", name, version)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "configs/quickstart.yaml", *digits_overrides(digits_task, tmp_path / "run")])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name} {version} is installed in ")
+    assert f"and siirl_dask needs {name}<" in line
+    assert f"pip install '{name}<" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_newer_torch_is_left_to_the_doctor(tmp_path, monkeypatch):
+    install(tmp_path, "torch", "2.99.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    packages.refuse_older()
+    assert "torch" in faults(packages.check_packages())
 
 
 def test_without_its_sources_the_package_asks_for_what_it_was_installed_with(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.planner.explain.tables import readable_bytes
 
 _MAKERS = {traits_of(kind).maker: traits_of(kind) for kind in DeviceKind if traits_of(kind).maker}
-_TENSOR_CORES = (8, 0)  # Ampere: bfloat16 and FlashAttention
 _TAKEN, _OWN = 0.1, 2**30  # share of a device's memory in use that is worth a word, beyond what torch's own start takes
 _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
 
@@ -98,7 +97,7 @@ def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
         cure = f"end what else runs on it, or give a run other devices ({traits_of(kind).visible})"
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
     capability = accelerator.compute_capability(torch.device(kind, index))
-    if capability is not None and capability < _TENSOR_CORES:
+    if capability is not None and capability < accelerator.TENSOR_CORES:
         return note(part, f"{said}; it is older than Ampere", "model.dtype=float32: it has no bfloat16")
     return ok(part, said)
 
