@@ -173,16 +173,16 @@ class NodeSeconds:
         nodes = [node for node in self.plan.dag.nodes if node.role in roles]
         works = [Work(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes]
         generating = {node.role: node for node in nodes if RESPONSE_IDS in node.contract.writes.names}
-        engines = [
-            engine for node in generating.values() if (engine := self._engine(node, placement, works)) is not None
-        ]
-        models = [
-            model
-            for role in {node.role: None for node in nodes}
-            if (model := self._parked(role, placement, works)) is not None
-        ]
+        engines = [self._engine(node, placement, works) for node in generating.values()]
+        models = [self._parked(role, placement, works) for role in dict.fromkeys(node.role for node in nodes)]
         total = len({worker for workers in placement.values() for worker in workers})
-        return WorkerMoves(self.speed, total, works, engines, models)
+        return WorkerMoves(
+            self.speed,
+            total,
+            works,
+            [engine for engine in engines if engine is not None],
+            [model for model in models if model is not None],
+        )
 
     def _engine(self, node: Node, placement: Placement, works: Sequence[Work]) -> SleepingEngine | None:
         """Return the engine with which a node generates; None where it is no engine of vLLM's."""

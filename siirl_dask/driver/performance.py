@@ -40,7 +40,8 @@ class StepTime:
 def step_time(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> StepTime | None:
     """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan is not known."""
     model = NodeSeconds(config, plan, speed, lengths)
-    seconds, own = model.on(plan.placement), model.computing(plan.placement)
+    seconds = model.on(plan.placement)
+    own = model.computing(plan.placement)
     if seconds is None or own is None:
         return None
     step = schedule(config, plan, seconds, plan.placement, _overhead(plan, speed))

@@ -158,7 +158,8 @@ class WorkerMoves:
         return self._found
 
     def _run(self, at: int, work: Work) -> None:
-        name, role = work.node.name, work.node.role
+        name = work.node.name
+        role = work.node.role
         if work.computes:
             self._free(at, name, role)
         for engine in (one for one in self.engines if one.role == role):

@@ -74,10 +74,12 @@ def _why_not(norms: frozenset[int], inner: frozenset[int], device: torch.device)
         rms_norm, swiglu = _kernels()
         for dtype in (torch.float32, torch.bfloat16):
             for width in sorted(norms):
-                hidden, weight = _values((_TOKENS, width), dtype, device), _values((width,), dtype, device)
+                hidden = _values((_TOKENS, width), dtype, device)
+                weight = _values((width,), dtype, device)
                 _compare(partial(_liger_norm, rms_norm), _torch_norm, [hidden, weight])
             for width in sorted(inner):
-                gate, up = (_values((_TOKENS, width), dtype, device) for _ in "gu")
+                gate = _values((_TOKENS, width), dtype, device)
+                up = _values((_TOKENS, width), dtype, device)
                 _compare(swiglu, _torch_swiglu, [gate, up])
     except Exception as error:  # Triton's, CUDA's and the import's: no program for this device, another version, ...
         return f"liger-kernel does not run: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
