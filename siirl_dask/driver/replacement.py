@@ -102,6 +102,7 @@ def _give_up_stuck(client: Client, group: WorkerGroup, own: str) -> None:
         if stuck:
             logger.warning("given up, since their task does not return: workers at %s", ", ".join(stuck))
             _remove(client, stuck)
+            since.update(dict.fromkeys(stuck, now))
         time.sleep(_GLANCE)
 
 
