@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dask.system import CPU_COUNT
-
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
@@ -75,6 +73,8 @@ def cores_of_worker(
     ``neighbours``, the number of workers at its address. A container's quota is divided by that as well. To be called
     before the process is bound.
     """
+    from dask.system import CPU_COUNT  # places of devices are found without Dask, too
+
     given = given_cpus()
     near = _near(visible_to[worker], devices[worker])
     if near:

@@ -104,7 +104,7 @@ def test_masks_that_a_launcher_has_set_stay_apart(topology):
 @pytest.fixture
 def host_of_32(monkeypatch):
     monkeypatch.setattr(affinity, "given_cpus", lambda: frozenset(range(32)))
-    monkeypatch.setattr(affinity, "CPU_COUNT", 32)
+    monkeypatch.setattr("dask.system.CPU_COUNT", 32)
 
 
 def cores(visible_to, neighbours, root=Path("/nonexistent")):
@@ -137,7 +137,7 @@ def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(h
     visible_to = {"0": VisibleDevices(CUDA, ("a",)), "1": VisibleDevices(CUDA, ("b",))}
     assert cores(visible_to, 4) == [8, 8]
     assert cores(visible_to, 40) == [1, 1]
-    monkeypatch.setattr(affinity, "CPU_COUNT", 12)  # as in a container with a quota
+    monkeypatch.setattr("dask.system.CPU_COUNT", 12)  # as in a container with a quota
     assert cores(visible_to, 4) == [3, 3]
 
 

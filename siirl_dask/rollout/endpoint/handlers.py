@@ -11,6 +11,7 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 from tornado.web import HTTPError, RequestHandler, stream_request_body
 
+from siirl_dask.config import EndpointConfig
 from siirl_dask.rollout.endpoint.answers import Answer, chat_body, chunks, text_body, up_to_stop
 from siirl_dask.rollout.endpoint.conversations import Conversation, Turn, history_of
 from siirl_dask.rollout.endpoint.queue import Ticket
@@ -58,10 +59,9 @@ class _Handler(RequestHandler):
 
     def body(self) -> bytes:
         """Return the body. Refusal for one that is too large."""
-        if self._received > self.serving.config.body_bytes:
-            message = (
-                f"the body has {self._received} bytes, more than {self.serving.config.max_body} (endpoint.max_body)"
-            )
+        config: EndpointConfig = self.serving.config
+        if self._received > config.body_bytes:
+            message = f"the body has {self._received} bytes, more than {config.max_body} (endpoint.max_body)"
             raise Refusal(413, message, code="body_too_large")
         return bytes(self._body)
 
