@@ -151,7 +151,8 @@ class NodeSeconds:
             learning = learns(node, self.plan)
             if not (_computes(node, self.plan) or PARAMETER_DATA in writes | reads):
                 continue
-            options, workers = options_of(self.plan.dag.role(node.role).build), len(placement[node.role])
+            options = options_of(self.plan.dag.role(node.role).build)
+            workers = len(placement[node.role])
             if (model := self._model(options.get("model", self.config.model), workers)) is None:
                 return None
             seconds = self._seconds(node, model, options, learning=learning)
@@ -222,7 +223,9 @@ class NodeSeconds:
             adapters = count_adapters(one.path, trainer)
             trained = trained if adapters is None else adapters.total
         learned = any(work.learns for work in works if work.node.role == role)
-        each = (3 if trainer.ema_decay else 2) if learned else 0
+        each = 0
+        if learned:
+            each = 3 if trainer.ema_decay else 2
         gives = next((w.node for w in works if PARAMETER_DATA in w.node.contract.writes.names), None)
         gathered = self._weight_bytes(gives, model, options) if gives is not None and shards > 1 else 0
         return ParkedModel(

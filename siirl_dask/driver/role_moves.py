@@ -92,7 +92,11 @@ class ParkedModel:
         """Park; return what moves, None for nothing. What has not changed is not copied again."""
         if not self.parks:
             return None
-        copied = (self.weights if self.weights_here and self.changed else 0.0) + (self.state if self.state_here else 0)
+        copied = 0.0
+        if self.weights_here and self.changed:
+            copied += self.weights
+        if self.state_here:
+            copied += self.state
         self.weights_here = self.state_here = self.changed = False
         return _Moved(copied) if copied else None
 
