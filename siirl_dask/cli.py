@@ -28,6 +28,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.devices import check_plugins
 from siirl_dask.errors import ConfigError, did_you_mean
 
+_EXPORTED = [dtype for dtype in Dtype if dtype is not Dtype.auto]
 _NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "export")
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
@@ -169,7 +170,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
     command.add_argument("--role", default="policy", metavar="ROLE", help="default: policy")
     command.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
-    command.add_argument("--dtype", choices=[*Dtype], type=Dtype, help="default: as the run's model.dtype")
+    command.add_argument("--dtype", choices=_EXPORTED, type=Dtype, help="default: as the run's model.dtype")
     command.add_argument("--adapter", action="store_true", help="the adapters alone, for peft (trainer.lora.rank)")
 
 

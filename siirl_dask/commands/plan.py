@@ -11,6 +11,7 @@ from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
+from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
@@ -43,13 +44,23 @@ def describe_run(
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
     times = None if timing is None else timing.resolve(config)
     validation = validation_of(config, dag, validation)
+    dags = [dag] if validation is None else [dag, validation]
+    expected: NumberType | None = None
+    if is_open(config, dags):
+        expected = expected_dtype(config.cluster, device=None if timing is None else timing.device)
+        config = with_dtype(config, expected.dtype)
+        dag = with_dtype_in_dag(dag, expected.dtype)
+        validation = None if validation is None else with_dtype_in_dag(validation, expected.dtype)
     workers = worker_names(config)
     placed = None if hosts is None else place_workers(workers, hosts)
     phases = plan_phases(config, dag, validation, workers, placed, assume_columns=True)
     check_observation(config, phases[Phase.TRAIN][0])
     checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
-    notes, shown = [*_assumed(config), *checked.notes], _shown(config, phases)
+    notes = [*_assumed(config), *checked.notes]
+    if expected is not None:
+        notes.append(expected.note)
+    shown = _shown(config, phases)
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
     seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])

@@ -11,10 +11,17 @@ from siirl_dask.errors import ConfigError
 
 
 class Dtype(StrEnum):
-    """Number type of a model's weights."""
+    """Number type in which a model computes."""
 
+    auto = "auto"
+    """bfloat16 where the workers have accelerators that all compute in it, else float32; see driver/number_type.py."""
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number; of ``auto`` the larger ones, while it is not decided."""
+        return 2 if self is Dtype.bfloat16 else 4
 
 
 class WeightSync(StrEnum):
@@ -43,7 +50,9 @@ class ModelConfig:
 
     path: str = "???"
     """Folder with a model that transformers loads: config, weights, tokenizer."""
-    dtype: Dtype = Dtype.float32
+    dtype: Dtype = Dtype.auto
+    """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes bfloat16 where the workers
+    have accelerators that all compute in it, and float32 elsewhere; a run that goes on keeps the type it began with."""
 
     def __post_init__(self) -> None:
         self.path = absolute(self.path)

@@ -45,12 +45,9 @@ TENSOR_CORES = (8, 0)
 
 
 def visible_devices() -> VisibleDevices:
-    """Return the devices visible to this process.
-
-    A plug-in's come first: MindSpeed, once it is imported, has torch.cuda answer for NPUs.
-    """
-    found = next((kind for kind in reversed(DeviceKind) if kind is not DeviceKind.CPU and _is_available(kind)), None)
-    if found is None:
+    """Return the devices visible to this process."""
+    found = kind_here()
+    if found is DeviceKind.CPU:
         return VisibleDevices()
     module = _module(found)
     count = module.device_count()
@@ -161,14 +158,30 @@ def built_for() -> str | None:
     return torch.version.cuda
 
 
+def kind_here() -> DeviceKind:
+    """Return the kind of the devices that this process computes on, without touching any of them.
+
+    A plug-in's come first: MindSpeed, once it is imported, has torch.cuda answer for NPUs.
+    """
+    kinds = [kind for kind in reversed(DeviceKind) if kind is not DeviceKind.CPU]
+    return next((kind for kind in kinds if _is_available(kind)), DeviceKind.CPU)
+
+
+def has_bfloat16(kind: DeviceKind, index: int) -> bool:
+    """Return whether an accelerator multiplies in bfloat16, faster than in float32; a kind without compute capability
+    does.
+    """
+    capability = compute_capability(torch.device(str(kind), index))
+    return capability is None or capability >= TENSOR_CORES
+
+
 def name_if_faster_in_bfloat16(device: torch.device) -> str:
     """Return the accelerator's name where it multiplies faster in bfloat16 than in float32; empty elsewhere."""
     if device.type == DeviceKind.CPU:
         return ""
-    capability = compute_capability(device)
-    if capability is not None and capability < TENSOR_CORES:
-        return ""
-    return name_of(DeviceKind(device.type), device.index or 0)
+    kind = DeviceKind(device.type)
+    index = device.index or 0
+    return name_of(kind, index) if has_bfloat16(kind, index) else ""
 
 
 def free_cache(kind: str) -> None:

@@ -37,7 +37,6 @@ _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
 _ROW_END = 8  # bytes that Arrow spends on where a list ends
-_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOWER = {  # advice by the largest part
     "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
     "roles more workers",
@@ -244,7 +243,7 @@ def _published(
     model: ModelConfig = options.get("model", config.model)
     lora = node.options.get("lora")
     if lora is not None and lora.rank:
-        size, each = count_adapters(model.path, options.get("trainer", config.trainer)), _BYTES[Dtype.float32]
+        size, each = count_adapters(model.path, options.get("trainer", config.trainer)), Dtype.float32.itemsize
     else:
-        size, each = count(model.path), _BYTES[model.dtype]
+        size, each = count(model.path), model.dtype.itemsize
     return None if size is None else (size, each)

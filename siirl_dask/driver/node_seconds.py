@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from siirl_dask.config import Backend, Config, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Backend, Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.driver.role_moves import (
     Moves,
     ParkedModel,
@@ -274,7 +274,7 @@ class NodeSeconds:
         if (found := self._models[model.path]) is None:
             return None
         size, one, experts = found
-        return _Model(size, one, 2 if model.dtype is Dtype.bfloat16 else 4, workers, experts)
+        return _Model(size, one, model.dtype.itemsize, workers, experts)
 
 
 def _computes(node: Node, plan: Plan) -> bool:

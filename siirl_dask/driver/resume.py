@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, Dtype
 from siirl_dask.context import Metric
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
 from siirl_dask.observe import Record, Status, read_summary
@@ -118,6 +118,12 @@ def _newest_usable(
         else:
             return found, state, tuple(reasons)
     raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
+
+
+def recorded_dtype(url: str) -> Dtype | None:
+    """Return the number type of the run at ``url``, whatever it was started with; None where there is no run."""
+    recorded, _ = _left_behind(url)
+    return None if recorded is None else Dtype(recorded.values["model.dtype"])
 
 
 def _left_behind(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:

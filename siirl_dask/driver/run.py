@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 from distributed import Client
 from siirl_storage import set_retry_seconds
@@ -16,13 +17,14 @@ from siirl_dask.driver.elastic import Elastic
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
+from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.processes import hosts_of, workers_needed
 from siirl_dask.driver.replacement import Fixed
 from siirl_dask.driver.restarts import Restarts
-from siirl_dask.driver.resume import ResumePoint, find_resume_point
+from siirl_dask.driver.resume import ResumePoint, find_resume_point, recorded_dtype
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
@@ -61,6 +63,9 @@ def run(
     hide()
     set_retry_seconds(config.storage.retry_seconds)
     validation = validation_of(config, dag, validation)
+    open_types = _open_types(config, dag, validation, fresh=fresh)
+    if open_types is not None:
+        config, dag, validation = _decided(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     planned = plan_run(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
     check_observation(config, planned[Phase.TRAIN][0])
@@ -74,8 +79,35 @@ def run(
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:
-        job = Job(config, dag, validation, checked, find_models(checked.reads), fresh, force)
+        job = Job(config, dag, validation, checked, find_models(checked.reads), fresh, force, open_types)
         return _run(job, RunLog(config, attempt, progress, resume, command))
+
+
+def _open_types(config: Config, dag: DAG, validation: DAG | None, *, fresh: bool) -> OpenTypes | None:
+    """Return the run with what ``model.dtype=auto`` is expected to stand for; None where no model has that type."""
+    dags = (dag,) if validation is None else (dag, validation)
+    if not is_open(config, dags):
+        return None
+    recorded = None if fresh else recorded_dtype(config.run.url)
+    return OpenTypes(config, dags, expected_dtype(config.cluster, recorded))
+
+
+def _decided(open_types: OpenTypes, dtype: Dtype) -> tuple[Config, DAG, DAG | None]:
+    config, dags = open_types.decide(dtype)
+    return config, dags[0], dags[1] if len(dags) > 1 else None
+
+
+def _on_workers(job: Job, log: RunLog, client: Client) -> Job:
+    """Return the job with the number type that its workers decide, and say which one it is."""
+    if job.open_types is None:
+        return job
+    dtype = job.open_types.on_workers(client, log.progress.note)
+    if dtype is job.open_types.expected.dtype:
+        return job
+    config, dag, validation = _decided(job.open_types, dtype)
+    checked = check(config, plan_run(config, dag, validation, worker_names(config), log.resume))
+    log.config = config
+    return replace(job, config=config, dag=dag, validation=validation, checked=checked)
 
 
 def _run(job: Job, log: RunLog) -> Summary:
@@ -98,7 +130,8 @@ def _try_until_done(job: Job, log: RunLog) -> None:
     """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
     config, progress = job.config, log.progress
     restarts = Restarts(config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic)
-    log.restarts, groups = restarts.done, _worker_groups(job, progress)
+    log.restarts = restarts.done
+    groups: WorkerGroups | None = None
     group: WorkerGroup | None = None
     failure: SiirlError | None = None
     last: Driver | None = None
@@ -114,6 +147,9 @@ def _try_until_done(job: Job, log: RunLog) -> None:
                         connection.close()
                         client = connection.enter_context(reconnect(config, progress))
                     with scheduler_guard(client, config.cluster):
+                        if groups is None:
+                            job = _on_workers(job, log, client)
+                            groups = _worker_groups(job, progress)
                         group = groups.find(client, group, failure, None if last is None else last.plugin)
                         with workers_needed(client, group.members):
                             tried = prepare_try(job, log, client, group, groups, last)

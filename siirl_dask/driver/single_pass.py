@@ -9,12 +9,13 @@ from distributed import Client
 from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, Dtype
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
+from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import hosts_of, members
@@ -91,6 +92,10 @@ def _passes(
 ) -> list[tuple[list[Done], list[str]]]:
     """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily."""
     hide()
+    open_types: OpenTypes | None = None
+    if is_open(config, [dag for dag, _ in dags]):
+        open_types = OpenTypes(config, tuple(dag for dag, _ in dags), expected_dtype(config.cluster))
+        config, dags = _decided(open_types, open_types.expected.dtype, dags)
     set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
 
@@ -108,6 +113,11 @@ def _passes(
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             hosts = hosts_of(named)
+            dtype = None if open_types is None else open_types.on_workers(client, progress.note)
+            if open_types is not None and dtype is not None and dtype is not open_types.expected.dtype:
+                config, dags = _decided(open_types, dtype, dags)
+                first, _ = dags[0]
+                checked = check(config, phases(first, list(named), hosts))
             actual = phases(first, list(named), hosts)
             check_reachable(client, named, actual, checked.reads, config.run.url)
             with forgotten(client, named, [model for url, model in models.items() if url in passing]):
@@ -124,6 +134,14 @@ def _passes(
         raise Interrupted("stopped by the user; what was written is whole") from None
     finally:
         progress.close()
+
+
+def _decided(
+    open_types: OpenTypes, dtype: Dtype, dags: Sequence[tuple[DAG, Sequence[int]]]
+) -> tuple[Config, list[tuple[DAG, Sequence[int]]]]:
+    """Return the configuration, and the DAGs with their steps, with ``dtype`` in place of ``auto``."""
+    config, decided = open_types.decide(dtype)
+    return config, [(dag, steps) for dag, (_, steps) in zip(decided, dags, strict=True)]
 
 
 def _run_steps(config: Config, client: Client, spec: RunSpec, steps: Sequence[int]) -> tuple[list[Done], list[str]]:

@@ -13,6 +13,7 @@ from siirl_dask.driver.commits import Commits
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
+from siirl_dask.driver.number_type import OpenTypes
 from siirl_dask.driver.phases import Phases, plan_phases
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of
@@ -45,6 +46,8 @@ class Job:
     models: Models
     fresh: bool
     force: bool
+    open_types: OpenTypes | None = None
+    """The run before ``model.dtype=auto`` was decided; None where no model had that type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from siirl_dask.rollout.adapter_choice import layer_rank, takes_layers
 
 CACHE = "KV cache"
 GRAPHS = "graphs"
-_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LOGITS = 4  # bytes of a logit
 _CHUNK = {True: 4 * 2**20, False: 256 * 2**20}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
 _CHUNK_COPIES = 2  # of a chunk's logits: probabilities, and half as much for their sums, or a mask
@@ -60,7 +59,7 @@ class EngineOnWorkers:
         """Bytes of a token's keys and values on one rank, which has at least one head."""
         one = self.architecture
         heads = -(-one.kv_heads // self.rollout.tensor_parallel_size)
-        return 2 * one.layers * heads * one.head_dim * _BYTES[self.dtype]
+        return 2 * one.layers * heads * one.head_dim * self.dtype.itemsize
 
     @property
     def adapters(self) -> int:
@@ -70,7 +69,7 @@ class EngineOnWorkers:
         one = self.architecture
         attention = 2 * one.hidden + 2 * one.queries + 2 * (one.hidden + one.keys)
         sides = attention + 3 * (one.hidden + one.intermediate)
-        return one.layers * (layer_rank(self.lora) or 0) * sides * _BYTES[self.dtype]
+        return one.layers * (layer_rank(self.lora) or 0) * sides * self.dtype.itemsize
 
 
 def engine_footprint(engine: EngineOnWorkers, workers: int = 1) -> Footprint:
@@ -111,7 +110,7 @@ def _sampler(engine: EngineOnWorkers) -> int:
 
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
-    size, rollout = _BYTES[engine.dtype] * engine.size.total, engine.rollout
+    size, rollout = engine.dtype.itemsize * engine.size.total, engine.rollout
     sampler = {"sampler": _sampler(engine)}
     if rollout.engine is Engine.sglang:
         return _of_sglang(engine, size, sampler)
@@ -169,7 +168,7 @@ def _workspace(engine: EngineOnWorkers) -> int:
     default = _BATCHED // 2 if 0 < engine.memory < _LARGE else _BATCHED
     tokens = engine.rollout.vllm.max_num_batched_tokens or default
     attention = 2 * one.queries + 2 * one.keys
-    return tokens * _BYTES[engine.dtype] * (4 * one.hidden + (attention + 3 * one.intermediate) // tensor)
+    return tokens * engine.dtype.itemsize * (4 * one.hidden + (attention + 3 * one.intermediate) // tensor)
 
 
 def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[tuple[str, EngineOnWorkers]]:

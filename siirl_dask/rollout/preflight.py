@@ -13,7 +13,6 @@ from packaging.version import Version
 
 from siirl_dask.config import (
     Config,
-    Dtype,
     Engine,
     ImagesConfig,
     LoraConfig,
@@ -38,7 +37,6 @@ from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_m
 
 logger = logging.getLogger("siirl_dask.rollout")
 _VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
-_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _LISTED_ENGINES = 4  # the rest is only counted
 
 
@@ -131,7 +129,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     parameters = count_parameters(model.path)
     memory = device = None
     if parameters is not None:
-        weights = -(-_BYTES[model.dtype] * parameters.total // rollout.tensor_parallel_size)
+        weights = -(-model.dtype.itemsize * parameters.total // rollout.tensor_parallel_size)
         memory = weights + _cache(rollout, uses_vllm)
         lora = options.get("lora")
         device = _on_device(parameters, model, rollout, workers, config, uses_vllm, lora)

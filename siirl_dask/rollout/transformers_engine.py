@@ -20,6 +20,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.loading import load_pretrained, model_class, refused_by_name
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.decode_graphs import decode_graphs
@@ -173,7 +174,7 @@ def _unlimited(request: GenerationRequest) -> Sampling:
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
     """Load model and tokenizer. ConfigError names ``model.path`` when they cannot be loaded."""
     key = f"model.path={model.path!r}"
-    network = load_pretrained(model_class(model.path, key), model.path, getattr(torch, model.dtype), key)
+    network = load_pretrained(model_class(model.path, key), model.path, torch_dtype(model.dtype), key)
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type

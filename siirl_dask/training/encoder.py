@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import load_pretrained, refused_by_name
+from siirl_dask.models.number_type import torch_dtype
 
 
 class TorchTextEncoder(HoldsNoGroups):
@@ -25,7 +26,7 @@ class TorchTextEncoder(HoldsNoGroups):
         ConfigError for a folder that cannot be loaded, and for a model that reads fewer tokens.
         """
         subject = f"encoder {config.path!r}"
-        dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
+        dtype = torch_dtype(config.dtype)
         model = load_pretrained(AutoModel, config.path, dtype, subject, unused=("pooler.",))
         with refused_by_name(config.path, subject):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(config.path, local_files_only=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, token_mean
-from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
+from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.models.adapters import is_adapter
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
@@ -45,7 +46,7 @@ class Reference(HoldsNoGroups):
         model replays; else it chooses experts itself.
         """
         self._backend = backend
-        self._dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
+        self._dtype = torch_dtype(model.dtype)
         self._routing = routing
         make = partial(PolicyNetwork, temperature=temperature, trainer=trainer, routing=routing)
         self._network = network or backend.network(make).requires_grad_(False)

@@ -17,7 +17,6 @@ from typing import Any
 from siirl_dask.config import (
     Backend,
     Config,
-    Dtype,
     ImagesConfig,
     ModelConfig,
     RolloutConfig,
@@ -40,7 +39,6 @@ from siirl_dask.training.remedies import with_remedies
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
-_IN_DTYPE = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -128,7 +126,7 @@ def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], confi
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(reads=(model.path,))
-    weights = _IN_DTYPE[model.dtype] * size.total
+    weights = model.dtype.itemsize * size.total
     return RoleCost(memory=weights, device=Footprint(held={"weights": weights}, loading=weights), reads=(model.path,))
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from siirl_dask.config import Dtype, ModelConfig
+from siirl_dask.config import ModelConfig
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import load_pretrained
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -26,7 +27,7 @@ class TorchRewardModel(HoldsNoGroups):
         ``progress`` is called for each batch.
         """
         self._progress = progress
-        dtype = torch.bfloat16 if config.dtype is Dtype.bfloat16 else torch.float32
+        dtype = torch_dtype(config.dtype)
         self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._model.config.get_text_config().use_cache = False
         self._pad: int = self._model.config.get_text_config().pad_token_id

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
 from siirl_dask.devices.cpus import given_cpus
 from tests.devices.hosts import install, links, npu
@@ -42,6 +43,21 @@ def samples(url, step):
     return pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id")
 
 
+def shown(done):
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_on_accelerators_computes_in_bfloat16_by_itself_and_records_it(digits_task, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    given = ["run.steps=1", "observe.progress=true"]
+    begun = train(digits_task, tmp_path / "npu", *given, npus=4, FAKE_NPU_TAKEN=str(taken))
+    assert "model.dtype=auto takes bfloat16: the workers have Ascend910B2" in shown(begun)
+    assert OmegaConf.load(tmp_path / "npu" / "config.yaml").model.dtype == "bfloat16"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task, tmp_path):
@@ -52,13 +68,15 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
     for folder in taken:
         folder.mkdir()
     one, other = ({**telling, "FAKE_NPU_TAKEN": str(folder)} for folder in taken)
-    begun = train(digits_task, ours, "run.steps=2", "profile.steps=[2]", "observe.progress=true", npus=4, **one)
-    shown = " ".join(begun.stdout.split())
-    assert shown.count("model.dtype=float32 on Ascend910B2: it multiplies 4 times as fast in bfloat16") == 1
+    exact = ["run.steps=2", "model.dtype=float32", "profile.steps=[2]", "observe.progress=true"]
+    begun = train(digits_task, ours, *exact, npus=4, **one)
+    assert shown(begun).count("model.dtype=float32 on Ascend910B2: it multiplies 4 times as fast in bfloat16") == 1
     first = [json.loads(file.read_text()) for file in counts.iterdir()]
-    train(digits_task, ours, "run.steps=3", npus=4, **other)
+    resumed = train(digits_task, ours, "run.steps=3", "observe.progress=true", npus=4, **other)
+    assert "model.dtype=auto takes float32: the run began with it" in shown(resumed)
     on_cpus = train(digits_task, theirs, "run.steps=3", "observe.progress=true")
-    assert "model.dtype" not in on_cpus.stdout
+    assert "model.dtype=auto takes float32: this machine has no accelerator" in shown(on_cpus)
+    assert "it multiplies" not in shown(on_cpus)
     for step in (1, 2, 3):
         one, other = samples(ours, step), samples(theirs, step)
         for name in EQUAL:

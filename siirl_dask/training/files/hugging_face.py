@@ -17,6 +17,7 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.model.lora import merged, peft_config
 from siirl_dask.training.parts import stays
 
@@ -38,7 +39,7 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
-        model = _empty_model(base, getattr(torch, dtype))
+        model = _empty_model(base, torch_dtype(dtype))
         tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     _check(weights, model, subject)
     state = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
@@ -65,7 +66,7 @@ def write_adapters(
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
     config.save_pretrained(folder)
-    named = {_PEFT_PREFIX + name: tensor.to(getattr(torch, dtype)) for name, tensor in adapters.items()}
+    named = {_PEFT_PREFIX + name: tensor.to(torch_dtype(dtype)) for name, tensor in adapters.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
 
 

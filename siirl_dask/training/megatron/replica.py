@@ -15,10 +15,11 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, PreTrainedModel
 
 from siirl_dask.algorithms import TokenLoss
-from siirl_dask.config import Dtype, ModelConfig, TrainerConfig
+from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import Rank
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import class_of_config, refused_by_name
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import parameter_names
 from siirl_dask.training.layouts import operators_of
@@ -66,7 +67,7 @@ class Replica:
         check_division(megatron, sizes, path)
         self.grid = Grid(built.rank, megatron, self.device)
         self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
-        self.dtype = torch.bfloat16 if built.model.dtype is Dtype.bfloat16 else torch.float32
+        self.dtype = torch_dtype(built.model.dtype)
         operators = operators_of(built.trainer, self.device.type)
         say(operators)
         meta = _meta_model(path)

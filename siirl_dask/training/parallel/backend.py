@@ -8,8 +8,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from siirl_dask.config import Dtype, ImagesConfig, ModelConfig, TrainerConfig
+from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig
 from siirl_dask.models.loading import load_pretrained, model_class
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
@@ -73,7 +74,8 @@ class ReplicatedBackend:
         model = load_pretrained(model_class(path, subject), path, torch.float32, subject)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)
-        network = make(model, device=self.device, autocast=self._model.dtype is Dtype.bfloat16, inputs=inputs)
+        autocast = torch_dtype(self._model.dtype) is torch.bfloat16
+        network = make(model, device=self.device, autocast=autocast, inputs=inputs)
         use_packed_attention(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:
             compile_layers(network.layers())

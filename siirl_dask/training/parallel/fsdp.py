@@ -21,11 +21,12 @@ from torch.distributed.fsdp import (
 )
 from transformers import AutoConfig, PreTrainedModel
 
-from siirl_dask.config import Dtype, ImagesConfig, ModelConfig, TrainerConfig, parse_bytes
+from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import class_of_config, refused_by_name
+from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import parameter_names
 from siirl_dask.training.batch_images import ImageInputs
@@ -115,7 +116,7 @@ class FsdpBackend:
         return parts + [idle] * (max(1, int(passes)) - len(parts))
 
     def _shard(self, network: Network) -> None:
-        bfloat16 = self._model.dtype is Dtype.bfloat16
+        bfloat16 = torch_dtype(self._model.dtype) is torch.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=accelerator.pins_host_memory(self.device))
         size = parse_bytes("trainer.fsdp.gather_size", self._trainer.fsdp.gather_size)

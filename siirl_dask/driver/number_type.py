@@ -1,0 +1,185 @@
+"""Chooses the number type that ``model.dtype=auto`` stands for in a run: one for all its roles and workers.
+
+Engine and trainer have to compute in one type, and what a run has learned depends on it. So it is decided before
+anything is built, and the run records it: bfloat16 where the workers see accelerators that all compute in it, float32
+elsewhere. Before there are workers to ask, this machine and the configuration say what to expect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from siirl_dask.config import ClusterConfig, Config, DevicePreference, Dtype, ModelConfig
+from siirl_dask.planner import DAG, Node, Role
+from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.worker.accelerators import Accelerators, accelerators_here
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_ANSWER_TIMEOUT = 60.0  # seconds for workers to load torch and look at their accelerators
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class NumberType:
+    """What ``model.dtype=auto`` stands for."""
+
+    dtype: Dtype
+    why: str
+    certain: bool = True
+    """False where only the workers know."""
+
+    @property
+    def note(self) -> str:
+        """Return a sentence for the user."""
+        verb = "takes" if self.certain else "is expected to take"
+        return f"model.dtype=auto {verb} {self.dtype}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTypes:
+    """A run with models of type ``auto``, and what to expect of its workers."""
+
+    config: Config
+    dags: tuple[DAG, ...]
+    expected: NumberType
+
+    def decide(self, dtype: Dtype) -> tuple[Config, list[DAG]]:
+        """Return the configuration and the DAGs with ``dtype`` in place of ``auto``."""
+        return with_dtype(self.config, dtype), [with_dtype_in_dag(dag, dtype) for dag in self.dags]
+
+    def on_workers(self, client: Client, note: Callable[[str], None]) -> Dtype:
+        """Return the type that the workers decide, where this machine could not, and say which one it is."""
+        found = self.expected if self.expected.certain else workers_dtype(client, self.expected)
+        note(found.note)
+        return found.dtype
+
+
+def is_open(config: Config, dags: Iterable[DAG] = ()) -> bool:
+    """Return whether a model of the configuration or of a DAG has the type ``auto``."""
+    if with_dtype(config, Dtype.float32) is not config:
+        return True
+    return any(with_dtype_in_dag(dag, Dtype.float32) is not dag for dag in dags)
+
+
+def expected_dtype(cluster: ClusterConfig, recorded: Dtype | None = None, device: str | None = None) -> NumberType:
+    """Return what ``auto`` stands for, as far as is known without workers.
+
+    ``recorded`` is the type that the run in the folder computes in, which stays. ``device`` is a device of
+    ``driver/speeds.py`` that somebody plans for.
+    """
+    if recorded is not None and recorded is not Dtype.auto:
+        return NumberType(recorded, "the run began with it")
+    if device is not None:
+        dtype = Dtype.float32 if device == "cpu" else Dtype.bfloat16
+        return NumberType(dtype, f"the plan is for {device}")
+    if cluster.device is DevicePreference.cpu:
+        return NumberType(Dtype.float32, "cluster.device=cpu")
+    if cluster.device_memory is not None:
+        why = f"cluster.device_memory={cluster.device_memory} is an accelerator's"
+        return NumberType(Dtype.bfloat16, why, certain=False)
+    if not _is_here(cluster):
+        return NumberType(Dtype.bfloat16, "the cluster's workers are elsewhere, with accelerators", certain=False)
+    from siirl_dask.devices import DeviceKind, accelerator
+
+    if accelerator.kind_here() is DeviceKind.CPU:
+        return NumberType(Dtype.float32, "this machine has no accelerator")
+    return NumberType(Dtype.bfloat16, "this machine has accelerators", certain=False)
+
+
+def workers_dtype(client: Client, expected: NumberType) -> NumberType:
+    """Return what ``auto`` stands for on the workers of a cluster; as ``expected`` where none of them answers in time.
+
+    A worker that does not answer is one that the run refuses later, and says why.
+    """
+    from siirl_dask.driver.calls import complete  # Dask, which `plan` need not wait for
+
+    expected = dataclasses.replace(expected, certain=True)
+    try:
+        answers = complete(client, lambda: client.run(accelerators_here, on_error="return"), timeout=_ANSWER_TIMEOUT)
+    except TimeoutError:
+        return expected
+    found: Accelerators = {}
+    answered = False
+    for answer in answers.values():
+        if isinstance(answer, Mapping):
+            answered = True
+            for name, able in answer.items():
+                found[name] = able and found.get(name, True)
+    return _of_accelerators(found) if answered else expected
+
+
+def _of_accelerators(found: Accelerators) -> NumberType:
+    if not found:
+        return NumberType(Dtype.float32, "the workers see no accelerator")
+    unable = [name for name, able in found.items() if not able]
+    if unable:
+        return NumberType(Dtype.float32, f"{', '.join(sorted(unable))} of the workers has no bfloat16")
+    return NumberType(Dtype.bfloat16, f"the workers have {', '.join(sorted(found))}")
+
+
+def with_dtype(config: Config, dtype: Dtype) -> Config:
+    """Return the configuration with ``dtype`` in place of ``auto`` for every model."""
+    return _decided(config, dtype)
+
+
+def with_dtype_in_dag(dag: DAG, dtype: Dtype) -> DAG:
+    """Return the DAG with ``dtype`` in place of ``auto`` in the options of its roles and nodes; itself without any."""
+    roles = tuple(_role(role, dtype) for role in dag.roles)
+    nodes = tuple(_node(node, dtype) for node in dag.nodes)
+    changed = any(new is not old for new, old in zip((*roles, *nodes), (*dag.roles, *dag.nodes), strict=True))
+    return DAG(roles, nodes) if changed else dag
+
+
+def _role(role: Role, dtype: Dtype) -> Role:
+    options = options_of(role.build)
+    decided = _decided(options, dtype)
+    if decided is options:
+        return role
+    return dataclasses.replace(role, build=partial(bare(role.build), **decided))
+
+
+def _node(node: Node, dtype: Dtype) -> Node:
+    decided = _decided(node.options, dtype)
+    return node if decided is node.options else dataclasses.replace(node, options=decided)
+
+
+def _decided(value: _T, dtype: Dtype) -> _T:
+    """Return ``value`` with ``dtype`` in place of ``auto`` in all models within it; itself without any."""
+    if isinstance(value, ModelConfig):
+        return dataclasses.replace(value, dtype=dtype) if value.dtype is Dtype.auto else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changes = _changed(fields, dtype)
+        return dataclasses.replace(value, **changes) if changes else value
+    if isinstance(value, Mapping):
+        changes = _changed(value, dtype)
+        return {**value, **changes} if changes else value  # type: ignore[return-value]
+    if isinstance(value, list | tuple):
+        items: Any = [_decided(item, dtype) for item in value]
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return type(value)(items) if changed else value
+    return value
+
+
+def _changed(values: Mapping[str, Any], dtype: Dtype) -> dict[str, Any]:
+    """Return the entries that differ once they are decided."""
+    decided = {name: _decided(value, dtype) for name, value in values.items()}
+    return {name: value for name, value in decided.items() if value is not values[name]}
+
+
+def _is_here(cluster: ClusterConfig) -> bool:
+    """Return whether the workers are on this machine, as far as the configuration says."""
+    if cluster.spec or cluster.scheduler_file:
+        return False
+    if cluster.address is None:
+        return True
+    _, _, place = cluster.address.rpartition("://")
+    return urlsplit(f"//{place}").hostname in _LOOPBACK
