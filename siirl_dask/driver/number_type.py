@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class NumberType:
-    """What ``model.dtype=auto`` stands for."""
+    """A number type that ``model.dtype=auto`` stands for."""
 
     dtype: Dtype
     why: str

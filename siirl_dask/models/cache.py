@@ -23,7 +23,6 @@ from siirl_storage import join, open_fs, remove_tree
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.number_type import dtype_on
 from siirl_dask.models.remote import HUB, RemoteFile, RemoteModel, find_model, hub_name, is_remote, reached
 
 FOLDER = "SIIRL_DASK_CACHE"
@@ -67,10 +66,8 @@ def open_model(path: str) -> tuple[AbstractFileSystem, str]:
 
 
 def local_model(model: ModelConfig, device: Device) -> ModelConfig:
-    """Return ``model`` with its folder on this host as its path (see ``local_folder``), and a number type that the
-    device decides where nothing has before.
-    """
-    return replace(model, path=local_folder(model.path, device.models), dtype=dtype_on(model.dtype, device))
+    """Return ``model`` with its folder on this host as its path; see ``local_folder``."""
+    return replace(model, path=local_folder(model.path, device.models))
 
 
 def fetch(model: RemoteModel, progress: Progress = lambda nbytes: None) -> Path:

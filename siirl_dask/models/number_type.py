@@ -5,30 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from siirl_dask.config import Dtype
-from siirl_dask.context import Device, DeviceKind
+from siirl_dask.context import DeviceKind
 
 if TYPE_CHECKING:
     import torch
 
 
-def dtype_on(dtype: Dtype, device: Device) -> Dtype:
+def dtype_on(dtype: Dtype, kind: DeviceKind, index: int) -> Dtype:
     """Return ``dtype``, and for ``auto`` bfloat16 on an accelerator that computes in it, else float32.
 
-    A run decides once for all its workers, before they build anything: see driver/number_type.py.
+    That is for models outside of runs: a run decides once for all its workers (driver/number_type.py).
     """
     if dtype is not Dtype.auto:
         return dtype
-    if device.kind is DeviceKind.CPU:
+    if kind is DeviceKind.CPU:
         return Dtype.float32
     from siirl_dask.devices.accelerator import has_bfloat16
 
-    return Dtype.bfloat16 if has_bfloat16(device.kind, device.index) else Dtype.float32
+    return Dtype.bfloat16 if has_bfloat16(kind, index) else Dtype.float32
 
 
-def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Return torch's type. ValueError for ``auto``, which is none."""
+def torch_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """Return torch's name for the type of a model on a device."""
     import torch
 
-    if dtype is Dtype.auto:
-        raise ValueError("Dtype.auto is no number type of torch: dtype_on decides what it stands for")
-    return torch.bfloat16 if dtype is Dtype.bfloat16 else torch.float32
+    found = dtype_on(dtype, DeviceKind(device.type), device.index or 0)
+    return torch.bfloat16 if found is Dtype.bfloat16 else torch.float32

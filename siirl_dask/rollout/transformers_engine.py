@@ -174,7 +174,8 @@ def _unlimited(request: GenerationRequest) -> Sampling:
 def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFaceTokenizer]:
     """Load model and tokenizer. ConfigError names ``model.path`` when they cannot be loaded."""
     key = f"model.path={model.path!r}"
-    network = load_pretrained(model_class(model.path, key), model.path, torch_dtype(model.dtype), key)
+    dtype = torch_dtype(model.dtype, torch.device(device))
+    network = load_pretrained(model_class(model.path, key), model.path, dtype, key)
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type

@@ -90,8 +90,7 @@ def build_trainer(
     engine's routes.
     """
     check_replay(trainer, rollout)
-    model = local_model(model, device)
-    routing = needed_routing(model.path) if rollout.router_replay else None
+    routing = needed_routing(local_model(model, device).path) if rollout.router_replay else None
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronPolicy
@@ -136,7 +135,6 @@ def build_reference(
     images: ImagesConfig | None = None,
 ) -> Trainer:
     """Build the policy as it was at the start. A reference scores and never learns: no gradients, no optimizer."""
-    model = local_model(model, device)
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronReference
@@ -155,7 +153,6 @@ def build_critic(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None = None
 ) -> Critic:
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
-    model = local_model(model, device)
     if trainer.backend == Backend.megatron:
         built = _megatron(device, rank, model, trainer)
         from siirl_dask.training.megatron.roles import MegatronCritic
@@ -194,6 +191,7 @@ def _megatron(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerCo
     load(operators_of(trainer, device.kind), device.kind)
     from siirl_dask.training.megatron.replica import Built
 
+    model = local_model(model, device)
     return Built(model, trainer, device=device.torch_name, rank=rank, progress=device.progress)
 
 
@@ -201,8 +199,7 @@ def _backend(
     device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None
 ) -> ModelBackend:
     hide()
-    name = device.torch_name
-    progress = device.progress
+    model, name, progress = local_model(model, device), device.torch_name, device.progress
     if trainer.backend == Backend.fsdp:
         from siirl_dask.training.parallel.fsdp import FsdpBackend
 

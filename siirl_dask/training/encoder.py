@@ -26,7 +26,7 @@ class TorchTextEncoder(HoldsNoGroups):
         ConfigError for a folder that cannot be loaded, and for a model that reads fewer tokens.
         """
         subject = f"encoder {config.path!r}"
-        dtype = torch_dtype(config.dtype)
+        dtype = torch_dtype(config.dtype, torch.device(device))
         model = load_pretrained(AutoModel, config.path, dtype, subject, unused=("pooler.",))
         with refused_by_name(config.path, subject):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(config.path, local_files_only=True)

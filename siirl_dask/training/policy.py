@@ -46,7 +46,7 @@ class Reference(HoldsNoGroups):
         model replays; else it chooses experts itself.
         """
         self._backend = backend
-        self._dtype = torch_dtype(model.dtype)
+        self._dtype = torch_dtype(model.dtype, backend.device)
         self._routing = routing
         make = partial(PolicyNetwork, temperature=temperature, trainer=trainer, routing=routing)
         self._network = network or backend.network(make).requires_grad_(False)

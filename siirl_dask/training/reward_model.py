@@ -27,7 +27,7 @@ class TorchRewardModel(HoldsNoGroups):
         ``progress`` is called for each batch.
         """
         self._progress = progress
-        dtype = torch_dtype(config.dtype)
+        dtype = torch_dtype(config.dtype, torch.device(device))
         self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._model.config.get_text_config().use_cache = False
         self._pad: int = self._model.config.get_text_config().pad_token_id

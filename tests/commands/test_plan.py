@@ -12,8 +12,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from siirl_dask.cli import main
+from siirl_dask.config import Dtype
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.context import Device, Rank
+from siirl_dask.driver.number_type import with_dtype_in_dag
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.run import run
@@ -419,6 +421,20 @@ def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, m
     assert file.config.rollout.vllm.gpu_memory_utilization is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "note: model.dtype=auto takes float32: this machine has no accelerator"),
+        (["--device-memory=24GB"], "is expected to take bfloat16: cluster.device_memory=24GB is an accelerator's"),
+        (["--on=h100"], "note: model.dtype=auto takes bfloat16: the plan is for h100"),
+        (["cluster.address=tcp://10.0.0.1:8786"], "is expected to take bfloat16: the cluster's workers are elsewhere"),
+    ],
+)
+def test_a_plan_says_in_which_type_its_models_compute(capsys, digits, arguments, said):
+    assert said in planned(capsys, *digits, *arguments)
+    assert "model.dtype=auto" not in planned(capsys, *digits, *arguments, "model.dtype=bfloat16")
+
+
 def test_the_cards_on_which_it_fits_are_named_and_a_cpu_needs_none(capsys, digits):
     text = planned(capsys, *digits)
     assert "workers  roles            24 GB" in text
@@ -447,7 +463,8 @@ def test_accelerators_that_are_none_are_refused(capsys, digits, arguments, said)
 
 def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_change(digits, tmp_path):
     folder = write_config(tmp_path / "7B", QWEN2_5_7B)
-    file = load_config_file(KL, [*digits, f"model.path={folder}", "cluster.device_memory=24GB"])
+    exact = ["model.dtype=float32", "cluster.device_memory=24GB"]
+    file = load_config_file(KL, [*digits, f"model.path={folder}", *exact])
     with pytest.raises(PlanError, match=r"(?s)Workers 0, 1 need .*model\.dtype=bfloat16"):
         check(file.config, plan_phases(file.config, *dags(file), worker_names(file.config)))
     with pytest.raises(PlanError, match=r"accelerator with 24\.0 GB"):
@@ -461,7 +478,7 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     train = given["phases"]["train"]
     assert set(train) == {"prompts", "workers", "placement", "dag", "contracts", "chains", "edges"}
     dag, _ = dags(load_config_file(KL, digits))
-    assert dag_from_spec(**train["dag"]) == dag
+    assert dag_from_spec(**train["dag"]) == with_dtype_in_dag(dag, Dtype.float32)
     assert train["workers"] == ["0", "1", "2", "3"]
     assert train["placement"]["rollout"] == ["0", "1"]
     assert train["contracts"]["old_logprobs"] == {

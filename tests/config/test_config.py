@@ -163,7 +163,7 @@ REFUSED = [
     (
         "model: {dtype: bfloat61}",
         [],
-        ["model.dtype='bfloat61': expected one of ['float32', 'bfloat16']", "did you mean"],
+        ["model.dtype='bfloat61': expected one of ['auto', 'float32', 'bfloat16']", "did you mean"],
     ),
     ("rollout: {engine: vlm}", [], ["rollout.engine='vlm': expected one of ['transformers'"]),
     # impossible values

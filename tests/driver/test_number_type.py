@@ -4,13 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.config import ClusterConfig, DevicePreference, Dtype, ModelConfig
+from siirl_dask.config import ClusterConfig, DevicePreference, Dtype
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.context import Device, DeviceKind
+from siirl_dask.context import DeviceKind
 from siirl_dask.devices import accelerator
 from siirl_dask.driver import number_type
 from siirl_dask.driver.number_type import (
@@ -133,16 +134,16 @@ def test_workers_that_do_not_answer_leave_it_at_what_was_expected(cluster_addres
 
 
 def test_a_builder_without_a_run_goes_by_its_device(monkeypatch):
-    assert dtype_on(Dtype.auto, Device("0")) is Dtype.float32
+    assert dtype_on(Dtype.auto, DeviceKind.CPU, 0) is Dtype.float32
     for able, dtype in ((True, Dtype.bfloat16), (False, Dtype.float32)):
         monkeypatch.setattr(accelerator, "has_bfloat16", lambda kind, index, able=able: able)
-        assert dtype_on(Dtype.auto, Device("0", DeviceKind.CUDA)) is dtype
-        assert dtype_on(Dtype.float32, Device("0", DeviceKind.CUDA)) is Dtype.float32
+        assert dtype_on(Dtype.auto, DeviceKind.CUDA, 1) is dtype
+        assert dtype_on(Dtype.float32, DeviceKind.CUDA, 1) is Dtype.float32
 
 
-def test_an_open_type_never_reaches_torch():
-    with pytest.raises(ValueError, match="no number type of torch"):
-        torch_dtype(ModelConfig().dtype)
+def test_torch_has_the_type_of_the_device_where_it_is_open():
+    for dtype, expected in (("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert torch_dtype(Dtype(dtype), torch.device("cpu")) is expected
 
 
 def test_a_run_that_goes_on_keeps_the_type_it_began_with_and_refuses_another(train):

@@ -81,7 +81,7 @@ def build(folder):
     built = []
 
     def make(device=DEVICE, **settings):
-        given = {"model": ModelConfig(path=str(folder)), "rollout": rollout_of(**settings)}
+        given = {"model": ModelConfig(path=str(folder), dtype=Dtype.float32), "rollout": rollout_of(**settings)}
         built.append(build_engine(device, Rank(), **given))
         return built[-1]
 
@@ -232,7 +232,8 @@ def test_seeds_of_any_size_reach_sglang_as_numbers_of_64_bits():
 
 def test_an_engine_on_an_accelerator_gets_what_the_plan_leaves_and_may_sleep(sglang):
     choices = sglang.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
-    model, half = ModelConfig(path="model"), ModelConfig(path="model", dtype=Dtype.bfloat16)
+    model = ModelConfig(path="model", dtype=Dtype.float32)
+    half = ModelConfig(path="model", dtype=Dtype.bfloat16)
     card = replace(CARD, memory=80_000, room=20_000)
     planned = server_arguments(half, rollout_of(), card, choices)
     assert (planned["mem_fraction_static"], planned["base_gpu_id"], planned["device"]) == (0.25, 1, "cuda")

@@ -122,7 +122,8 @@ def folder(tmp_path_factory):
 
 
 def recorded(folder, kind=DeviceKind.CUDA, **rollout):
-    engine = Recorded(ModelConfig(path=str(folder)), rollout_config(engine=Engine.vllm, **rollout), Device("w", kind))
+    model = ModelConfig(path=str(folder), dtype=Dtype.float32)
+    engine = Recorded(model, rollout_config(engine=Engine.vllm, **rollout), Device("w", kind))
     weights = load_file(folder / "model.safetensors")
     reload = [f"reload_weights of {len(weights)}", "forget prefixes", "forget images"]
     return engine, weights, reload

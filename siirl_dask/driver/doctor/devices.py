@@ -98,7 +98,7 @@ def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
     capability = accelerator.compute_capability(torch.device(kind, index))
     if capability is not None and capability < accelerator.TENSOR_CORES:
-        return note(part, f"{said}; it is older than Ampere", "model.dtype=float32: it has no bfloat16")
+        return note(part, f"{said}; it is older than Ampere", "it has no bfloat16: model.dtype=auto takes float32")
     return ok(part, said)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, SglangConfig, changed_options
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.number_type import dtype_on
 from siirl_dask.rollout.sglang_engine.process import WRITTEN_FOR, release
 
 TOKENS_PER_REPORT = 16
@@ -34,16 +35,17 @@ def server_arguments(
     ``deterministic`` names the kernels of attention that are, in the SGLang that is installed.
     """
     own = rollout.sglang
+    dtype = dtype_on(model.dtype, device.kind, device.index)
     on_cpu = device.kind is DeviceKind.CPU
     ours: dict[str, Any] = {
         "model_path": model.path,
-        "dtype": str(model.dtype),
+        "dtype": str(dtype),
         "device": str(device.kind),
         "base_gpu_id": device.index,
         "tp_size": 1,
         "skip_tokenizer_init": True,
         "enable_deterministic_inference": True,  # seeds count with it alone
-        "attention_backend": _attention(model.dtype, own, deterministic, on_cpu=on_cpu),
+        "attention_backend": _attention(dtype, own, deterministic, on_cpu=on_cpu),
         "disable_radix_cache": own.disable_radix_cache,
         "max_running_requests": rollout.max_rows,
         "mem_fraction_static": _share(own, device),

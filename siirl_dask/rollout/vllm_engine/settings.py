@@ -14,6 +14,7 @@ from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, c
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.models.number_type import dtype_on
 from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.engine import CPU_CACHE
 from siirl_dask.rollout.vllm_engine.adapter_layers import layer_arguments
@@ -40,9 +41,10 @@ def llm_arguments(
     arguments for the images of a model that sees some.
     """
     on_cpu = device.kind is DeviceKind.CPU
+    dtype = dtype_on(model.dtype, device.kind, device.index)
     cache = rollout.vllm.kv_cache_memory or (CPU_CACHE if on_cpu else None)
     ours = {
-        "dtype": str(model.dtype),
+        "dtype": str(dtype),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's penalties and sampling must not reach our samples
         "logits_processors": [VllmTokenSampler] if rollout.sampler is Sampler.exact else [],
@@ -74,7 +76,7 @@ def llm_arguments(
                 f"rollout.vllm.engine_kwargs.{name}: vLLM has no such argument{did_you_mean(name, valid)}"
             )
     layers: dict[str, Any] = {}
-    if lora is not None and takes_layers(model.dtype, rollout, lora, on_cpu=on_cpu):
+    if lora is not None and takes_layers(dtype, rollout, lora, on_cpu=on_cpu):
         layers = layer_arguments(lora, agents)
     # A picture of the largest size goes through the tower for it, and on a CPU no memory is measured.
     defaults = {"max_model_len": _LONGEST_THAT_FITS, "skip_mm_profiling": on_cpu}

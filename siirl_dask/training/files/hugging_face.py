@@ -28,6 +28,7 @@ _OF_IMAGES = (
     "chat_template.json",
 )
 """Files of a folder that say how images become a model's input."""
+_CPU = torch.device("cpu")
 _PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 
 
@@ -39,7 +40,7 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
-        model = _empty_model(base, torch_dtype(dtype))
+        model = _empty_model(base, torch_dtype(dtype, _CPU))
         tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     _check(weights, model, subject)
     state = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
@@ -66,7 +67,7 @@ def write_adapters(
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
     config.save_pretrained(folder)
-    named = {_PEFT_PREFIX + name: tensor.to(torch_dtype(dtype)) for name, tensor in adapters.items()}
+    named = {_PEFT_PREFIX + name: tensor.to(torch_dtype(dtype, _CPU)) for name, tensor in adapters.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
 
 

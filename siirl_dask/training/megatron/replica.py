@@ -67,7 +67,7 @@ class Replica:
         check_division(megatron, sizes, path)
         self.grid = Grid(built.rank, megatron, self.device)
         self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
-        self.dtype = torch_dtype(built.model.dtype)
+        self.dtype = torch_dtype(built.model.dtype, self.device)
         operators = operators_of(built.trainer, self.device.type)
         say(operators)
         meta = _meta_model(path)

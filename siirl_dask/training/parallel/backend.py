@@ -74,7 +74,7 @@ class ReplicatedBackend:
         model = load_pretrained(model_class(path, subject), path, torch.float32, subject)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)
-        autocast = torch_dtype(self._model.dtype) is torch.bfloat16
+        autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         network = make(model, device=self.device, autocast=autocast, inputs=inputs)
         use_packed_attention(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:

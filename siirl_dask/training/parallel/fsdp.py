@@ -116,7 +116,7 @@ class FsdpBackend:
         return parts + [idle] * (max(1, int(passes)) - len(parts))
 
     def _shard(self, network: Network) -> None:
-        bfloat16 = torch_dtype(self._model.dtype) is torch.bfloat16
+        bfloat16 = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=accelerator.pins_host_memory(self.device))
         size = parse_bytes("trainer.fsdp.gather_size", self._trainer.fsdp.gather_size)
