@@ -146,7 +146,7 @@ class NodeSeconds:
     def computing(self, placement: Placement) -> dict[str, float] | None:
         """Return the same without what moves."""
         found: dict[str, float] = {}
-        for node in self.plan.dag.nodes:
+        for node in self.plan.dag.ordered():
             writes, reads = set(node.contract.writes.names), set(node.contract.reads)
             learning = learns(node, self.plan)
             if not (_computes(node, self.plan) or PARAMETER_DATA in writes | reads):
@@ -171,7 +171,7 @@ class NodeSeconds:
 
     def _moves_of(self, roles: frozenset[str], placement: Placement) -> WorkerMoves:
         """Return the moves of a worker with these roles."""
-        nodes = [node for node in self.plan.dag.nodes if node.role in roles]
+        nodes = [node for node in self.plan.dag.ordered() if node.role in roles]
         works = [Work(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes]
         generating = {node.role: node for node in nodes if RESPONSE_IDS in node.contract.writes.names}
         engines = [self._engine(node, placement, works) for node in generating.values()]

@@ -125,7 +125,7 @@ def schedule(
     ends: dict[str, float] = {}
     free: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
     busy: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
-    for node in plan.dag.nodes:
+    for node in plan.dag.ordered():
         own, took = placement[node.role], seconds.get(node.name, 0.0)
         parents = () if node.lag else node.after  # what lags takes what an earlier step has left
         begin = max([free[worker] for worker in own] + [ends[parent] for parent in parents])

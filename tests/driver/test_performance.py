@@ -14,7 +14,7 @@ from siirl_dask.driver.performance import lengths_of, splits, step_time
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.driver.speeds import TABLE, speed_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.planner import Phase
+from siirl_dask.planner import DAG, Phase
 from tests.models.configs import QWEN2_5_7B, QWEN3_30B_A3B, write_config
 
 APART = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"
@@ -206,3 +206,19 @@ def test_lengths_are_the_longest_unless_they_are_given(planned):
     assert lengths_of(config, "300,800") == MEAN
     with pytest.raises(ConfigError, match="--tokens 1e3,5"):
         lengths_of(config, "1e3,5")
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_kl", "turns"])
+def test_a_step_takes_as_long_in_whatever_order_its_nodes_are_written(planned, name):
+    path = planned(APART)[0].model.path
+    file = load_config_file(shipped(f"dags/{name}.yaml"), [f"model.path={path}", "data.url=none"])
+    dag, _ = dags(file)
+    found = []
+    for nodes in (dag.ordered(), dag.ordered()[::-1]):
+        graph = DAG(dag.roles, nodes)
+        phases = plan_phases(file.config, graph, None, worker_names(file.config), assume_columns=True)
+        found.append(step_time(file.config, phases[Phase.TRAIN][0], TABLE["h100"], Lengths(16, 16, 16)))
+    first, second = found
+    assert second.seconds == pytest.approx(first.seconds)
+    assert second.idle == pytest.approx(first.idle)
+    assert second.nodes == pytest.approx(first.nodes)
