@@ -40,6 +40,9 @@ class Slow:
     def wake_up(self, tags=None):
         self._take_time()
 
+    def collective_rpc(self, method):
+        pass
+
     def apply_model(self, function):
         return [function(torch.nn.Module())]
 
@@ -53,7 +56,8 @@ def intervals_of(rank, workers, folder):
     """Sleep and wake as in ten steps; return the intervals, and the files that are there for locks."""
     tempfile.tempdir = folder
     engine = Slow()
-    sleep = Sleep(engine, 2, DeviceKind.CUDA, CardTurns(replace(ALONE, shared_by=workers)))
+    device = replace(ALONE, shared_by=workers)
+    sleep = Sleep(engine, 2, device, CardTurns(device))
     dist.barrier()
     for _ in range(10):
         sleep.begin(weights_follow=True)

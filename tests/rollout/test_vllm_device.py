@@ -236,7 +236,7 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))
     try:
         before = engine.generate(*rows, sampling)
-        engine._sleep = Sleep(Forgetful(engine._llm), 2, DeviceKind.CUDA, CardTurns(Device("w")))
+        engine._sleep = Sleep(Forgetful(engine._llm), 2, Device("w", DeviceKind.CUDA), CardTurns(Device("w")))
         assert len(list(engine._llm.apply_model(lambda model: list(loose_tensors(model)))[0])) > 0
         engine.sleep(weights_follow=True)
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)

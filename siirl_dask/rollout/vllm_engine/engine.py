@@ -102,7 +102,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             own = "computes with adapters in layers of its own"
             logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
-        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind, turns)
+        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device, turns)
         self._slots = Slots(agents)
         self._replacement = Replacement("vLLM")
         self.version = 0
