@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from siirl_dask.context import Device, DeviceKind
-from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 from siirl_dask.rollout.vllm_engine.sleeping import Sleep
 
 GIB = 2**30
@@ -106,7 +105,7 @@ def card(monkeypatch):
 
 
 def engine_on(device, card):
-    return Sleep(Llm(OneWorker(GpuWorker(card))), 2, device, CardTurns(ALONE))
+    return Sleep(Llm(OneWorker(GpuWorker(card))), 2, device)
 
 
 def test_an_engine_that_shares_its_card_sleeps_and_wakes_while_others_take_memory(card):

@@ -2,7 +2,7 @@
 
 Level 1 moves the weights to the host's memory and frees the cache of keys and values. Level 2 frees both: it is for
 weights that nobody will read again. The cache wakes when something is generated, since a trainer beside the engine
-still holds its own weights while it gives them. Engines of workers that share a card do all this in turn.
+still holds its own weights while it gives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from siirl_dask.context import Device
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import RunError
-from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
 KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
@@ -30,12 +29,11 @@ logger = logging.getLogger("siirl_dask.rollout")
 class Sleep:
     """Knows what of an engine is asleep. Does nothing at level 0, as on a CPU, where all memory is the host's."""
 
-    def __init__(self, llm: Any, level: int, device: Device, turns: CardTurns) -> None:
-        """``level`` is the deepest one: 0, 1 or 2. ``turns`` are those of the worker on its card."""
+    def __init__(self, llm: Any, level: int, device: Device) -> None:
+        """``level`` is the deepest one: 0, 1 or 2."""
         self._llm = llm
         self._level = level
         self._kind = device.kind
-        self._turns = turns
         if level and device.shared_by > 1:
             llm.collective_rpc(overlook_others)
         self._asleep = frozenset[str]()
@@ -49,13 +47,11 @@ class Sleep:
             return
         if weights_follow and self._level == FREES_WEIGHTS:
             (self._loose,) = self._llm.apply_model(_keep_loose)
-            with self._turns.taken():
-                self._llm.sleep(FREES_WEIGHTS)
+            self._llm.sleep(FREES_WEIGHTS)
             self._discarded = True
             self._give_back_copy()
         else:
-            with self._turns.taken():
-                self._llm.sleep(KEEPS_WEIGHTS)
+            self._llm.sleep(KEEPS_WEIGHTS)
             self._copied = True
         self._asleep = frozenset({_WEIGHTS, _CACHE})
 
@@ -89,9 +85,8 @@ class Sleep:
 
         What torch's allocator keeps for later of what trainers in this process had is freed: vLLM cannot take it.
         """
-        with self._turns.taken():
-            accelerator.free_cache(self._kind)
-            self._llm.wake_up(tags=tags)
+        accelerator.free_cache(self._kind)
+        self._llm.wake_up(tags=tags)
 
     def _give_back_copy(self) -> None:
         """Free the host's memory that a copy of the weights had when the engine was built: torch would keep it."""
@@ -104,8 +99,8 @@ def overlook_others(worker: Any) -> None:
     """Let a worker of vLLM sleep while others take memory of its card; called in that worker.
 
     vLLM compares the free memory of the whole card before and after, and fails where there is less: as where a trainer
-    of another worker takes some meanwhile. Its own memory is free by then. Its executor must not see the failure, for
-    it would hold the worker to be awake, and never wake it.
+    or an engine of another worker takes some meanwhile. Its own memory is free by then. Its executor must not see the
+    failure, for it would hold the worker to be awake, and never wake it.
     """
     inner = getattr(worker, "worker", worker)  # vLLM's executor has it in a wrapper
     inner.sleep = partial(_sleep_beside_others, inner.sleep)
