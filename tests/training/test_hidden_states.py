@@ -118,7 +118,7 @@ def dtypes_seen(network):
     inside = {part for layer in (*network.layers(), *network.tower_layers()) for part in layer.modules()}
     inside.add(network.model.get_input_embeddings())
     for name, module in network.named_modules():
-        if module in inside and "lora_" not in name:  # peft's adapters take float32
+        if module in inside:
             module.register_forward_hook(lambda *seen_of, name=name: record(name, *seen_of), with_kwargs=True)
     return seen
 

@@ -30,11 +30,12 @@ def recompute(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def narrow_hidden_states(modules: Iterable[nn.Module]) -> None:
+def narrow_hidden_states(modules: Iterable[Any]) -> None:
     """Let autocast's dtype be that of hidden states as well, where autocast is on.
 
     Autocast changes products of matrices alone. Embeddings give float32, and so does a norm, which multiplies by a
     weight in float32; a sum with either is float32 too. Nor does autocast know the grouped products of experts.
+    ``modules`` are all of a model's, adapters included.
     """
     for module in modules:
         own = [*module.parameters(recurse=False)]
@@ -43,6 +44,8 @@ def narrow_hidden_states(modules: Iterable[nn.Module]) -> None:
             module.register_forward_hook(_narrow_output)
         elif any(parameter.ndim == 3 for parameter in own):  # a matrix for each expert
             module.forward = partial(_with_narrow_weights, module, module.forward)
+        elif hasattr(module, "cast_input_dtype_enabled"):  # peft's layers would make their input float32
+            module.cast_input_dtype_enabled = False
 
 
 def _narrow_output(module: nn.Module, inputs: Any, output: Any) -> Any:

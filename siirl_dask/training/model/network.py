@@ -79,8 +79,6 @@ class Network(nn.Module):
         self._family = family_of_model(model)
         self._trainer = trainer
         self._attention = AUTO
-        if autocast:
-            narrow_hidden_states(model.modules())
         self.scaling: float | None = None
         if trainer is not None and trainer.lora.rank:
             self.scaling = trainer.lora.alpha / trainer.lora.rank
@@ -91,6 +89,8 @@ class Network(nn.Module):
             named, learned = self.by_name(), self.trainable()
             for name in named.keys() - learned.keys():
                 named[name].requires_grad_(False)  # now, for FSDP takes it over when it first gathers
+        if autocast:
+            narrow_hidden_states(model.modules())
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
