@@ -65,13 +65,8 @@ class ModelOnWorkers:
 
     @property
     def narrow(self) -> int:
-        """Bytes of a number in matrix products."""
+        """Bytes of a number in matrix products, and of hidden states."""
         return BFLOAT16 if self.dtype is Dtype.bfloat16 else FLOAT32
-
-    @property
-    def stream(self) -> int:
-        """Bytes of a number of the hidden states between layers: autocast of the backend torch leaves them float32."""
-        return FLOAT32 if self.trainer.backend is Backend.torch else self.narrow
 
     @property
     def root(self) -> int:
@@ -232,14 +227,14 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of
     each layer, and the values of one. A pass without gradient has the values of one layer only.
     """
-    one, narrow, stream = model.architecture, model.narrow, model.stream
+    one, narrow = model.architecture, model.narrow
     inner = one.inner // _split(model)
     if not model.learns:
-        return (2 * stream + narrow + FLOAT32) * one.hidden + 3 * narrow * inner
-    layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (stream + FLOAT32) * one.hidden
-    last = (FLOAT32 + 2 * stream + 2 * narrow) * one.hidden  # the final norm, and the states that predict
+        return (3 * narrow + FLOAT32) * one.hidden + 3 * narrow * inner
+    layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (narrow + FLOAT32) * one.hidden
+    last = (FLOAT32 + 4 * narrow) * one.hidden  # the final norm, and the states that predict
     if model.trainer.gradient_checkpointing:
-        return stream * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
+        return narrow * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
     return layer * one.layers + temporary + last
 
 
@@ -258,7 +253,7 @@ def layer_bytes(model: ModelOnWorkers) -> int:
     product. Experts also keep the token that each of them gets, and what it gives before that is weighed.
     """
     one, narrow, split = model.architecture, model.narrow, _split(model)
-    norms = 2 * (FLOAT32 + model.stream + narrow) * one.hidden // _token_parts(model)
+    norms = 2 * (FLOAT32 + 2 * narrow) * one.hidden // _token_parts(model)
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
     heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
     feed_forward = narrow * (4 * one.inner + 2 * one.chosen * one.hidden)

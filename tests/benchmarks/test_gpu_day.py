@@ -80,8 +80,8 @@ def test_the_page_shows_what_was_measured_next_to_what_was_predicted(tmp_path):
     text = (tmp_path / "p.md").read_text()
     assert "One NVIDIA H100 80GB HBM3" in text
     assert "No GPU has run it yet" not in text
-    assert "| `torch`: update, tokens/s | 60,000 to 90,000 | 71,234 |" in text
-    assert "| `torch`: MFU of the update | 20 to 28 % | 21.3% |" in text
+    assert "| `torch`: update, tokens/s | 66,000 to 117,000 | 71,234 |" in text
+    assert "| `torch`: MFU of the update | 22 to 36 % | 21.3% |" in text
     assert "| kernels | failed | 11 | 1 | 0 | 40.0 |" in text
     assert "* `tests/gpu/test_kernels.py::test_one`" in text
     assert "    heads of 64: flex" in text

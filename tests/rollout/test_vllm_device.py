@@ -18,7 +18,6 @@ from siirl_dask.config import Dtype, Engine, LoraConfig, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
-from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
@@ -237,7 +236,7 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))
     try:
         before = engine.generate(*rows, sampling)
-        engine._sleep = Sleep(Forgetful(engine._llm), 2, DeviceKind.CUDA, CardTurns(Device("w")))
+        engine._sleep = Sleep(Forgetful(engine._llm), 2, Device("w", DeviceKind.CUDA))
         assert len(list(engine._llm.apply_model(lambda model: list(loose_tensors(model)))[0])) > 0
         engine.sleep(weights_follow=True)
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)

@@ -34,7 +34,6 @@ from siirl_dask.rollout.engine import (
 )
 from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine import process as vllm_process
-from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
 from siirl_dask.rollout.weight_loading import Replacement
@@ -79,7 +78,6 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         folder = read_model_folder(model.path)
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
-        turns = CardTurns(device)
         self.processor = processor
         of_images = image_arguments(processor) if folder.sees_images else None
         settings = llm_arguments(model, rollout, device, self._ranks, lora, of_images, len(agents) or 1)
@@ -102,7 +100,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             own = "computes with adapters in layers of its own"
             logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
-        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device.kind, turns)
+        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device)
         self._slots = Slots(agents)
         self._replacement = Replacement("vLLM")
         self.version = 0

@@ -2,36 +2,40 @@
 
 Level 1 moves the weights to the host's memory and frees the cache of keys and values. Level 2 frees both: it is for
 weights that nobody will read again. The cache wakes when something is generated, since a trainer beside the engine
-still holds its own weights while it gives them. Engines of workers that share a card do all this in turn.
+still holds its own weights while it gives them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.context import DeviceKind
+from siirl_dask.context import Device
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import RunError
-from siirl_dask.rollout.vllm_engine.card_turns import CardTurns
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
 KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
+_FULLER_CARD = "Memory usage increased after sleeping."  # of vLLM's assertion
+logger = logging.getLogger("siirl_dask.rollout")
 
 
 class Sleep:
     """Knows what of an engine is asleep. Does nothing at level 0, as on a CPU, where all memory is the host's."""
 
-    def __init__(self, llm: Any, level: int, kind: DeviceKind, turns: CardTurns) -> None:
-        """``level`` is the deepest one: 0, 1 or 2. ``turns`` are those of the worker on its card."""
+    def __init__(self, llm: Any, level: int, device: Device) -> None:
+        """``level`` is the deepest one: 0, 1 or 2."""
         self._llm = llm
         self._level = level
-        self._kind = kind
-        self._turns = turns
+        self._kind = device.kind
+        if level and device.shared_by > 1:
+            llm.collective_rpc(overlook_others)
         self._asleep = frozenset[str]()
         self._discarded = False  # the weights are gone, and no others have come
         self._copied = False  # the host has memory for a copy of the weights
@@ -43,13 +47,11 @@ class Sleep:
             return
         if weights_follow and self._level == FREES_WEIGHTS:
             (self._loose,) = self._llm.apply_model(_keep_loose)
-            with self._turns.taken():
-                self._llm.sleep(FREES_WEIGHTS)
+            self._llm.sleep(FREES_WEIGHTS)
             self._discarded = True
             self._give_back_copy()
         else:
-            with self._turns.taken():
-                self._llm.sleep(KEEPS_WEIGHTS)
+            self._llm.sleep(KEEPS_WEIGHTS)
             self._copied = True
         self._asleep = frozenset({_WEIGHTS, _CACHE})
 
@@ -83,15 +85,34 @@ class Sleep:
 
         What torch's allocator keeps for later of what trainers in this process had is freed: vLLM cannot take it.
         """
-        with self._turns.taken():
-            accelerator.free_cache(self._kind)
-            self._llm.wake_up(tags=tags)
+        accelerator.free_cache(self._kind)
+        self._llm.wake_up(tags=tags)
 
     def _give_back_copy(self) -> None:
         """Free the host's memory that a copy of the weights had when the engine was built: torch would keep it."""
         if self._copied:
             accelerator.free_host_cache(self._kind)
         self._copied = False
+
+
+def overlook_others(worker: Any) -> None:
+    """Let a worker of vLLM sleep while others take memory of its card; called in that worker.
+
+    vLLM compares the free memory of the whole card before and after, and fails where there is less: as where a trainer
+    or an engine of another worker takes some meanwhile. Its own memory is free by then. Its executor must not see the
+    failure, for it would hold the worker to be awake, and never wake it.
+    """
+    inner = getattr(worker, "worker", worker)  # vLLM's executor has it in a wrapper
+    inner.sleep = partial(_sleep_beside_others, inner.sleep)
+
+
+def _sleep_beside_others(sleep: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    try:
+        sleep(*args, **kwargs)
+    except AssertionError as error:
+        if error.args != (_FULLER_CARD,):
+            raise
+        logger.info("vLLM sleeps; other workers of its card took more memory meanwhile than it gave back")
 
 
 def _keep_loose(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

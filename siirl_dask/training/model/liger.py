@@ -165,7 +165,8 @@ def is_feed_forward(module: nn.Module) -> bool:
 
 def _norm(module: Any, kernel: Callable[..., Tensor], hidden: Tensor) -> Tensor:
     # in_place: the backward pass would write over the gradient that it gets, which the residual stream may share
-    return kernel(hidden, module.weight, module.variance_epsilon, in_place=False)
+    # of one type, as was tried: under autocast the weight is wider
+    return kernel(hidden, module.weight.to(hidden.dtype), module.variance_epsilon, in_place=False)
 
 
 def _feed_forward(module: Any, kernel: Callable[..., Tensor], hidden: Tensor) -> Tensor:

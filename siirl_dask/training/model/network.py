@@ -19,6 +19,7 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.attention import PACKED, ends_for_kernels
+from siirl_dask.training.model.layers import narrow_hidden_states
 from siirl_dask.training.model.liger import settle, use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
 from siirl_dask.training.model.lora import (
@@ -47,8 +48,8 @@ from siirl_dask.training.trainer import PackedRows
 
 
 class Network(nn.Module):
-    """A causal model or its part below the head. With ``autocast`` it computes in bfloat16; ``trainer`` says how it
-    learns, if it does.
+    """A causal model or its part below the head. With ``autocast`` it computes in bfloat16, hidden states included;
+    ``trainer`` says how it learns, if it does.
 
     ``inputs`` lays out images for a model that sees any; with ``always`` its tower runs in each pass. It may have
     adapters of several ``agents``, and computes with those of one at a time, of the first to begin with. Dropout is
@@ -88,6 +89,8 @@ class Network(nn.Module):
             named, learned = self.by_name(), self.trainable()
             for name in named.keys() - learned.keys():
                 named[name].requires_grad_(False)  # now, for FSDP takes it over when it first gathers
+        if autocast:
+            narrow_hidden_states(model.modules())
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
@@ -256,7 +259,7 @@ class PolicyNetwork(Network):
         head = self.model.get_output_embeddings()
         hidden = self.predicting_states(batch)
         logprobs, entropy = token_logprobs(
-            hidden.bfloat16() if self.autocast else hidden,
+            hidden,
             head.weight,
             head.bias,
             batch.targets.to(self.device),

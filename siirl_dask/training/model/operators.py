@@ -71,8 +71,7 @@ def _say(text: str) -> None:
 
 
 def _norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    same = hidden.dtype == weight.dtype  # all that it takes
-    return fused.rms_norm(hidden, weight, epsilon) if same else rms_norm(hidden, weight, epsilon)
+    return fused.rms_norm(hidden, weight.to(hidden.dtype), epsilon)  # of one type: under autocast the weight is wider
 
 
 def _rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
