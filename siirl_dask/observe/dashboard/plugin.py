@@ -11,9 +11,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import dask
 from distributed import SchedulerPlugin
+from tornado.httputil import HTTPServerRequest
 from tornado.ioloop import IOLoop
+from tornado.web import ErrorHandler
 
+from siirl_dask.observe.dashboard.origins import ANY, is_of_another_site
 from siirl_dask.observe.dashboard.store import Store
 
 if TYPE_CHECKING:
@@ -58,6 +62,20 @@ class PagePlugin(SchedulerPlugin):
             self.store.event(topic, msg)
 
 
+def _refuse_other_sites(app: Any) -> None:
+    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among it."""
+    own = app.find_handler
+    named = dask.config.get("distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin")
+    allowed = [str(host).lower() for host in named if host != ANY]
+
+    def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
+        if is_of_another_site(request, allowed):
+            return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
+        return own(request, **kwargs)
+
+    app.find_handler = find_handler
+
+
 def add_page(scheduler: Scheduler, store: Store) -> bool:
     """Add the page, and a link to it in the menu of Dask's own pages; return False for a scheduler without a dashboard.
 
@@ -82,6 +100,7 @@ def add_page(scheduler: Scheduler, store: Store) -> bool:
     if PATH not in variables["pages"]:
         variables["pages"].insert(0, PATH)
     app = BokehApplication({f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables)
+    _refuse_other_sites(app)
     scheduler.http_application.add_application(app)
     app.initialize(IOLoop.current())
     app.start()

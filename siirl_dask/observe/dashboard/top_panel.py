@@ -22,6 +22,7 @@ class TopPanel:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._newest = ""
+        self._offered: list[str] = []
         self._run = Select(title="run", options=[], width=220, stylesheets=[WIDGETS])
         self._run.on_change("value", lambda attribute, old, new: changed())
         self._others = MultiChoice(
@@ -39,8 +40,8 @@ class TopPanel:
 
     @property
     def others(self) -> list[str]:
-        """Names of the runs that the viewer wants to see over it."""
-        return [str(name) for name in self._others.value]
+        """Names of the runs to see over it, of those that were offered: a browser may send any."""
+        return [name for name in self._offered if name in self._others.value]
 
     def offer(self, runs: Sequence[LiveRun]) -> None:
         """Offer these runs, the newest last, which is taken at first."""
@@ -53,7 +54,8 @@ class TopPanel:
 
     def offer_others(self, names: Sequence[str]) -> None:
         """Offer to show these runs over the one that is watched."""
-        if list(names) != self._others.options:
+        if list(names) != self._offered:
+            self._offered = list(names)
             self._others.options = list(names)
             self._others.value = [name for name in self._others.value if name in names]
 
