@@ -27,7 +27,7 @@ from siirl_storage import (
 )
 
 from siirl_dask.config import Config
-from siirl_dask.config.file import dump, load_text
+from siirl_dask.config.file import Interpolated, dump, load_recorded
 from siirl_dask.config.file.layers import config_keys
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
@@ -124,18 +124,21 @@ def read_identity(url: str) -> RunIdentity | None:
 def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration ``text`` that the run at ``url`` recorded, with overrides, ``key=value``.
 
-    ConfigError for unusable overrides, and, with what can still be read, when another version wrote the run.
+    Interpolated for a text that is no record. ConfigError for unusable overrides, and, with what can still be read,
+    when another version wrote the run.
     """
     file = join(url, CONFIG_FILE)
     try:
-        recorded = load_text(text, file)
+        recorded = load_recorded(text, file)
+    except Interpolated:
+        raise
     except ConfigError as error:
         raise ConfigError(
             f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can be read, but to "
             "resume, evaluate or export it takes that version; a run of this version needs another run.name or "
             "run.url, or --fresh, which removes what is there"
         ) from error
-    return load_text(text, file, overrides) if overrides else recorded
+    return load_recorded(text, file, overrides) if overrides else recorded
 
 
 def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:

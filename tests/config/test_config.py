@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -24,7 +25,7 @@ from siirl_dask.config import (
     TrainerConfig,
     parse_bytes,
 )
-from siirl_dask.config.file import dump, load, load_config_file, shipped
+from siirl_dask.config.file import Interpolated, dump, load, load_config_file, load_recorded, shipped
 from siirl_dask.config.file.layers import config_keys, shipped_files
 from siirl_dask.errors import ConfigError
 
@@ -307,6 +308,22 @@ def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress,
     file = tmp_path_factory.mktemp("dump") / "config.yaml"
     file.write_text(dump(config))
     assert load(file) == config
+    assert load_recorded(file.read_text(), "config.yaml") == config
+
+
+@pytest.mark.parametrize("before", ["", "a", "50% of ", "x: y #"])
+@pytest.mark.parametrize("backslashes", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", ["oc.env:SECRET_OF_A_READER", "run.seed", "oc.decode:'1'"])
+def test_a_recorded_config_is_refused_where_it_would_read_its_readers_environment(before, backslashes, what):
+    """As many backslashes as stand before an interpolation make it text, if they are odd."""
+    config = Config(data=DataConfig(url="rows"), model=ModelConfig(path="model"))
+    value = before + "a" + "\\" * backslashes + "${" + what + "}"
+    text = dump(config).replace("name: run\n", "name: " + json.dumps(value) + "\n")
+    if backslashes % 2:
+        assert "${" in load_recorded(text, "config.yaml").run.name
+        return
+    with pytest.raises(Interpolated, match="expected a plain value"):
+        load_recorded(text, "config.yaml")
 
 
 # Every key is read by somebody. A key counts as read where code gets the attribute from something that is known to be

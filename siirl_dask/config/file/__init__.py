@@ -14,7 +14,8 @@ types against the dataclasses of siirl_dask/config, since OmegaConf takes 1.5 fo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,25 @@ from siirl_dask.errors import ConfigError
 __all__ = [
     "ClusterSpec",
     "ConfigFile",
+    "Interpolated",
     "dump",
     "foreign_value",
     "foreign_values",
     "load",
     "load_config_file",
+    "load_recorded",
     "load_text",
     "read_cluster_spec",
     "shipped",
 ]
+
+
+class Interpolated(ConfigError):
+    """A recorded configuration has an interpolation, which no run records."""
+
+
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+"""Beginning of an interpolation: one with an odd number of backslashes before it is text."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,36 @@ def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a YAML text, as ``load``; errors call it ``name``. ConfigError if it has a base."""
     return _assemble([text_layer(text, name), *map(override, overrides)], name).config
+
+
+def load_recorded(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a text that ``dump`` wrote, which has plain values alone.
+
+    ConfigError as by ``load_text``, Interpolated for an interpolation in the text: whoever reads a run's folder need
+    not have written it, and ``${oc.env:TOKEN}`` would be filled from the reader's environment.
+    """
+    layer = text_layer(text, name)
+    for key, value in _texts(layer.values, ""):
+        if _INTERPOLATION.search(value):
+            raise Interpolated(
+                f"{name}: {key}={value!r}: expected a plain value, as a run records it; an interpolation would be "
+                "filled from other keys or from the environment of whoever reads it, so the file is not used"
+            )
+    return _assemble([layer, *map(override, overrides)], name).config
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield all texts of plain data, names in mappings among them, each with its key."""
+    match value:
+        case str():
+            yield key, value
+        case Mapping():
+            for name, item in value.items():
+                yield key, str(name)
+                yield from _texts(item, f"{key}.{name}" if key else str(name))
+        case list():
+            for index, item in enumerate(value):
+                yield from _texts(item, f"{key}[{index}]")
 
 
 def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
