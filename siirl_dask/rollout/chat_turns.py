@@ -19,6 +19,17 @@ _PROBE = "siirlprobemessage"
 Messages = Sequence[Mapping[str, Any]]
 
 
+def _unused(*given: Sequence[Mapping[str, Any]]) -> str:
+    """Return a word that none of the messages and tools has: a page that a tool returns may hold any."""
+    texts = repr(given)
+    word = _SENTINELS[0]
+    number = 0
+    while word in texts:
+        number += 1
+        word = f"{_SENTINELS[0]}{number}x"
+    return word
+
+
 class ChatTurns:
     """Continues conversations of one tokenizer. ConfigError when made for a chat template that cannot be continued."""
 
@@ -32,7 +43,7 @@ class ChatTurns:
         ``before`` are the messages that the conversation began with. ``last`` is the last id that was sampled: where it
         is the end of turn that the template writes, that is not repeated. ConfigError where the template fails.
         """
-        rest = self._rendered(before, _SENTINELS[0], new, tools)
+        rest = self._rendered(before, _unused(before, new, tools), new, tools)
         ids = list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
         if last in ids:
             end = ids.index(last)

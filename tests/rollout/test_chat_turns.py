@@ -9,7 +9,9 @@ from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.rollout.templates import CHATML, FAMILIES, tokenizer_of
 
-WORDS = st.text("abc \n{}<>é", min_size=1, max_size=12).map(lambda text: f"x{text}y")
+WORDS = st.text("abc \n{}<>é", min_size=1, max_size=12).map(lambda text: f"x{text}y") | st.sampled_from(
+    ["siirlsentinelturn", "siirlsentinelturn1x and siirlsentinelturn", "anothersentinelturn"]
+)
 FAMILY = {name: tokenizer_of(name) for name in FAMILIES}
 
 

@@ -11,6 +11,7 @@ from siirl_dask.rollout.endpoint.refusals import invalid, over_limit
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of requests, and those that chat templates know."""
 _MOST_TOOLS = 256
+_DEEPEST = 64
 
 
 def read_messages(messages: object, most: int) -> list[dict[str, Any]]:
@@ -48,9 +49,10 @@ def digest(message: Mapping[str, Any]) -> str:
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(role, str) or role not in _ROLES:
         raise invalid(where, message, f"an object with a role, one of {[*_ROLES]}")
-    read: dict[str, Any] = {"role": _ROLES[message["role"]], "content": _content(message.get("content"), where)}
+    read: dict[str, Any] = {"role": _ROLES[role], "content": _content(message.get("content"), where)}
     if message.get("tool_calls"):
         read["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -87,8 +89,20 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def arguments_of(text: str) -> Any:
-    """Return a call's arguments, JSON as a text, as an object; the text where it is no JSON."""
+    """Return a call's arguments, JSON as a text, as an object; the text where it is no JSON, or nested too deep."""
     try:
-        return json.loads(text)
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return arguments if is_shallow(arguments) else text
+
+
+def is_shallow(value: Any) -> bool:
+    """Return whether JSON is nested at most 64 deep, so that templates and encoders, which recurse, can write it."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return True
+        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return not any(isinstance(item, dict | list) for item in level)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import EndpointConfig
-from siirl_dask.rollout.endpoint.messages import read_messages, read_tools
+from siirl_dask.rollout.endpoint.messages import is_shallow, read_messages, read_tools
 from siirl_dask.rollout.endpoint.refusals import Refusal, invalid, unknown_model, unsupported
 
 _READ = {"model", "stream", "stream_options", "max_tokens", "stop", "n", "logprobs", "top_logprobs"}
@@ -101,6 +101,8 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise Refusal(400, f"the body is not UTF-8: {error}", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
+    if not is_shallow(given):
+        raise Refusal(400, "the body is nested too deep: expected at most 64 levels", code="invalid_json")
     if not isinstance(given, dict):
         raise Refusal(400, f"the body is a JSON {type(given).__name__}: expected an object", code="invalid_json")
     return given

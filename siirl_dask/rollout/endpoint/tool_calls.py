@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from siirl_dask.rollout.endpoint.messages import arguments_of
+from siirl_dask.rollout.endpoint.messages import arguments_of, is_shallow
 from siirl_dask.rollout.engine import Tokenizer
 
 HERMES: Mapping[str, Any] = {
@@ -46,7 +46,9 @@ def read_message(
         before = ""  # or all of the prompt would count as the answer's beginning
     try:
         parsed = parse_response(text, dict(template or HERMES), prefix=before, tools=[*tools])
-    except (ValueError, TypeError, KeyError):  # a call that is no JSON, or not as the template wants it
+    except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, nested too deep, not as the template wants it
+        return plain
+    if not is_shallow(parsed):
         return plain
     calls = _calls(parsed.get("tool_calls") or (), first)
     content, thinking = parsed.get("content", ""), parsed.get("thinking")

@@ -15,6 +15,7 @@ from openai import AuthenticationError, BadRequestError, NotFoundError
 from siirl_dask.config import EndpointConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.endpoint import AgentQueue, Endpoint
 from tests.rollout.endpoint.conftest import conversation
 from tests.rollout.endpoint.test_conversations import WEATHER, user
@@ -72,6 +73,17 @@ def test_what_is_no_tool_call_is_text(serve, text):
     assert served.ask([user("a")], tools=[FORECAST], tool_choice="none")["choices"][0]["message"]["content"] == CALL
 
 
+@pytest.mark.parametrize("depth", [65, 500, 900, 1000, 1500])
+def test_an_answer_of_brackets_alone_is_text_and_the_conversation_goes_on(serve, depth):
+    nested = "[" * depth + "]" * depth
+    says = '<tool_call>{"name": "weather", "arguments": ' + nested + "}</tool_call>"
+    served = serve(says, within={"response": 20000, "prompt": 20000})
+    served.conversation._sampling = Sampling(max_tokens=20000)
+    (choice,) = served.ask([user("a")], tools=[WEATHER])["choices"]
+    assert nested in choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
+
+
 def test_a_stream_says_the_same(serve):
     served = serve(lambda request: CALL)
     ask, how = served.client.chat.completions, {"model": "policy", "tools": [FORECAST]}
@@ -123,6 +135,8 @@ BAD = {
     "not UTF-8": (b'{"model": "\xff"}', 400, "not UTF-8"),
     "half a character": (b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "UTF-8"),
     "deep": (b"[" * 3000, 400, "not JSON"),
+    "deep in a tool": (body(tools=[{**WEATHER, "x": json.loads("[" * 99 + "]" * 99)}]), 400, "nested too deep"),
+    "another kind of role": (body(messages=[{"role": {}, "content": "a"}]), 400, r"messages\[0\].*a role, one of"),
     "a list": (b"[]", 400, "expected an object"),
     "too large": (body(messages=[user("x" * 5000)]), 413, r"more than 4KiB \(endpoint.max_body\)"),
     "another model": (body(model="gpt-5"), 404, "'gpt-5' does not exist: this endpoint serves 'policy'"),
