@@ -15,7 +15,7 @@ from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.errors import ConfigError, DataError, ImageError, Origin
+from siirl_dask.errors import ConfigError, DataError, ImageError, Origin, SiirlError
 from siirl_dask.images import Image, images_of, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.planner import Changes, columns
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = "max_tokens"
 """An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
+_NULL = "its prompt is null: remove such rows, or name another column (data.prompt)"
 _READ_FOR_ONE = 16
 """Prompt tokens that are read in the time of sampling one: they are read together, and once for n samples."""
 
@@ -85,11 +86,12 @@ def encode_prompts(
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
     leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens;
-    ImageError, with the row and the image, for an image that cannot be used.
+    DataError, with the row, for one that is null or that the chat template cannot write; ImageError, with the row and
+    the image, for an image that cannot be used.
     """
     engine: RolloutEngine = ctx.resource
     if images is None or images.column is None:
-        ids = shown = [engine.tokenizer.encode(prompt) for prompt in table[column].to_pylist()]
+        ids = shown = _encoded(ctx, table, column)
     else:
         table, shown, ids = _with_images(ctx, table, column, images)
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
@@ -112,6 +114,37 @@ def encode_prompts(
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
+def _encoded(ctx: Context, table: pa.Table, column: str) -> list[list[int]]:
+    """Return each prompt's token ids."""
+    engine: RolloutEngine = ctx.resource
+    encoded = []
+    for row, prompt in enumerate(table[column].to_pylist()):
+        if prompt is None:
+            raise _refused(ctx, table, row, _NULL)
+        try:
+            encoded.append(engine.tokenizer.encode(prompt))
+        except SiirlError:
+            raise
+        except Exception as error:  # a chat template raises what it likes
+            reason = f"the chat template fails on its prompt: {type(error).__name__}: {error}"
+            raise _refused(ctx, table, row, reason) from error
+    return encoded
+
+
+def _refused(ctx: Context, table: pa.Table, row: int, reason: str) -> DataError:
+    error = DataError(f"{_place(ctx, table, row)}: {reason}")
+    error.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
+    return error
+
+
+def _place(ctx: Context, table: pa.Table, row: int) -> str:
+    """Return a row's id in the step, and its place in the dataset if that is known."""
+    place = ""
+    if {DATA_PART, DATA_ROW} <= {*table.column_names}:
+        place = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
+    return f"row {table[ROW_ID][row]} of step {ctx.step}{place}"
+
+
 def _column_of_images(images: ImagesConfig, column: str) -> str:
     """Return the column that has the images: the dataset's, or for what an agent has written that of the first one."""
     assert images.column is not None
@@ -132,6 +165,8 @@ def _with_images(
     collapsed, expanded, seen = [], [], 0
     processor.bring(image for value in of_rows.to_pylist() for image in _readable(value))
     for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), of_rows.to_pylist(), strict=True)):
+        if prompt is None:
+            raise _refused(ctx, table, row, _NULL)
         with _of_row(ctx, table, row):
             shown = images_of(value)
             collapsed.append(engine.tokenizer.encode(marked(prompt, processor.family.placeholder)))
@@ -174,12 +209,8 @@ def _of_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
     try:
         yield
     except ImageError as error:
-        row_id = table[ROW_ID][row].as_py()
-        place = ""
-        if {DATA_PART, DATA_ROW} <= {*table.column_names}:
-            place = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
-        named = ImageError(f"row {row_id} of step {ctx.step}{place}: {error}")
-        named.origin = Origin(rows=(row_id,))
+        named = ImageError(f"{_place(ctx, table, row)}: {error}")
+        named.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
         raise named from error.__cause__
 
 

@@ -17,6 +17,13 @@ _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 
+def text_of(answer: object) -> str:
+    """Return an answer as a text. ValueError for null: a row without an answer is no wrong response."""
+    if answer is None:
+        raise ValueError("the row's answer is null: expected one to compare with")
+    return str(answer)
+
+
 def math_answer(prompt: object, response: str, answer: object, **extra: object) -> float:
     r"""Return 1.0 when the response's answer (in ``\boxed{}``, LaTeX or plain) equals ``answer``, else 0.0.
 
@@ -28,7 +35,7 @@ def math_answer(prompt: object, response: str, answer: object, **extra: object) 
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
         raise ConfigError("math_answer needs math-verify: pip install 'siirl_dask[math]'") from error
-    text = str(answer).strip()
+    text = text_of(answer).strip()
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     # math-verify's timeouts use signals, which work in main threads only: rewards.timeout stands in for them.
     expected = parse(marked, parsing_timeout=None)
@@ -44,7 +51,7 @@ def gsm8k(prompt: object, response: str, answer: object, *, flexible: bool = Fal
     do not matter. ``answer`` is a number, or a solution that ends with a marked one as in GSM8K (arXiv:2110.14168);
     ValueError where it holds neither.
     """
-    solution = str(answer)
+    solution = text_of(answer)
     expected = _last_match(_MARKED_NUMBER, solution)
     if expected is None and re.fullmatch(_NUMBER, solution.strip()):
         expected = solution.strip()
@@ -61,11 +68,12 @@ def dapo_math(prompt: object, response: str, answer: object, **extra: object) ->
 
     The response's answer is the rest of the line after its last ``Answer:``; where that is empty or missing, the
     content of its last ``\boxed{}``. Both are compared as numbers where they are numbers, else as text; spaces, dollar
-    signs, ``\text{}`` and a full stop do not matter.
+    signs, ``\text{}`` and a full stop do not matter. ValueError for a row without an answer.
     """
     stated = _last_match(_STATED_ANSWER, response)
     response_answer = stated if stated and stated.strip() else last_boxed(response)
-    same = response_answer is not None and _normalise(response_answer) == _normalise(str(answer))
+    expected = _normalise(text_of(answer))
+    same = response_answer is not None and _normalise(response_answer) == expected
     return 1.0 if same else -1.0
 
 

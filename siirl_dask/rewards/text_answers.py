@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from siirl_dask.rewards.math_answers import last_boxed
+from siirl_dask.rewards.math_answers import last_boxed, text_of
 
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 """Pattern of a response that is one thought, then one answer, and nothing else."""
@@ -17,8 +17,10 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{(.*)\}")
 
 
 def exact_match(prompt: object, response: str, answer: object, **extra: object) -> float:
-    """Return 1.0 when the response is the answer, white space around either aside; else 0.0."""
-    return float(response.strip() == str(answer).strip())
+    """Return 1.0 when the response is the answer, white space around either aside; else 0.0. ValueError for a row
+    without an answer.
+    """
+    return float(response.strip() == text_of(answer).strip())
 
 
 def multiple_choice(

@@ -19,6 +19,15 @@ _PROBE = "siirlprobemessage"
 Messages = Sequence[Mapping[str, Any]]
 
 
+def without_nulls(value: Any) -> Any:
+    """Return plain data without the fields of its mappings that are null, however deep they are."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
 def _unused(*given: Sequence[Mapping[str, Any]]) -> str:
     """Return a word that none of the messages and tools has: a page that a tool returns may hold any."""
     texts = repr(given)
@@ -55,7 +64,7 @@ class ChatTurns:
 
     def _rendered(self, before: Messages, turn: str, new: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return what the template writes after an assistant's ``turn``, up to where it answers the new messages."""
-        chat = [*map(dict, before), {"role": "assistant", "content": turn}, *map(dict, new)]
+        chat = [*map(without_nulls, before), {"role": "assistant", "content": turn}, *map(without_nulls, new)]
         given: list[Any] | None = [*map(dict, tools)] or None
         try:
             text: Any = self._tokenizer.apply_chat_template(

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import refused_by_name
-from siirl_dask.rollout.chat_turns import ChatTurns
+from siirl_dask.rollout.chat_turns import ChatTurns, without_nulls
 
 _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
@@ -57,7 +57,9 @@ class HuggingFaceTokenizer:
     def encode(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a string, or of chat messages up to where the assistant answers.
 
-        ``tools`` are JSON schemas for the chat template. ConfigError for messages where the model has no template.
+        ``tools`` are JSON schemas for the chat template. A field that is null is as one that is not there: Arrow gives
+        each message every field that any message of the table has. ConfigError for messages where the model has no
+        template.
         """
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -98,7 +100,7 @@ class HuggingFaceTokenizer:
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a list of messages; "
                 "expected a chat model, or prompts that are strings"
             )
-        messages = [[dict(message) for message in chat] for chat in chats]
+        messages = [[without_nulls(message) for message in chat] for chat in chats]
         given: list[Any] | None = [*map(dict, tools)] or None
         encoded: Any = self._tokenizer.apply_chat_template(
             messages, tools=given, add_generation_prompt=True, return_dict=False

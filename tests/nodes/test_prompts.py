@@ -82,3 +82,19 @@ def test_nodes_that_read_prompts_read_the_optional_length_column():
 def test_an_expected_length_that_is_no_number_of_tokens_is_refused(expected, said):
     with pytest.raises(DataError, match=said):
         sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length_column="expected"))
+
+
+def test_a_null_prompt_is_refused_with_its_row_of_the_dataset():
+    words = r"row 1 of step 1 \(row 7 of part 3 of the dataset\): its prompt is null"
+    with pytest.raises(DataError, match=words) as error:
+        sampled(RolloutConfig(), prompt=["a", None], data_part=[3, 3], data_row=[0, 7])
+    assert error.value.origin.rows == (1,)
+
+
+def test_a_chat_template_that_fails_names_the_row(monkeypatch):
+    def encode(prompt):
+        raise TypeError(f"object of type {type(prompt).__name__} has no len()")
+
+    monkeypatch.setattr(Letters.tokenizer, "encode", staticmethod(encode))
+    with pytest.raises(DataError, match=r"row 0 of step 1: the chat template fails on its prompt: TypeError: object"):
+        sampled(RolloutConfig(), prompt=["a"])

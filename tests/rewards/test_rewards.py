@@ -7,7 +7,7 @@ import pytest
 
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.rewards import build_scorer, exact_match
+from siirl_dask.rewards import build_scorer, dapo_math, exact_match, gsm8k, math_answer, multiple_choice
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,9 @@ def test_rows_that_are_cancelled_leave_no_thread():
     scoring.add(1, lambda: {"prompt": "p", "response": "r", "answer": "a"})
     assert scoring.finish() == {}
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("reward", [exact_match, gsm8k, dapo_math, math_answer, multiple_choice])
+def test_a_row_without_an_answer_is_a_failure_and_no_wrong_response(reward):
+    with pytest.raises(ValueError, match="answer"):
+        reward(prompt="p", response="None", answer=None)

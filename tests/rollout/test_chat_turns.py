@@ -1,5 +1,6 @@
 """Tests of conversations that are continued token by token: sampled ids stay, and no word between turns is missing."""
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +115,38 @@ def test_a_template_that_cannot_be_continued_is_refused_by_name(kind):
     tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=template), "model")
     with pytest.raises(ConfigError, match=rf"model\.path='model'.*{said}"):
         tokenizer.check_turns()
+
+
+FIELDS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system"]), "content": WORDS},
+    optional={"name": WORDS, "reasoning_content": WORDS},
+)
+NAMED = "{% for m in messages %}{% if 'name' in m %}{{ m.name }}: {% endif %}{{ m.content }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{% for part in m.content %}"
+    "{% if 'image' in part %}<picture>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@given(st.lists(st.lists(FIELDS, min_size=1, max_size=3), min_size=1, max_size=4))
+def test_fields_that_only_other_messages_of_a_table_have_change_no_prompt(chats):
+    """Arrow gives every message every field that any message of the column has, null where it has none."""
+    tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=NAMED), "model")
+    from_arrow = pa.array(chats).to_pylist()
+    for chat, written in zip(from_arrow, chats, strict=True):
+        assert tokenizer.encode(chat) == tokenizer.encode(written)
+    assert tokenizer.lengths(from_arrow) == tokenizer.lengths(chats)
+
+
+def test_a_text_part_with_a_null_image_is_a_text():
+    tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=PARTS), "model")
+    chat = [{"role": "user", "content": [{"type": "text", "text": "how many?", "image": None}]}]
+    assert tokenizer.decode(tokenizer.encode(chat), skip_special=False) == "how many?"
+
+
+def test_null_arguments_of_a_tool_call_that_other_calls_have_are_left_out():
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=template), "model")
+    call = {"function": {"name": "f", "arguments": {"city": "Rome", "day": None}}}
+    ids = tokenizer.encode([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert tokenizer.decode(ids, skip_special=False) == '{"city": "Rome"}'
