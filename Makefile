@@ -7,7 +7,8 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
-.PHONY: install quickstart test test-gpu gpu-bundle test-slow test-oldest sweep lint
+SINCE ?=
+.PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
 install: $(STAMP)
 
@@ -25,11 +26,30 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Three circles of tests: docs/testing.md. SINCE=main takes the files that a change since that commit can break, those nearest to
+# it first; pytest ends with 5 where none of them has a test of the circle.
+CHOSEN := build/tests-to-run
+FILES = $(if $(SINCE),$$(cat $(CHOSEN)),tests)
+OR_NONE = $(if $(SINCE),|| [ $$? -eq 5 ])
+
+# The inner one: nothing that starts a process or imports an engine.
+check: export OMP_NUM_THREADS ?= 1
+check: $(if $(SINCE),$(CHOSEN)) lint
+	test -z "$(FILES)" || $(BIN)/pytest -n 2 --dist loadfile --no-processes \
+	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
+
 # Two at a time, in the order that tests/conftest.py gives, and one torch thread each; what holds times runs alone, afterwards.
 test: export OMP_NUM_THREADS ?= 1
-test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu and not slow and not sweep"
-	$(BIN)/pytest -m "alone and not slow and not sweep" $$(grep -rl "mark.alone" tests) # of no other file: to import them all takes 20 seconds
+test: $(if $(SINCE),$(CHOSEN)) lint
+	test -z "$(FILES)" || $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
+	alone=$$(grep -rl "mark.alone" $(FILES) /dev/null); test -z "$$alone" || $(BIN)/pytest \
+	  -m "alone and not slow and not sweep" $$alone $(OR_NONE) # of no other file: to import them all takes 20 seconds
+
+.PHONY: $(CHOSEN)
+$(CHOSEN): install
+	mkdir -p $(@D)
+	$(BIN)/python tests/select_tests.py $(SINCE) > $@
 
 # What to run first on a machine with GPUs or NPUs: docs/status.md says what it shows. No installation: it takes .venv where
 # that is there, and else PYTHON, which has torch, transformers and pytest; WHEELS=folder adds the wheels that it lacks.

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from siirl_dask.config import Config
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.models.broken_imports import hide
+from tests.reports import NoProcesses, skipped_lines
 from tests.settings import digits_overrides
 
 hide()  # before any test module imports transformers
@@ -27,15 +28,42 @@ settings.register_profile("shared machine", deadline=None, suppress_health_check
 settings.load_profile("shared machine")
 
 ROOT = Path(__file__).parent
+FEWER_EXAMPLES = 20
+"""Examples of a property without processes, where a test does not say how many; make test takes 100."""
 SLOWEST = ("rollout", "e2e", "training")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The slowest files begin first, so that no process is left alone with one. (pytest forgets the order in which
-    folders within one another are given.)
+    folders within one another are given.) Files that are named one by one run in that order.
     """
+    if any(argument.partition("::")[0].endswith(".py") for argument in config.args):
+        return
     folders = {item: item.path.relative_to(ROOT).parts[0] for item in items}
     items.sort(key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--no-processes", action="store_true", help="skip tests that start a process or import an engine's package"
+    )
+
+
+def pytest_configure(config):
+    if config.option.reportchars == "a":
+        config.option.reportchars = "fExX"  # skipped tests have lines of their own, by reason
+    if config.getoption("no_processes"):
+        config.pluginmanager.register(NoProcesses())
+        settings.register_profile("no processes", settings.get_profile("shared machine"), max_examples=FEWER_EXAMPLES)
+        settings.load_profile("no processes")
+
+
+def pytest_terminal_summary(terminalreporter):
+    lines = skipped_lines(terminalreporter.stats.get("skipped", []))
+    if lines:
+        terminalreporter.section(f"{len(terminalreporter.stats['skipped'])} skipped, and why", yellow=True)
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_finish():

@@ -347,6 +347,19 @@ def test_a_pass_cannot_be_forged(sandboxes, how, test):
     assert not sandboxes.passes(FORGERIES[how], test, seconds=3.0)
 
 
+def test_root_that_may_not_mount_runs_programs_in_namespaces_as_another_user():
+    Sandboxes("namespaces", "user").close()  # skips where the kernel refuses namespaces to users
+    try:
+        made = Sandboxes("namespaces", "container")
+    except pytest.skip.Exception as error:
+        pytest.fail(str(error))
+    tried = ["got = os.getuid()", "got = os.listdir('/home')", "os.setuid(0); open('/usr/new', 'w')"]
+    user, *others = attempts(made, tried)
+    made.close()
+    assert user > 65535
+    assert set(others) <= REFUSED
+
+
 def test_programs_at_the_same_time_do_not_meet(sandboxes):
     """Two sandboxes share neither processes, files nor sockets."""
     code = "import os, time; open('mine', 'w').close(); time.sleep(1); print(os.listdir(), os.path.exists('/proc/4'))"

@@ -1,13 +1,16 @@
 """A test runs apart from the program, and calls it as if it were there."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.rewards import code_execution
+from siirl_dask.rewards.code_execution import places
 from siirl_dask.rewards.code_execution.inside.values import decode, encode
-from siirl_dask.rewards.code_execution.sandbox import Limits, passes, passes_together
+from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
 
 pytestmark = pytest.mark.usefixtures("isolation")
 QUICK = Limits(seconds=5.0)
@@ -132,6 +135,43 @@ def test_a_sandbox_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="takes the program bwrap, which is not on PATH: install it"):
         code_execution("p", "```python\n```", "1", isolate="bubblewrap")
+
+
+def test_the_folder_that_is_closed_to_other_users_is_found_wherever_python_or_the_package_lies(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    deeper = closed / "deeper"
+    deeper.mkdir(parents=True)
+    closed.chmod(0o700)
+    monkeypatch.setattr(places, "_HERE", "/usr/lib")
+    monkeypatch.setattr("sys.executable", "/usr/bin/env")
+    for name in ("sys.prefix", "sys.base_prefix"):
+        monkeypatch.setattr(name, "/usr")
+    assert places.closed_folder() is None
+    for name in ("sys.executable", "sys.prefix", "sys.base_prefix"):
+        with monkeypatch.context() as context:
+            context.setattr(name, str(deeper / "python"))
+            assert places.closed_folder() == str(closed)
+    monkeypatch.setattr(places, "_HERE", str(deeper / "code_execution"))
+    assert places.closed_folder() == str(closed)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs run as another user")
+def test_a_folder_that_is_closed_to_roots_programs_is_named(tmp_path, monkeypatch):
+    bubblewrap = tmp_path / "bwrap"
+    bubblewrap.write_text("#!/bin/sh\necho 'bwrap: Permission denied' >&2\nexit 1\n")
+    bubblewrap.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)  # root's programs start it as another user
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(places, "program_user", lambda: 54321)
+    monkeypatch.setattr(places, "closed_folder", lambda: "/secret")
+    with pytest.raises(
+        ConfigError, match="Permission denied; root's programs run as another user, who may not enter /s"
+    ):
+        output("", "", replace(QUICK, isolate="bubblewrap"))
+    monkeypatch.setattr(places, "closed_folder", lambda: None)
+    with pytest.raises(ConfigError, match=r"broke with exit code 1: bwrap: Permission denied$"):
+        output("", "", replace(QUICK, isolate="bubblewrap"))
 
 
 def test_values_arrive_as_what_they_equal():

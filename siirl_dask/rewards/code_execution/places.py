@@ -56,6 +56,15 @@ def readable_places(more: Sequence[str]) -> list[str]:
     return [place for place in places if not any(str(above) in places for above in Path(place).parents)]
 
 
+def closed_folder() -> str | None:
+    """Return a folder above Python or this package that others than its owner may not enter; None where all may."""
+    for place in (sys.executable, sys.prefix, sys.base_prefix, _HERE):
+        for folder in Path(place).resolve().parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                return str(folder)
+    return None
+
+
 def program_user() -> int | None:
     """Return the number of a user that nobody is, for a program started by root; None for a program of anyone else.
 

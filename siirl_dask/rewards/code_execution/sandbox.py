@@ -138,12 +138,17 @@ def _check(code: int | None, reason: Flow) -> None:
             f"a test cannot be run apart from the program: {why}; mend it, or pass forgeable=True, which runs both in "
             "one process, where a program that looks for it can pass without being right"
         )
+    if code in (None, PASSED, FAILED):
+        return
+    closed = places.closed_folder()
+    if "Permission denied" in why and places.program_user() is not None and closed is not None:
+        raise ConfigError(
+            f"code cannot be confined here: {why}; root's programs run as another user, who may not enter {closed}: "
+            "install Python and siirl_dask in a folder that all users may read"
+        )
     if code == REFUSED:
         raise ConfigError(
             f"code cannot be confined here: {why}; allow unprivileged user namespaces (in a container, a seccomp "
             "profile that does), or pass isolate=False, which leaves it network and files"
         )
-    if code not in (None, PASSED, FAILED):
-        raise ConfigError(
-            f"the process that was to run the code broke with exit code {code}: {why or 'it said nothing'}"
-        )
+    raise ConfigError(f"the process that was to run the code broke with exit code {code}: {why or 'it said nothing'}")

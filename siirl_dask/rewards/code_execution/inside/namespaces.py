@@ -18,6 +18,7 @@ MOST_FILES = 1024
 # Numbers of linux/sched.h and linux/mount.h, which ctypes lacks.
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+_SET_DUMPABLE = 4  # linux/prctl.h
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
 
@@ -37,11 +38,13 @@ def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) 
     except PermissionError:
         if user is not None:
             become(user)
+            call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the files of /proc/self stay root's
         group = os.getgid()
         call("unshare", apart | _NEWUSER)
         maps = {"setgroups": "deny", "uid_map": f"{owner} {owner} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             Path(f"/proc/self/{name}").write_text(text)
+        call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
     call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     _build_root(Path.cwd(), readable, f"size={file_size},nr_inodes={MOST_FILES},mode=700,uid={owner}")
 
