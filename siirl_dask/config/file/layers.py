@@ -19,6 +19,7 @@ from siirl_dask.config import AgentConfig, Config
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _HINTS: Mapping[str, type[Any]] = get_type_hints(Config)
+_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where it is built in
 GROUPS = {key: kind for key, kind in _HINTS.items() if is_dataclass(cast("object", kind))}
 SHIPPED = "siirl_dask:"
 """Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""
@@ -164,7 +165,7 @@ def override(text: str) -> Layer:
 
 def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
     """Return the lines, from 1, of the parts of the DAG, and of each role and node in them."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=_LOADER)
     lines: dict[tuple[str, str | int | None], int] = {}
     for key, part in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value in _DAG_KEYS:
