@@ -49,9 +49,17 @@ def image_features(model: Any, pixels: Sequence[Pixels]) -> list[ImageFeatures]:
     grids = torch.tensor([each.grid for each in pixels])
     device = model.get_input_embeddings().weight.device
     output = model.get_image_features(values.to(device), grids.to(device), return_dict=True)
-    levels = zip(*(getattr(output, "deepstack_features", None) or ()), strict=True)
-    of_images = [*levels] or [()] * len(pixels)
-    return [ImageFeatures(*pair) for pair in zip(output.pooler_output, map(tuple, of_images), strict=True)]
+    counts = [len(embeddings) for embeddings in output.pooler_output]
+    levels = [_by_image(level, counts) for level in getattr(output, "deepstack_features", None) or ()]
+    return [
+        ImageFeatures(embeddings, tuple(level[index] for level in levels))
+        for index, embeddings in enumerate(output.pooler_output)
+    ]
+
+
+def _by_image(level: Tensor | Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
+    """Return the features of each image, of ``counts`` tokens; transformers before 5.18 gives all in one tensor."""
+    return torch.split(level, [*counts]) if isinstance(level, Tensor) else level
 
 
 def image_places(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[range]:

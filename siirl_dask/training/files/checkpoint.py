@@ -132,10 +132,12 @@ def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
 
 
 def _load(url: str, state: dict[str, Any], progress: Progress = _untold, **options: Any) -> None:
+    reader = _Reader(url)
     try:
-        load_state(state, storage_reader=_Reader(url), planner=_Planner(progress), **options)
+        load_state(state, storage_reader=reader, planner=_Planner(progress), **options)
     except (CheckpointException, Exception) as error:
-        raise _explained(f"{url} could not be read", error) from error
+        cause = error if reader.refused is None else reader.refused
+        raise _explained(f"{url} could not be read", cause) from error
 
 
 def _file_system(url: str) -> Any:
@@ -213,10 +215,19 @@ class _Reader(FsspecReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.fs = _file_system(url)
+        self.refused: CheckpointError | None = None
+        """The failure of ``read_metadata``, in whose place torch 2.11 says that there is no metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
-        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            return self._read_metadata(kwargs.get("rank"))
+        except CheckpointError as error:
+            self.refused = error
+            raise
+
+    def _read_metadata(self, rank: int | None) -> metadata.Metadata:
+        path = self._get_metadata_path(rank)
         with self.fs.create_stream(path, "rb") as file:
             try:
                 described = _MetadataUnpickler(file).load()

@@ -7,6 +7,7 @@ gradients of all ranks' scores together first, so all ranks run the same backwar
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import torch
@@ -32,7 +33,11 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
             f"trainer.fsdp.tensor_parallel={mesh.size()}: transformers has no plan for "
             f"{type(model).__name__} of {path!r}"
         )
-    apply_tensor_parallelism(decoder, mesh, layers)
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
+        apply_tensor_parallelism(decoder, mesh, layers)
+        return
+    decoder.tp_plan = layers  # transformers 5.17 goes by the model's own plan
+    apply_tensor_parallelism(decoder, mesh)
 
 
 def common_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
