@@ -8,7 +8,7 @@ elsewhere. Before there are workers to ask, this machine and the configuration s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,11 +55,9 @@ class OpenTypes:
         """Return the configuration and the DAGs with ``dtype`` in place of ``auto``."""
         return with_dtype(self.config, dtype), [with_dtype_in_dag(dag, dtype) for dag in self.dags]
 
-    def on_workers(self, client: Client, note: Callable[[str], None]) -> Dtype:
-        """Return the type that the workers decide, where this machine could not, and say which one it is."""
-        found = self.expected if self.expected.certain else workers_dtype(client, self.expected)
-        note(found.note)
-        return found.dtype
+    def on_workers(self, client: Client) -> NumberType:
+        """Return the type that the workers decide, where this machine could not."""
+        return self.expected if self.expected.certain else workers_dtype(client, self.expected)
 
 
 def is_open(config: Config, dags: Iterable[DAG] = ()) -> bool:

@@ -98,16 +98,17 @@ def _decided(open_types: OpenTypes, dtype: Dtype) -> tuple[Config, DAG, DAG | No
 
 
 def _on_workers(job: Job, log: RunLog, client: Client) -> Job:
-    """Return the job with the number type that its workers decide, and say which one it is."""
+    """Return the job with the number type that its workers decide."""
     if job.open_types is None:
         return job
-    dtype = job.open_types.on_workers(client, log.progress.note)
-    if dtype is job.open_types.expected.dtype:
-        return job
-    config, dag, validation = _decided(job.open_types, dtype)
+    found = job.open_types.on_workers(client)
+    known = replace(job, open_types=replace(job.open_types, expected=found))
+    if found.dtype is job.open_types.expected.dtype:
+        return known
+    config, dag, validation = _decided(job.open_types, found.dtype)
     checked = check(config, plan_run(config, dag, validation, worker_names(config), log.resume))
     log.config = config
-    return replace(job, config=config, dag=dag, validation=validation, checked=checked)
+    return replace(known, config=config, dag=dag, validation=validation, checked=checked)
 
 
 def _run(job: Job, log: RunLog) -> Summary:

@@ -113,11 +113,13 @@ def _passes(
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             hosts = hosts_of(named)
-            dtype = None if open_types is None else open_types.on_workers(client, progress.note)
-            if open_types is not None and dtype is not None and dtype is not open_types.expected.dtype:
-                config, dags = _decided(open_types, dtype, dags)
-                first, _ = dags[0]
-                checked = check(config, phases(first, list(named), hosts))
+            if open_types is not None:
+                found = open_types.on_workers(client)
+                progress.note(found.note)
+                if found.dtype is not open_types.expected.dtype:
+                    config, dags = _decided(open_types, found.dtype, dags)
+                    first, _ = dags[0]
+                    checked = check(config, phases(first, list(named), hosts))
             actual = phases(first, list(named), hosts)
             check_reachable(client, named, actual, checked.reads, config.run.url)
             with forgotten(client, named, [model for url, model in models.items() if url in passing]):

@@ -47,7 +47,7 @@ class Job:
     fresh: bool
     force: bool
     open_types: OpenTypes | None = None
-    """The run before ``model.dtype=auto`` was decided; None where no model had that type."""
+    """The run before ``model.dtype=auto`` was decided, and what was; None where no model had that type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,11 @@ def prepare_try(
     cuts = {cut.table: cut for cut in frontiers(dag, train[0].stages)[0]}
     kept = [node.kept_as for node in dag.nodes if node.kept_as]
     commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
-    noted = config.observe.progress and not again
-    notes = [*host_notes(train[0]), *notes_on_long_prompts(config, *train)] if noted else []
+    notes: list[str] = []
+    if job.open_types is not None and not again:
+        notes.append(job.open_types.expected.note)
+    if config.observe.progress and not again:
+        notes += [*host_notes(train[0]), *notes_on_long_prompts(config, *train)]
     return Try(driver, group, groups, phases, partial(_prepare_folder, job, log), commits, notes)
 
 
