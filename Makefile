@@ -79,14 +79,18 @@ test-slow: install
 OLDEST := build/oldest
 $(OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check "torch==2.11.*" "transformers==5.17.*" -e ".[test]"
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" -e ".[test]"
 	touch $@
 
-# Two workers with each of torch's backends, and every test of devices: among them shards over two ranks.
+# Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which that
+# pair has differed: split layers, checkpoints, images.
+DIFFERED := $(addprefix tests/training/test_,checkpoint.py collective_types.py images.py ulysses.py) tests/images \
+  tests/rollout/test_transformers_images.py
 test-oldest: export OMP_NUM_THREADS ?= 1
 test-oldest: $(OLDEST)/installed
 	for backend in torch fsdp; do $(OLDEST)/bin/siirl-dask quickstart cluster.workers=2 \
 	  cluster.placement={} run.steps=3 run.url=$(OLDEST)/$$backend trainer.backend=$$backend || exit 1; rm -r $(OLDEST)/$$backend; done
+	$(OLDEST)/bin/pytest -n 2 --dist loadfile -m "not alone and not gpu and not slow and not sweep" $(DIFFERED)
 	$(MAKE) test-gpu DEVICE=cpu GPU_PYTHON=$(OLDEST)/bin/python
 
 # Every kill, stop and failure of a store at every place, and layouts and engines, of which the tests above have a sample.
