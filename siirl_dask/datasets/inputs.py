@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from glob import escape, has_magic
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -28,7 +29,6 @@ from siirl_dask.errors import DataError, UserError, did_you_mean
 MAX_BATCH_BYTES = 2**30
 """Bytes that one batch of rows may take in memory."""
 _LARGEST_RECORD = 2**24  # bytes of a saved dataset's own JSON files
-_GLOB = re.compile(r"[*?\[]")
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
 _RECORDS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; its streams have none
@@ -80,8 +80,8 @@ def open_inputs(source: str, as_text: Collection[str] = ()) -> list[Input]:
     """
     with readable(source):
         fs, path = open_fs(source)
-        if _GLOB.search(path) and not fs.exists(path):
-            found = fs.glob(path, detail=True)
+        if has_magic(path) and not fs.exists(path):
+            found = fs.glob(_pattern(fs, path), detail=True)
             files = {str(name): kind_of(str(name)) for name, info in found.items() if info["type"] == "file"}
             return _open_files(source, fs, {name: kind for name, kind in files.items() if kind}, as_text)
         if fs.isfile(path):
@@ -92,6 +92,15 @@ def open_inputs(source: str, as_text: Collection[str] = ()) -> list[Input]:
         if fs.isdir(path):
             return _open_folder(source, fs, path, as_text)
         raise DataError(f"there is nothing at {source!r}{_nearest(fs, path)}")
+
+
+def _pattern(fs: AbstractFileSystem, path: str) -> str:
+    """Return the glob ``path``, in which the name of a folder that is there stands for itself."""
+    steps = path.split("/")
+    for index, step in enumerate(steps[:-1]):
+        if has_magic(step) and fs.isdir("/".join(path.split("/")[: index + 1])):
+            steps[index] = escape(step)
+    return "/".join(steps)
 
 
 def exists(url: str) -> bool:

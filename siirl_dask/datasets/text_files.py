@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
+from siirl_storage.exact_names import make_known, sql_list
 
 from siirl_dask.errors import DataError
 
@@ -20,11 +20,12 @@ _MEMORY = "512MiB"
 # Texts that look like dates stay texts: no date is written in this format.
 _JSON = (
     "format='auto', sample_size=-1, map_inference_threshold=-1, field_appearance_threshold=0, maximum_depth=-1, "
-    f"union_by_name=true, dateformat='\x01%Y', timestampformat='\x01%Y', maximum_object_size={_LARGEST_ROW}"
+    f"union_by_name=true, dateformat='\x01%Y', timestampformat='\x01%Y', maximum_object_size={_LARGEST_ROW}, "
+    "hive_partitioning=false"
 )
 _CSV = (
     "header=true, sample_size=-1, auto_type_candidates=['BOOLEAN', 'BIGINT', 'DOUBLE', 'VARCHAR'], "
-    f"max_line_size={_LARGEST_ROW}"
+    f"max_line_size={_LARGEST_ROW}, hive_partitioning=false"
 )
 
 
@@ -51,11 +52,8 @@ def _open(fs: AbstractFileSystem, files: Sequence[str], function: str, options: 
 
     connection = duckdb.connect(config={"memory_limit": _MEMORY, "threads": 2, "temp_directory": ""})
     connection.execute("SET enable_progress_bar = false")  # it would print its own
-    local = isinstance(fs, LocalFileSystem)
-    if not local:
-        connection.register_filesystem(fs)
-    names = [name if local else str(fs.unstrip_protocol(name)) for name in files]
-    call = f"{function}([{', '.join(map(_quoted, names))}], {options}"
+    make_known(connection, fs)
+    call = f"{function}({sql_list(fs, files)}, {options}"
     try:
         described = connection.sql(f"DESCRIBE SELECT * FROM {call})").fetchall()
         types = {str(row[0]): str(row[1]) for row in described}

@@ -85,7 +85,11 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without such files."""
     with reached(path):
         fs, folder = open_model(path)
-        found = fs.glob(f"{folder}/*.safetensors", detail=True)
+        try:
+            listed = fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = {str(info["name"]): info for info in listed if str(info["name"]).endswith(".safetensors")}
         if isinstance(fs, LocalFileSystem):
             return dict(shape for name in found for shape in _shapes_in(fs, name))
         with ThreadPoolExecutor(_STREAMS) as pool:

@@ -35,7 +35,7 @@ def draw(records: Sequence[Record], title: str) -> bytes:
     from matplotlib.figure import Figure  # here: it takes half a second; not pyplot, which has windows and globals
 
     figure = Figure(figsize=(12, 3.7), dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)  # "$" is part of a name
     reward, accuracy, entropy = figure.subplots(1, 3, sharex=True)
     _draw_reward(reward, records)
     _draw_accuracy(accuracy, records)

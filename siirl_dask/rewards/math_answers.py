@@ -51,7 +51,7 @@ def gsm8k(prompt: object, response: str, answer: object, *, flexible: bool = Fal
     do not matter. ``answer`` is a number, or a solution that ends with a marked one as in GSM8K (arXiv:2110.14168);
     ValueError where it holds neither.
     """
-    solution = text_of(answer)
+    solution = str(answer)
     expected = _last_match(_MARKED_NUMBER, solution)
     if expected is None and re.fullmatch(_NUMBER, solution.strip()):
         expected = solution.strip()

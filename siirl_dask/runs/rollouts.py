@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
+from siirl_storage.exact_names import make_known, sql_list
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
@@ -30,6 +30,8 @@ TABLE = "rollouts"
 ATTEMPT = "attempt"
 """int64. Number of the start that wrote the row, from its part's name; null where the name does not tell."""
 _NAME = re.compile(r"\w[\w-]*")
+_PATH = "__path__"  # a column of this name lets DuckDB leave out files before it opens them; the virtual one does not
+_FOLDER = r"/step=(\d+)/[^/]*$"
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
 
 
@@ -193,8 +195,7 @@ def _opened(fs: AbstractFileSystem, table: str, files: Mapping[int, Sequence[str
     import duckdb  # here, so that reading a config does not load it
 
     with duckdb.connect() as connection:
-        if not isinstance(fs, LocalFileSystem):
-            connection.register_filesystem(fs)
+        make_known(connection, fs)
         with as_data_error():
             everything = [path for paths in files.values() for path in paths]
             connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")
@@ -231,12 +232,15 @@ def as_data_error() -> Iterator[None]:
 
 
 def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
-    """Return SQL for the rows of these files, with the columns ``step`` and ``attempt``."""
-    names = paths if isinstance(fs, LocalFileSystem) else [fs.unstrip_protocol(path) for path in paths]
-    quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in names)
+    """Return SQL for the rows of these files, with the columns ``step`` and ``attempt`` from their own names.
+
+    DuckDB's own columns from ``key=value`` would be those of all folders above the run as well.
+    """
     return (
-        f"(SELECT *, TRY_CAST(regexp_extract(filename, '{_WRITER}', 1) AS BIGINT) AS {ATTEMPT} "
-        f"FROM read_parquet([{quoted}], hive_partitioning=true, hive_types={{'step': BIGINT}}))"
+        f"(SELECT COLUMNS(lambda name: lower(name) NOT IN ('step', '{_PATH}')), "
+        f"CAST(regexp_extract({_PATH}, '{_FOLDER}', 1) AS BIGINT) AS step, "
+        f"TRY_CAST(regexp_extract({_PATH}, '{_WRITER}', 1) AS BIGINT) AS {ATTEMPT} "
+        f"FROM read_parquet({sql_list(fs, paths)}, hive_partitioning=false, filename='{_PATH}'))"
     )
 
 

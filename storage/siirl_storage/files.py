@@ -10,8 +10,12 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import partial
+from glob import has_magic
+from inspect import signature
 from pathlib import Path
 from uuid import uuid4
 
@@ -28,6 +32,7 @@ from siirl_storage.retry import is_transient, retry
 from siirl_storage.retrying import RetryingFileSystem
 
 _REMOVALS = 5  # S3's bulk deletion, as s3fs calls it, says nothing of keys that it could not delete
+_REMOVERS = 16  # threads: each deletion is one request
 _memory_lock = threading.Lock()  # memory:// looks, then creates: two threads could both succeed
 
 
@@ -47,11 +52,27 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
         near = get_close_matches(get_protocol(url), known_implementations, n=1)
         hint = f"; did you mean {near[0]}://?" if near else ""
         raise StorageError(f"cannot open {url!r}: {error}{hint}") from error
+    _check_name(fs, url)
     if isinstance(fs, (LocalFileSystem, MemoryFileSystem)):
         return fs, str(path)
     if "s3" in fs.protocol:
         fs.retries = 1  # its own loop around botocore's: five times five tries of a silent endpoint took 414 s
     return RetryingFileSystem(fs), str(path)
+
+
+def _check_name(fs: AbstractFileSystem, url: str) -> None:
+    """Raise StorageError for a name in which fsspec reads more than a name, and opens what another name has."""
+    head, chain, rest = url.partition("::")
+    if chain and not _is_linked(type(fs)):
+        raise StorageError(f"cannot open {url!r}: fsspec takes '::' for a chain, and opens {head!r} without {rest!r}")
+    if "s3" in fs.protocol and "?versionId=" in url:
+        raise StorageError(f"cannot open {url!r}: s3fs takes '?versionId=' and what follows for no part of the name")
+
+
+def _is_linked(kind: type) -> bool:
+    """Return whether filesystems of this kind open what comes after them in a chain, as caches and archives do."""
+    makers = [signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)]
+    return any(name in maker.parameters for maker in makers for name in ("fo", "target_protocol"))
 
 
 def absolute(url: str) -> str:
@@ -152,10 +173,33 @@ def remove_tree(fs: AbstractFileSystem, path: str) -> None:
     """
     for _ in range(_REMOVALS):
         with suppress(FileNotFoundError):  # of what another one deleted since it was listed
-            fs.rm(path, recursive=True)
+            if has_magic(path) and not isinstance(fs, LocalFileSystem):
+                _remove_listed(fs, path)
+            else:
+                fs.rm(path, recursive=True)
         if not fs.exists(path):
             return
     raise OSError(errno.ENOTEMPTY, f"{_REMOVALS} times deleted, and something is still there", full_name(fs, path))
+
+
+def _remove_listed(fs: AbstractFileSystem, path: str) -> None:
+    """Delete what is listed below ``path``, each by its name: fsspec's ``rm`` takes a name with ``[``, ``*`` or ``?``
+    for a pattern, alone and in a list, and deletes what matches it.
+    """
+    found = fs.find(path, withdirs=True, detail=True)
+    folders = {name for name, info in found.items() if info["type"] == "directory"}
+    with ThreadPoolExecutor(_REMOVERS) as pool:
+        list(pool.map(partial(remove_file, fs), found.keys() - folders))
+    if not fs.exists(path):  # an object store has no folders
+        return
+    for folder in sorted({*folders, path}, key=len, reverse=True):
+        try:
+            fs.rmdir(folder)
+        except (FileNotFoundError, FileExistsError):  # the second one: s3fs, where others have written meanwhile
+            continue
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
 
 
 def _create(fs: AbstractFileSystem, path: str, data: bytes) -> None:

@@ -25,9 +25,18 @@ from siirl_dask.config import (
     TrainerConfig,
     parse_bytes,
 )
-from siirl_dask.config.file import Interpolated, dump, load, load_config_file, load_recorded, shipped
-from siirl_dask.config.file.layers import config_keys, shipped_files
+from siirl_dask.config.file import (
+    Interpolated,
+    dump,
+    load,
+    load_config_file,
+    load_recorded,
+    load_text,
+    shipped,
+)
+from siirl_dask.config.file.layers import config_keys, override, shipped_files
 from siirl_dask.errors import ConfigError
+from tests.names import NEIGHBOURS
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = "data: {url: rows}\nmodel: {path: model}\n"
@@ -55,6 +64,26 @@ def plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(plain, value.values()))
     return value is None or isinstance(value, (str, int, float, Enum))
+
+
+LITERAL = st.one_of(
+    NEIGHBOURS.map(lambda pair: pair[0]),
+    st.sampled_from(["007", "1e5", "0x10", "12:30:00", "a #b", "a: b", "[x]", "{a}", "yes", "!x", "*x", "%x", "- x"]),
+)
+
+
+@given(key=st.sampled_from(["run.url", "data.url", "model.path"]), name=LITERAL)
+def test_a_text_on_the_command_line_is_as_it_is_written(key, name):
+    group, field = key.split(".")
+    assert override(f"{key}={name}").values == {group: {field: name}}
+
+
+def test_a_run_with_any_name_reads_back_its_name():
+    names = {"run.url": "memory://a/[1] #b 50%25", "data.url": "memory://a/{x}: *?", "model.path": "memory://'q' \"é\""}
+    overrides = ["data.prepare=null", *(f"{key}={name}" for key, name in names.items())]
+    config = load_config_file(shipped("quickstart.yaml"), overrides).config
+    for read in (config, load_text(dump(config), "config.yaml")):
+        assert {"run.url": read.run.url, "data.url": read.data.url, "model.path": read.model.path} == names
 
 
 def test_a_file_and_overrides(write):

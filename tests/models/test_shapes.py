@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save
+from siirl_storage import open_fs, write_atomic
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.shapes import Widths, read_widths
+from siirl_dask.models.shapes import Widths, read_widths, weight_shapes
 from siirl_dask.tasks.tiny_model import tiny_model
 
 GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "intermediate_size": 96}}
@@ -31,6 +34,17 @@ def widths_of(folder, text):
 )  # fmt: skip
 def test_widths_come_from_the_config_or_transformers_defaults(tmp_path, config, widths):
     assert widths_of(tmp_path, json.dumps(config)) == widths
+
+
+@pytest.mark.parametrize("base", ["", "memory://shapes"])
+def test_a_folders_name_leads_to_no_other_model(base, tmp_path):
+    fs, folder = open_fs(base or str(tmp_path))
+    for name, size in (("model[1]*?", 3), ("model1XX", 7)):
+        weights = save({"embed.weight": torch.zeros(size, 2)})
+        write_atomic(fs, f"{folder}/{name}/model.safetensors", weights)
+        write_atomic(fs, f"{folder}/{name}/config.json", b"{}")
+    assert weight_shapes(f"{base or tmp_path}/model[1]*?") == {"embed.weight": (3, 2)}
+    assert weight_shapes(str(tmp_path / "nothing")) == {}
 
 
 def test_a_tiny_model_has_all_widths_and_an_empty_folder_none(tmp_path):

@@ -40,6 +40,12 @@ def test_a_run_becomes_a_png_on_any_filesystem(tmp_path, base):
     assert size_of(fsspec.open(f"{url}/plots/run.png").open().read()) == (1800, 555)
 
 
+def test_a_name_in_the_title_is_no_formula(tmp_path):
+    MetricsLog(str(tmp_path)).write(records()[0])
+    plot_run(str(tmp_path), f"{tmp_path}/run.png", r"a$\frac$b")
+    size_of((tmp_path / "run.png").read_bytes())
+
+
 @pytest.mark.parametrize(
     "record",
     [

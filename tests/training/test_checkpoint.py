@@ -7,11 +7,14 @@ from concurrent.futures import Future
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
-from siirl_storage import open_fs
+from hypothesis import example, given, settings
+from siirl_storage import open_fs, write_atomic
+from siirl_storage.files import list_files
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.checkpoint import metadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +26,7 @@ from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.training.files import checkpoint
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
 from siirl_dask.training.parallel import mesh
+from tests.names import NEIGHBOURS
 
 ROWS = 7  # rows of the sharded matrix, not divisible by the ranks
 
@@ -47,6 +51,27 @@ def test_a_write_that_ends_after_its_run_was_aborted_prints_nothing(tmp_path, mo
     saved.cancel()
     writing.set_result(None)
     assert not caplog.records
+
+
+def check_apart(base, names):
+    folder = f"{base}/{uuid4().hex}"
+    own, other = (f"{folder}/{name}" for name in names)
+    fs, path = open_fs(f"{other}/.metadata.tmp")
+    write_atomic(fs, path, b"under way")
+    DistributedCheckpoint().save(own, state(3.0), None).result()
+    assert read_model(own)["norm"].tolist() == [3.0, 3.0]
+    assert list(list_files(*open_fs(other)).items()) == [(".metadata.tmp", len(b"under way"))]
+
+
+@settings(max_examples=10)
+@given(names=NEIGHBOURS)
+@example(names=("exp[1]*?", "exp1XX"))
+def test_no_name_leads_to_the_files_of_another(names):
+    check_apart("memory://tests", names)
+
+
+def test_no_name_on_s3_leads_to_the_files_of_another(s3):
+    check_apart(s3, ("exp[1]*?", "exp1XX"))
 
 
 def test_a_save_writes_in_a_thread_with_the_device_of_the_one_that_saves(tmp_path, monkeypatch):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
@@ -25,6 +28,7 @@ SHIPPED = "siirl_dask:"
 """Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""
 AGENTS = "agents"
 """The group whose keys are names of agents."""
+_YAML_TEXT = re.compile(r"""\s*(["'].*|null|~)?\s*$""", re.DOTALL)  # quoted, or no text at all
 _LISTS = ("nodes", "validation_nodes")
 _DAG_KEYS = ("roles", *_LISTS)
 RENAMED = {
@@ -150,12 +154,14 @@ def _syntax_error(text: str, error: MarkedYAMLError) -> str:
 def override(text: str) -> Layer:
     """Return the layer of ``key=value``. ConfigError for another form, or a key that only a file may have."""
     origin = f"override {text!r}"
-    key, separator, _ = text.partition("=")
+    key, separator, value = text.partition("=")
     top = key.split(".")[0]
     if not separator or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"{origin}: expected key=value, such as trainer.lr=2e-6")
     if top in ("roles", "base"):
         raise ConfigError(f"{origin}: {top!r} is for files only: write a YAML file with 'base:' and its own {top!r}")
+    if key in _text_keys() and not _YAML_TEXT.match(value):
+        text = f"{key}={json.dumps(value.strip(), ensure_ascii=False)}"  # to YAML 007 is 7, and 'a #b' is a
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
         return Layer(origin, values, depth=1 + max(1, key.count(".")))
@@ -237,6 +243,21 @@ def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
         full = f"{group}.{name}" if group else name
         keys += config_keys(hints[name], full) if is_dataclass(hints[name]) else [full]
     return keys
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    """Return every key of a configuration whose value is a text, or null."""
+    return frozenset(_texts_of(Config, ""))
+
+
+def _texts_of(kind: type[Any], group: str) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        full = f"{group}.{name}" if group else name
+        if is_dataclass(hint):
+            yield from _texts_of(cast("type[Any]", hint), full)
+        elif hint in (str, str | None):
+            yield full
 
 
 def key_hint(key: str) -> str:

@@ -207,8 +207,19 @@ class _DigestingFileSystem(FileSystem):
         self.digests[Path(path).name] = digesting.digest
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        """Give a file another name. The base class calls ``mv``, to which names on a store are patterns."""
+        if isinstance(self.fs, LocalFileSystem):
+            super().rename(path, new_path)
+        else:
+            assert self.fs is not None
+            self.fs.cp_file(path, new_path)
+            self.fs.rm_file(path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Delete a file. The base class calls ``rm``, to which names on a store are patterns."""
+        assert self.fs is not None
+        self.fs.rm_file(path)
 
 
 class _Reader(FsspecReader):
