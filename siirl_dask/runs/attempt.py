@@ -59,7 +59,7 @@ class Attempt:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the number changes, and while a sign of life is written under it."""
     _seen: tuple[object, ...] | None = None
-    """What the store said of this attempt's file when the token in it was compared last."""
+    """State of this attempt's file, as the store's listing has it, when the token in it was compared last."""
     _opened: int | None = None
     """Descriptor of the folder of attempts on a local disk, which follows that folder wherever it is moved."""
 
