@@ -36,7 +36,8 @@ FOLDER = "attempts"
 _NAME = re.compile(r"(\d{4,})\.json", re.ASCII)
 _BEAT = re.compile(r"(\d{4,})\.beat", re.ASCII)
 _WRITTEN_BY = re.compile(
-    r"checkpoints/step=\d{6,}-(\d{4,8})/.+|(?:.+/)?(?:part-(\d{4,})-\d+\.parquet|_parts-(\d{4,})\.json)", re.ASCII
+    r"checkpoints/step=\d{6,}-(\d{4,8})/(?:BEGUN|COMMITTED)|(?:.+/)?(?:part-(\d{4,})-\d+\.parquet|_parts-(\d{4,})\.json)",
+    re.ASCII,
 )
 """Names of files that carry the number of the attempt that wrote them."""
 _BEATS = 6  # in the time after which an attempt without one may be taken over
@@ -277,6 +278,21 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
         except Conflict:
             continue
         return Attempt(url, number, me)
+
+
+def is_held(url: str, note: Callable[[str], None]) -> bool:
+    """Return whether a start that is alive has the folder at ``url``, which stays as it is.
+
+    One of another host is waited for as ``take`` does, and ``note`` is called with a sentence about that.
+    """
+    fs, folder = _folder(url)
+    try:
+        while newest := _newest(fs, folder):
+            if _is_over(fs, folder, newest, url, note):
+                return False
+    except RunInProgress:
+        return True
+    return False
 
 
 def _number_used(fs: AbstractFileSystem, folder: str, newest: int) -> int:
