@@ -61,6 +61,8 @@ class Attempt:
     """Held while the number changes, and while a sign of life is written under it."""
     _seen: tuple[object, ...] | None = None
     """State of this attempt's file, as the store's listing has it, when the token in it was compared last."""
+    _gone: bool = False
+    """True once its file was gone, or another start's: it gives no sign of life there any more."""
     _opened: int | None = None
     """Descriptor of the folder of attempts on a local disk, which follows that folder wherever it is moved."""
 
@@ -101,6 +103,7 @@ class Attempt:
         tag = records.get(self.number)
         if tag is None or tag != self._seen:
             if not self._has_own_token(fs, folder):
+                self._gone = True
                 return self._folder_gone(fs, folder)
             self._seen = tag
         newest = max(records, default=0)
@@ -205,11 +208,9 @@ class Attempt:
             beat += 1
             try:
                 with self._lock:
-                    if self._is_own(*_folder(self.url)):
+                    if not self._gone:
                         self._write(b"%d\n" % beat)
                 warned = False
-            except FileNotFoundError:
-                continue  # moved or removed: the next check says so
             except Exception as error:  # the store may be back for the next one
                 if not warned:
                     logger.warning("attempt %d could not be renewed: %s: %s", self.number, type(error).__name__, error)
