@@ -133,6 +133,18 @@ class Fenced(RunError):
     """Another start has taken over the run's folder."""
 
 
+class FolderGone(Fenced):
+    """The run's folder was moved or removed while this start trained there."""
+
+    def __init__(self, message: str, now_at: str | None = None) -> None:
+        super().__init__(message)
+        self.now_at = now_at
+        """Where the folder is now; None where that is not known."""
+
+    def __reduce__(self) -> tuple[type[FolderGone], tuple[str, str | None]]:
+        return FolderGone, (str(self), self.now_at)
+
+
 class Aborted(RunError):
     """A worker was stopped because another one failed or the run was cancelled."""
 

@@ -15,11 +15,13 @@ from siirl_storage.files import absolute
 
 from siirl_dask.commands.export import put_folder, write_folder
 from siirl_dask.config import ClusterConfig
+from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.reader import Run
-from siirl_dask.runs.retention import MODEL
+from siirl_dask.runs.retention import MODEL, OWNER
 
 logger = logging.getLogger("siirl_dask.commands")
+_LEASE = 30.0  # seconds without a sign of life, after which a clean-up may delete the model
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
     """Yield a path or URL at which nothing is, and remove at the end what has come there.
 
     It is a temporary folder where the workers are processes of this machine, and one below ``store`` where they may be
-    on others.
+    on others. That one has a sign of life beside it, by which ``siirl-dask clean`` sees that it is in use.
     """
     if not (cluster.exists or cluster.spec):
         with TemporaryDirectory() as folder:
@@ -35,13 +37,14 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
         return
     url = join(absolute(store), f"{MODEL}{uuid4().hex[:16]}")  # workers may run in other folders
     fs, path = open_fs(url)
-    try:
-        yield path if isinstance(fs, LocalFileSystem) else url
-    finally:
+    with take(f"{url}{OWNER}", _LEASE, logger.info):
         try:
-            remove_tree(fs, path)
-        except Exception as error:  # each store has errors of its own; what ended the evaluation is the one to tell
-            logger.warning("the model at %s could not be removed: %s: %s", url, type(error).__name__, error)
+            yield path if isinstance(fs, LocalFileSystem) else url
+        finally:
+            try:
+                remove_tree(fs, path)
+            except Exception as error:  # each store has errors of its own; what ended the evaluation is the one to tell
+                logger.warning("the model at %s could not be removed: %s: %s", url, type(error).__name__, error)
 
 
 def write_checkpoint(run: str, to: str, found: Checkpoint) -> None:

@@ -23,9 +23,9 @@ def clean(url: str, *, dry_run: bool, keep_stages: int | None, replays: bool) ->
     if keep_stages is not None and keep_stages < 1:
         raise ConfigError(f"--keep-stages {keep_stages}: expected a number of steps of at least 1")
     if dry_run:
-        return _told(find_leftovers(url, keep_stages=keep_stages, replays=replays), "would be deleted")
+        return _told(find_leftovers(url, keep_stages=keep_stages, replays=replays, note=print), "would be deleted")
     with take(absolute(url), _LEASE, print):  # nobody may write here meanwhile
-        found = find_leftovers(url, keep_stages=keep_stages, replays=replays)
+        found = find_leftovers(url, keep_stages=keep_stages, replays=replays, note=print)
         remove_leftovers(url, found)
     return _told(found, "deleted")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.errors import Fenced, Interrupted, SiirlError
+from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
 from siirl_dask.observe import Failure
 from siirl_dask.runs.checkpoints import committed
 
@@ -28,6 +28,8 @@ def ending(config: Config, error: SiirlError, steps: int, command: str | None) -
 
     ``steps`` are done; ``command`` starts the run again as the user did.
     """
+    if isinstance(error, FolderGone):
+        return [_weights_of(error, config.run.url, steps)]
     if isinstance(error, (Fenced, Interrupted)):
         return []
     url, newest = config.run.url, _newest(config.run.url)
@@ -37,6 +39,23 @@ def ending(config: Config, error: SiirlError, steps: int, command: str | None) -
         f"logs     {_logs(config.cluster, error)}; `siirl-dask trace {url}` says what the workers did",
     ]
     return lines if command is None else [*lines, f"resume   {command}"]
+
+
+def _weights_of(error: FolderGone, url: str, steps: int) -> str:
+    """Return a line about where the newest weights are of a run whose folder was moved or removed."""
+    place = url if error.now_at is None else error.now_at
+    newest = _newest(place)
+    if newest is None and error.now_at is None:
+        return (
+            f"weights  no checkpoint is at {url}: those of these {steps} steps are where the folder was moved to, or "
+            "gone with it; what was trained since the newest of them is gone"
+        )
+    if newest is None:
+        return f"weights  {place} has no checkpoint: the weights of these {steps} steps are gone"
+    return (
+        f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in {place}; "
+        f"`siirl-dask export {place} FOLDER` writes its model, and run.url={place} goes on with it"
+    )
 
 
 def _newest(url: str) -> int | None:

@@ -175,7 +175,10 @@ class RunLog:
                 print(f"  {line}", file=sys.stderr, flush=True)
 
     def end(self, status: Status, error: str | None, failure: Failure | None = None) -> Summary:
-        """Close the logs; write summary and plot, unless the run never began or another start has taken it over."""
+        """Close the logs; write summary and plot, unless the run never began or another start has taken it over.
+
+        Fenced if a run that is complete has its folder no more.
+        """
         self.progress.close()
         seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
         per_step = 1 / self.steps if self.steps else None
@@ -198,6 +201,8 @@ class RunLog:
             slowest=self._slowest(),
             warnings=tuple(self.drift.said),
         )
+        if status is Status.COMPLETE:
+            self.attempt.check()
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps and self.config.observe.plot:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
-from siirl_storage import StorageError, TableNotFound, open_table
+from filelock import FileLock, Timeout
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import ConfigFile
@@ -30,6 +35,9 @@ from siirl_dask.schema import (
     Schema,
 )
 
+logger = logging.getLogger("siirl_dask.driver")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*.model")
+"""Names of files that hold a tokenizer's vocabulary."""
 Phases = dict[str, tuple[Plan, Dataset]]
 """The plan and the dataset of each phase, by the name of the plan (``Iteration.plan``); the first has every role."""
 
@@ -144,14 +152,76 @@ def worker_names(config: Config) -> list[str]:
 
 
 def prepare(config: Config) -> bool:
-    """Call ``data.prepare`` if it is set and a dataset to train on is absent; return whether it was called."""
+    """Call ``data.prepare`` if it is set and what it makes is not there; return whether it was called.
+
+    Of several starts on a host that prepare one local folder, one does, and the others wait and take what is there.
+    """
     if config.data.prepare is None:
         return False
     make = bind(resolve(config.data.prepare), config.data.prepare_options, "data.prepare_options")
-    if all(map(exists, config.data.urls)):
+    if _is_prepared(config):
         return False
-    make(config)
+    with _alone_in(_prepared_folder(config)):
+        if _is_prepared(config):
+            return True  # another start has made it meanwhile
+        make(config)
     return True
+
+
+def _is_prepared(config: Config) -> bool:
+    """Return whether all datasets to train on are there, and the models beside them that lie in one folder with them.
+
+    A model without weights or tokenizer is half a model, which an interrupted preparation or a copy has left: a
+    tokenizer that is missing would be made up without a word.
+    """
+    if not all(map(exists, config.data.urls)):
+        return False
+    folder = _prepared_folder(config)
+    if folder is None:
+        return True
+    models = {
+        Path(model.path).absolute() for model in (config.model, *(agent.model for agent in config.agents.values()))
+    }
+    return all(_is_whole(model) for model in models if folder in model.parents)
+
+
+def _is_whole(model: Path) -> bool:
+    has_weights = any(model.glob("*.safetensors")) or any(model.glob("*.bin"))
+    has_tokenizer = any(path for pattern in _TOKENIZERS for path in model.glob(pattern))
+    return (model / "config.json").is_file() and has_weights and has_tokenizer
+
+
+def _prepared_folder(config: Config) -> Path | None:
+    """Return the folder that ``data.prepare`` fills; None unless that is a local one."""
+    if config.data.url is None:
+        return None
+    fs, path = open_fs(config.data.url)
+    return Path(path).parent if isinstance(fs, LocalFileSystem) else None
+
+
+@contextmanager
+def _alone_in(folder: Path | None) -> Iterator[None]:
+    """Wait until no other process of this host prepares ``folder``, and keep others out."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".preparing.lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.warning("waiting for another start, which prepares %s", folder)
+            lock.acquire()
+    except (
+        NotImplementedError,
+        OSError,
+    ) as error:  # no locks on this file system
+        logger.warning("%s cannot be locked: %s", folder, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def exists(url: str) -> bool:

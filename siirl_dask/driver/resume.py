@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_storage import join, open_fs
@@ -11,15 +12,20 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Dtype
 from siirl_dask.context import Metric
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
-from siirl_dask.observe import Record, Status, read_summary
+from siirl_dask.observe import Record, Status, read_metrics, read_summary
+from siirl_dask.observe.metrics import FILE
 from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
 from siirl_dask.runs.checkpoint_state import State
-from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints
+from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
+from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.folder import RunIdentity, read_identity
+from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
+from siirl_dask.runs.tables import stored_steps
 from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.worker.role_state import ResumeFrom
 
+logger = logging.getLogger("siirl_dask.driver")
 _OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, which removes what is there"
 
 
@@ -85,8 +91,9 @@ def find_resume_point(
         return ResumePoint(fresh=True)
     recorded, checkpoints = _left_behind(url)
     if recorded is None:
-        if checkpoints:
-            raise ConfigError(f"run.url={url!r} holds checkpoints of a run whose config.yaml is gone: {_OTHERWISE}")
+        left = "checkpoints" if checkpoints else "metrics" if _logged(url) else ""
+        if left:
+            raise ConfigError(f"run.url={url!r} holds {left} of a run whose config.yaml is gone: {_OTHERWISE}")
         return ResumePoint()
     _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
     identity = RunIdentity.of(config, dag)
@@ -118,6 +125,53 @@ def _newest_usable(
         else:
             return found, state, tuple(reasons)
     raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
+
+
+def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> None:
+    """Raise CheckpointError if the run at ``url`` would do steps anew whose checkpoint ought to be there, and is not.
+
+    Metrics, the summary and the rows in ``tables`` say how many steps were done. A checkpoint was due if these are
+    ``checkpoint.every`` or more, and it ought to be there unless the first one was still being written. Where all
+    steps, or all but the last, are replayed from their rows, nothing is lost, and the run goes on.
+    """
+    if not resume.exists or resume.fresh:
+        return
+    logged = _logged(url)
+    if missing := sorted(set(range(1, resume.done + 1)) - logged):
+        what = f"{len(missing)} of the {resume.done} steps before the checkpoint"
+        logger.warning("%s has no lines of %s: they were lost", join(url, FILE), what)
+    if resume.found is not None:
+        return
+    config = Run(url).config
+    every = config.checkpoint.every
+    ahead = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1  # rows that are stored before their update
+    stored = max((step for table in tables for step in stored_steps(url, table)), default=0)
+    done = max([0, *logged, _steps_of_summary(url), stored - ahead])
+    if not every or done < every or resume.last >= max(done - 1, 1):
+        return
+    begun = unfinished_steps(url)
+    if len(begun) == 1 and min(begun) <= every and done <= min(begun) + every:
+        return  # it was the first one, for which the second would have waited
+    raise CheckpointError(
+        f"run.url={url!r} holds a run of {done} steps with checkpoint.every={every}, and no checkpoint of it is there: "
+        f"{join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to step "
+        f"{resume.last}. Bring it back, or {_OTHERWISE}"
+    )
+
+
+def _logged(url: str) -> set[int]:
+    """Return the training steps that ``metrics.jsonl`` has; none without such a file."""
+    try:
+        return {record["step"] for record in read_metrics(url) if record["phase"] is Phase.TRAIN}
+    except DataError:
+        return set()
+
+
+def _steps_of_summary(url: str) -> int:
+    try:
+        return read_summary(url).steps
+    except (DataError, FileNotFoundError):
+        return 0
 
 
 def recorded_dtype(url: str) -> Dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,13 +31,15 @@ from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
-from siirl_dask.errors import Interrupted, SchedulerLost, SiirlError
+from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
 from siirl_dask.rollout import choose_engine
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.folder import check_writable
+
+logger = logging.getLogger("siirl_dask.driver")
 
 
 def run(
@@ -117,14 +120,29 @@ def _run(job: Job, log: RunLog) -> Summary:
         fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
         _try_until_done(job, log)
+        log.attempt.check()
     except KeyboardInterrupt as stop:
         message = f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was written is whole"
         log.end(Status.INTERRUPTED, message + str(stop))
         raise Interrupted(message + str(stop)) from None
     except BaseException as error:
+        if (fenced := _fenced(log)) is not None and not isinstance(error, Fenced):
+            log.fail(fenced)
+            raise fenced from error  # a file that could not be written is what follows from that
         log.fail(error)
         raise
     return log.end(Status.COMPLETE, None)
+
+
+def _fenced(log: RunLog) -> Fenced | None:
+    """Return why the run's folder is not this start's any more; None where it is, or where nobody can look."""
+    try:
+        log.attempt.check()
+    except Fenced as fenced:
+        return fenced
+    except Exception as error:  # each store has errors of its own, and it may be what the run failed of
+        logger.warning("%s cannot be looked at: %s: %s", log.attempt.url, type(error).__name__, error)
+    return None
 
 
 def _try_until_done(job: Job, log: RunLog) -> None:

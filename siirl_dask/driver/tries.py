@@ -19,7 +19,7 @@ from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of
 from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
-from siirl_dask.driver.resume import ResumePoint, weights_dag
+from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.driver.who_waits import node_timeout
@@ -71,6 +71,7 @@ def prepare_try(
     config, named, dag, fresh = group.config, group.members, job.dag, job.fresh and not log.begun
     resume = verified_resume_point(config, dag, client, named, fresh=fresh, force=job.force)
     log.resume_at(with_stages(config, dag, resume, client, named))
+    check_nothing_lost(config.run.url, log.resume, (node.save_as for node in dag.nodes if node.save_as))
     again = last is not None
     phases = plan_run(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     train = phases[Phase.TRAIN]

@@ -3,35 +3,49 @@
     <run.url>/attempts/0003.json    created exclusively: the third start, its host, process, user and time
                        0003.beat    written anew every few seconds while it lives, and a last time when it ends
 
-The start with the highest number has the folder. One that finds a higher number is fenced: it writes and deletes
-nothing more. Whether an attempt lives is judged by one clock, that of the start which wants the folder: it watches
-whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
+The start with the highest number has the folder. One that finds a higher number, or whose own file is gone or has
+another start's token, is fenced: it writes and deletes nothing more. The number alone would not do: in a folder that
+was removed or moved, numbers begin again at 1. Whether an attempt lives is judged by one clock, that of the start which
+wants the folder: it watches whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import Conflict, join, open_fs, remove_file, write_atomic, write_exclusive
+from siirl_storage.files import list_files
 
-from siirl_dask.errors import ConfigError, Fenced, RunInProgress
+from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
 from siirl_dask.runs.holder import Holder
 
 logger = logging.getLogger("siirl_dask.runs")
 FOLDER = "attempts"
 _NAME = re.compile(r"(\d{4,})\.json", re.ASCII)
+_BEAT = re.compile(r"(\d{4,})\.beat", re.ASCII)
+_WRITTEN_BY = re.compile(
+    r"checkpoints/step=\d{6,}-(\d{4,8})/(?:BEGUN|COMMITTED)|(?:.+/)?(?:part-(\d{4,})-\d+\.parquet|_parts-(\d{4,})\.json)",
+    re.ASCII,
+)
+"""Names of files that carry the number of the attempt that wrote them."""
 _BEATS = 6  # in the time after which an attempt without one may be taken over
 _LOOKS = 24  # at the beat in that time
 _ENDED = b"ended\n"
+_TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "ino")
+"""Keys under which fsspec's stores say what changes with a file."""
+_PAUSE = 1.0  # seconds before a second look for a record: a store's reading, or NFS, may be behind for a moment
 
 
 @dataclass(slots=True)
@@ -43,38 +57,113 @@ class Attempt:
     holder: Holder
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the number changes, and while a sign of life is written under it."""
+    _seen: tuple[object, ...] | None = None
+    """State of this attempt's file, as the store's listing has it, when the token in it was compared last."""
+    _gone: bool = False
+    """True once its file was gone, or another start's: it gives no sign of life there any more."""
+    _opened: int | None = None
+    """Descriptor of the folder of attempts on a local disk, which follows that folder wherever it is moved."""
 
     def check(self) -> None:
-        """Raise Fenced if another start has taken the folder."""
-        fs, folder = _folder(self.url)
-        if (newest := _newest(fs, folder)) > self.number:
-            raise Fenced(
-                f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
-                f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here, it "
-                "commits and deletes nothing more, and what it has committed stays"
-            )
+        """Raise Fenced if another start has taken the folder, FolderGone if it was moved or removed."""
+        if (fenced := self._fenced()) is not None:
+            raise fenced
 
     def begin_again(self) -> None:
         """Take the folder under a new number: processes of before may still write, and no record will list that.
 
         Fenced if another start has taken it.
         """
-        self.check()
-        fs, folder = _folder(self.url)
-        following = Holder.here(self.holder.lease)
-        try:
-            write_exclusive(fs, _record_path(folder, self.number + 1), following.to_json())
-        except Conflict:
+        with self._lock:
             self.check()
-            raise
-        self.holder, self.number = following, self.number + 1
+            fs, folder = _folder(self.url)
+            following = Holder.here(self.holder.lease)
+            try:
+                write_exclusive(fs, _record_path(folder, self.number + 1), following.to_json())
+            except Conflict:
+                self.check()
+                raise
+            self.holder = following
+            self.number += 1
+            self._seen = None
 
     def holds(self) -> bool:
-        """Return whether no other start has taken the folder."""
+        """Return whether the folder is there, and no other start has taken it."""
+        return self._fenced() is None
+
+    def _fenced(self) -> Fenced | None:
+        """Return why this start has the folder no more; None while it has it.
+
+        That is one listing. The file itself is read where the store says that it has changed, or nothing at all of it.
+        """
         fs, folder = _folder(self.url)
-        return _newest(fs, folder) <= self.number
+        records = _records(fs, folder)
+        tag = records.get(self.number)
+        if tag is None or tag != self._seen:
+            if not self._has_own_token(fs, folder):
+                self._gone = True
+                return self._folder_gone(fs, folder)
+            self._seen = tag
+        newest = max(records, default=0)
+        if newest <= self.number:
+            return None
+        return Fenced(
+            f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
+            f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here, it "
+            "commits and deletes nothing more, and what it has committed stays"
+        )
+
+    def _has_own_token(self, fs: AbstractFileSystem, folder: str) -> bool:
+        """Return whether this attempt's file is there and its own. One that is not there is looked for twice."""
+        with suppress(FileNotFoundError):
+            return self._is_own(fs, folder)
+        time.sleep(_PAUSE)
+        try:
+            return self._is_own(fs, folder)
+        except FileNotFoundError:
+            return False
+
+    def _is_own(self, fs: AbstractFileSystem, folder: str) -> bool:
+        """Return whether this attempt's file has its token. FileNotFoundError where there is none."""
+        try:
+            return _read(fs, folder, self.number).token == self.holder.token
+        except ConfigError:
+            return False  # this start wrote a whole one
+
+    def _folder_gone(self, fs: AbstractFileSystem, folder: str) -> FolderGone:
+        record = _record_path(folder, self.number)
+        try:
+            found = f"is that of {_read(fs, folder, self.number)}"
+        except FileNotFoundError:
+            found = "is gone"
+        except ConfigError:
+            found = "is another file"
+        now_at = self._now_at()
+        moved = "was moved or removed" if now_at is None else f"was moved to {now_at}"
+        return FolderGone(
+            f"run.url={self.url!r} {moved} under this start, attempt {self.number}: its record {record} {found}. "
+            "It ends here, and commits and deletes nothing more",
+            now_at,
+        )
+
+    def _now_at(self) -> str | None:
+        """Return where the run's folder is now, if it was moved on a local disk; None where nobody knows."""
+        if self._opened is None:
+            return None
+        with suppress(OSError):
+            attempts = Path(f"/proc/self/fd/{self._opened}").readlink()
+            fs, path = open_fs(str(attempts))
+            if attempts.name == FOLDER and path != _folder(self.url)[1] and self._is_own(fs, path):
+                return str(attempts.parent)
+        return None
 
     def __enter__(self) -> Attempt:
+        fs, folder = _folder(self.url)
+        if isinstance(fs, LocalFileSystem):
+            with suppress(OSError):
+                self._opened = os.open(folder, os.O_RDONLY)
         self._thread = threading.Thread(target=self._renew, name="siirl-attempt", daemon=True)
         self._thread.start()
         return self
@@ -85,9 +174,17 @@ class Attempt:
         assert self._thread is not None
         self._over.set()
         self._thread.join(self.holder.lease)
+        if self._opened is not None:
+            os.close(self._opened)
+            self._opened = None
         try:
+            fs, folder = _folder(self.url)
+            if not self._is_own(fs, folder):
+                return  # another start's sign of life is under this number
             if not self._withdraw():
                 self._write(_ENDED)
+        except FileNotFoundError:
+            return  # the folder was moved or removed
         except Exception as failure:  # each store has errors of its own; the next start finds out by waiting
             logger.warning("attempt %d could not say that it is over: %s", self.number, failure)
 
@@ -110,7 +207,9 @@ class Attempt:
         while not self._over.wait(self.holder.lease / _BEATS):
             beat += 1
             try:
-                self._write(b"%d\n" % beat)
+                with self._lock:
+                    if not self._gone:
+                        self._write(b"%d\n" % beat)
                 warned = False
             except Exception as error:  # the store may be back for the next one
                 if not warned:
@@ -174,11 +273,41 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
         newest = _newest(fs, folder)
         if newest and not _is_over(fs, folder, newest, url, note):
             continue  # another start was faster
+        number = _number_used(fs, folder, newest) + 1
         try:
-            write_exclusive(fs, _record_path(folder, newest + 1), me.to_json())
+            write_exclusive(fs, _record_path(folder, number), me.to_json())
         except Conflict:
             continue
-        return Attempt(url, newest + 1, me)
+        return Attempt(url, number, me)
+
+
+def is_held(url: str, note: Callable[[str], None]) -> bool:
+    """Return whether a start that is alive has the folder at ``url``, which stays as it is.
+
+    One of another host is waited for as ``take`` does, and ``note`` is called with a sentence about that.
+    """
+    fs, folder = _folder(url)
+    try:
+        while newest := _newest(fs, folder):
+            if _is_over(fs, folder, newest, url, note):
+                return False
+    except RunInProgress:
+        return True
+    return False
+
+
+def _number_used(fs: AbstractFileSystem, folder: str, newest: int) -> int:
+    """Return the highest number of an attempt of which anything is left, ``newest`` being that of the newest record.
+
+    Records may be missing, and what a start wrote under a number must not be taken for what another one writes. Where
+    all are, every file of the run is looked at; a new run has none.
+    """
+    beats = [int(matched[1]) for name in _names(fs, folder) if (matched := _BEAT.fullmatch(name))]
+    if newest or beats:
+        return max([newest, *beats])
+    files = list_files(fs, folder.rpartition("/")[0])
+    written = filter(None, map(_WRITTEN_BY.fullmatch, files))
+    return max((int(number) for matched in written for number in matched.groups() if number), default=0)
 
 
 def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
@@ -219,6 +348,21 @@ def _record_path(folder: str, number: int) -> str:
 
 def _beat_path(folder: str, number: int) -> str:
     return f"{folder}/{number:04d}.beat"
+
+
+def _records(fs: AbstractFileSystem, folder: str) -> dict[int, tuple[object, ...] | None]:
+    """Return for each attempt that has a file what the store says of it; None where that does not tell two apart."""
+    try:
+        entries: list[dict[str, Any]] = fs.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    named = ((_NAME.fullmatch(_name_of(str(entry["name"]))), entry) for entry in entries)
+    return {int(matched[1]): _tag(entry) for matched, entry in named if matched}
+
+
+def _tag(entry: dict[str, Any]) -> tuple[object, ...] | None:
+    tag = tuple(entry.get(key) for key in _TAGS)
+    return None if tag.count(None) == len(tag) else (entry.get("size"), *tag)
 
 
 def _newest(fs: AbstractFileSystem, folder: str) -> int:

@@ -3,6 +3,7 @@
     <run.url>/checkpoints/step=000010-0003/policy/      the role's tensors: see training/files/checkpoint.py
                                            state.json   everything that is no tensor: see checkpoint_state.py
                                            COMMITTED    created last, with all digests: see commit_record.py
+                                           BEGUN        created first: it is being written, or was
 
 Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write there at any time,
 also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes the same step to a folder of its own,
@@ -16,6 +17,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -33,6 +35,7 @@ from siirl_dask.runs.commit_record import NAME, CommitRecord
 logger = logging.getLogger("siirl_dask.runs")
 FOLDER = "checkpoints"
 STATE = "state.json"
+_BEGUN = "BEGUN"
 _NAME = re.compile(r"step=(\d{6,})(?:-(\w+))?", re.ASCII)
 _NUMBER = re.compile(r"\d{4,8}", re.ASCII)
 _READERS = 4  # files read at once: one core digests faster than most stores give a single stream
@@ -114,6 +117,12 @@ def committed(run_url: str) -> list[int]:
     return [found.step for found in find_checkpoints(run_url) if found.record]
 
 
+def unfinished_steps(run_url: str) -> set[int]:
+    """Return the steps of the checkpoints that were begun and not committed."""
+    complete = {found.url.rpartition("/")[2] for found in _found(run_url)}
+    return {step for name, step, _ in _folders(*_root(run_url)) if name not in complete}
+
+
 def kept_folders(run_url: str) -> set[str]:
     """Return the names of the folders of all complete checkpoints, and of those whose record is damaged."""
     return {found.url.rpartition("/")[2] for found in _found(run_url)}
@@ -153,8 +162,16 @@ class Checkpoints:
     """Step after which the attempt resumed; what earlier ones wrote of later steps is superseded."""
 
     def folder(self, step: int) -> str:
-        """Return the URL of the folder for the checkpoint of ``step``, to which nobody else writes."""
-        return join(self.attempt.url, FOLDER, f"step={step:06d}-{self.attempt.number:04d}")
+        """Return the URL of the folder for the checkpoint of ``step``, to which nobody else writes.
+
+        A file in it says that it is being written. A store may show nothing else of it until it is whole, and a start
+        that comes upon it must not take it for one that was lost.
+        """
+        url = join(self.attempt.url, FOLDER, f"step={step:06d}-{self.attempt.number:04d}")
+        fs, path = open_fs(url)
+        with suppress(OSError):  # the workers, which write there next, say what is wrong with it
+            write_atomic(fs, f"{path}/{_BEGUN}", b"")
+        return url
 
     def commit(self, url: str, state: State, files: Mapping[str, FileDigest]) -> None:
         """Complete the checkpoint at ``url``, of which all roles' ``files`` are written, and delete those not kept.

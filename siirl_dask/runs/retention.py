@@ -7,29 +7,34 @@ on has its rows, or the oldest checkpoint is of its step or a later one.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fsspec import AbstractFileSystem
-from siirl_storage import StorageError, open_fs, remove_file
+from siirl_storage import StorageError, join, open_fs, remove_file
 from siirl_storage.committed import by_folder, is_numbered, newest_parts, record_name, recorded_parts
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
 from siirl_dask.errors import DataError
 from siirl_dask.planner.node import STAGES, TRACE
+from siirl_dask.runs.attempt import is_held
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
 from siirl_dask.runs.stages import spent_by
 from siirl_dask.runs.tables import REPLAY
 
+logger = logging.getLogger("siirl_dask.runs")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.tmp|\.writable-[0-9a-f]+", re.ASCII)
 
 MODEL = ".model-"
 """Begin of the name of a folder that holds a checkpoint's weights while an evaluation goes on."""
-_IN_MODEL = re.compile(rf"(?:.+/)?{re.escape(MODEL)}[0-9a-f]+/.+", re.ASCII)
+OWNER = ".owner"
+"""End of the name of the folder beside it in which the evaluation gives signs of life."""
+_IN_MODEL = re.compile(rf"((?:.+/)?{re.escape(MODEL)}[0-9a-f]+)(?:{re.escape(OWNER)})?/.+", re.ASCII)
 
 
 class Reason(StrEnum):
@@ -52,18 +57,22 @@ class Leftover:
     reason: Reason
 
 
-def find_leftovers(url: str, *, keep_stages: int | None = None, replays: bool = False) -> list[Leftover]:
+def find_leftovers(
+    url: str, *, keep_stages: int | None = None, replays: bool = False, note: Callable[[str], None] = logger.info
+) -> list[Leftover]:
     """Return the files of the run at ``url`` that are not needed, those first that may be deleted first.
 
     ``keep_stages`` is the number of newest steps whose rows stay; None: all. Rows that a resume may need stay in any
-    case. With ``replays`` the tables of replays are not needed either. DataError for a record that is damaged.
+    case. With ``replays`` the tables of replays are not needed either. The model of an evaluation on another host is
+    watched for a sign of life, and ``note`` is called with a sentence about the wait. DataError for a record that is
+    damaged.
     """
     fs, root = open_fs(url)
     files = list_files(fs, root)
     oldest = min(committed(url), default=0)
     try:
         found = [
-            *_temporary(files),
+            *_temporary(url, files, note),
             *_of_checkpoints(url, files),
             *_of_tables(fs, root, files, replays),
             *_of_spent_stages(fs, root, files, oldest),
@@ -94,9 +103,15 @@ def remove_old_stages(url: str, keep: int | None) -> None:
         remove_leftovers(url, _of_old_steps(list_files(fs, root), oldest, keep))
 
 
-def _temporary(files: Mapping[str, int]) -> Iterator[Leftover]:
+def _temporary(url: str, files: Mapping[str, int], note: Callable[[str], None]) -> Iterator[Leftover]:
+    """Yield temporary files, and the models of evaluations that are over: one under way reads its own."""
+    models = {matched[1] for matched in map(_IN_MODEL.fullmatch, files) if matched}
+    in_use = {model for model in models if is_held(join(url, f"{model}{OWNER}"), note)}
     for path, nbytes in files.items():
-        if _TEMPORARY.fullmatch(path.rpartition("/")[2]) or _IN_MODEL.fullmatch(path):
+        matched = _IN_MODEL.fullmatch(path)
+        if matched and matched[1] in in_use:
+            continue
+        if matched or _TEMPORARY.fullmatch(path.rpartition("/")[2]):
             yield Leftover(path, nbytes, Reason.UNFINISHED)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError
 
+_SWAPS = 100  # tries to put a folder where other processes put theirs
 Progress = Callable[[int, int, float], None]
 """Called as ``(step, maximum of steps, what is reached so far)`` during a warm start."""
 
@@ -41,8 +43,21 @@ def prepare_task(config: Config, write: WriteTask, said: str) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside ``folder``, which takes its place if all goes well."""
-    unfinished = folder.with_name(f".{folder.name}")
-    yield unfinished
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    """Yield an empty folder's path, which takes the place of ``folder`` if all goes well.
+
+    Several processes may do that at once: each fills a folder of its own, and one of them stays, whole.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        unfinished = Path(aside) / f".{folder.name}"
+        yield unfinished
+        for name in map(str, range(_SWAPS)):
+            with suppress(FileNotFoundError):  # of the first time, and of another process's moving it away
+                folder.rename(Path(aside) / name)
+            try:
+                unfinished.rename(folder)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        raise ConfigError(f"{folder} is being written by other processes again and again: {_SWAPS} times in a row")

@@ -7,6 +7,8 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from siirl_storage import open_fs, write_atomic, write_part
 
 from siirl_dask.cli import main
@@ -15,14 +17,15 @@ from siirl_dask.config import CheckpointConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.phases import dags
-from siirl_dask.driver.resume import find_resume_point, weights_dag
-from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, find_resume_point, weights_dag
+from siirl_dask.errors import CheckpointError, ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
+from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
 
@@ -88,6 +91,43 @@ def test_checkpoints_without_a_config_belong_to_nobody(url):
     commit(url, 5, *config_and_dag(url))
     with pytest.raises(ConfigError, match=r"checkpoints of a run whose config\.yaml is gone"):
         begin(url)
+
+
+def test_metrics_without_a_config_belong_to_nobody(url):
+    MetricsLog(url).write({"step": 1, "phase": "train", "seconds": 1.0, "metrics": {}})
+    with pytest.raises(ConfigError, match=r"metrics of a run whose config\.yaml is gone.*--fresh"):
+        begin(url)
+    assert begin(url, fresh=True).fresh
+
+
+EVERY = st.integers(0, 12)
+STEPS = st.integers(0, 40)
+
+
+@given(every=EVERY, logged=STEPS, summary=STEPS, replayed=STEPS, begun=st.sets(st.integers(1, 40), max_size=2))
+def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(every, logged, summary, replayed, begun):
+    """Whatever is left of a run without a checkpoint: it is refused, or what it loses could not have been saved."""
+    url = f"memory://{uuid4().hex}/run"
+    config, dag = config_and_dag(url, f"checkpoint.every={every}")
+    write_identity(config, dag, replace=False)
+    log = MetricsLog(url)
+    for step in range(1, logged + 1):
+        log.write({"step": step, "phase": "train", "seconds": 1.0, "metrics": {}})
+    write_summary(url, ended(Status.FAILED, summary))
+    for step in begun:
+        write_atomic(*open_fs(f"{url}/checkpoints/step={step:06d}-0001/BEGUN"), b"")
+    stages = tuple(Stage(step=step, table="rollouts", url=url, parts=()) for step in range(1, replayed + 1))
+    done = max(logged, summary)
+    said = ""
+    try:
+        check_nothing_lost(url, ResumePoint(exists=True, stages=stages), ["rollouts"])
+    except CheckpointError as error:
+        said = str(error)
+    first_one = len(begun) == 1 and max(begun) <= every and done <= max(begun) + every
+    none_was_due = not every or done < every or first_one
+    assert bool(said) == (not none_was_due and replayed < max(done - 1, 1))
+    assert not said or ("--fresh" in said and f"of {done} steps" in said)
+    assert len(read_metrics(url)) == logged
 
 
 OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.every=3", "validation.url=elsewhere",

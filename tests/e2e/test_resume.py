@@ -1,6 +1,7 @@
 """A run that stops and goes on gives what it would have given without a stop."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ from siirl_storage import complete_parts
 from siirl_dask import Role
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import CheckpointError, ConfigError, RunError
+from siirl_dask.observe import Status, write_summary
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from siirl_dask.training.files.checkpoint import read_model
 
@@ -159,6 +161,51 @@ def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew
     more = train("run", *ONE, "run.steps=2", *validated)
     assert [record["step"] for record in more.records("validation")] == [0, 1, 2]
     assert more.summary.validation.first == anew.summary.validation.first
+
+
+LOST = [*ONE, "checkpoint.every=2", "storage.durability=none"]
+
+
+@pytest.mark.parametrize("also", [(), ("metrics.jsonl",), ("attempts",), ("summary.json", "attempts")], ids=str)
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(train, also):
+    """As after a sync without them: rows and metrics stay as they are, until --fresh says otherwise."""
+    run = train("run", *LOST, "run.steps=4")
+    for name in ("checkpoints", *also):
+        path = run.url / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run.url / "summary.json").unlink(missing_ok=True)
+    before = sorted(path for path in run.url.rglob("*.parquet"))
+    lines = None if "metrics.jsonl" in also else (run.url / "metrics.jsonl").read_bytes()
+    if lines is None:
+        write_summary(str(run.url), replace(run.summary, status=Status.FAILED))
+    with pytest.raises(
+        CheckpointError, match=r"a run of 4 steps with checkpoint\.every=2, .*checkpoints is gone.*--fre"
+    ):
+        train("run", *LOST, "run.steps=6")
+    assert sorted(path for path in run.url.rglob("*.parquet")) == before
+    assert lines is None or (run.url / "metrics.jsonl").read_bytes() == lines
+    anew = train("run", *LOST, "run.steps=1", fresh=True)
+    assert [record["step"] for record in anew.records()] == [1]
+
+
+def test_a_run_killed_while_it_wrote_its_first_checkpoint_begins_anew(train):
+    """A store may show nothing of it but that it was begun."""
+    run = train("run", *LOST, "run.steps=3")
+    shutil.rmtree(run.url / "checkpoints")
+    (run.url / "summary.json").unlink()
+    folder = run.url / "checkpoints" / "step=000002-0001"
+    folder.mkdir(parents=True)
+    (folder / "BEGUN").touch()
+    again = train("run", *LOST, "run.steps=4")
+    assert [record["step"] for record in again.records()] == [1, 2, 3, 4]
+
+
+def test_lines_of_steps_before_the_checkpoint_that_are_gone_are_named(train, caplog):
+    run = train("run", *ONE, "run.steps=2")
+    (run.url / "metrics.jsonl").unlink()
+    more = train("run", *ONE, "run.steps=3")
+    assert "metrics.jsonl has no lines of 2 of the 2 steps before the checkpoint" in caplog.text
+    assert [more.table("rollouts", step).num_rows > 0 for step in (1, 2, 3)] == [True, True, True]
 
 
 def fails_to_build(device, rank):

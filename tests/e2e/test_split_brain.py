@@ -1,5 +1,6 @@
 """Two starts of one run: the one that is cut off and wakes up later damages nothing. What is damaged is not used."""
 
+import shutil
 import signal
 import time
 
@@ -9,6 +10,7 @@ from siirl_storage import open_fs, open_table, write_atomic
 from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import CheckpointError
+from siirl_dask.observe import read_metrics
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, find_checkpoint, find_checkpoints, read_state
 from siirl_dask.training.files.checkpoint import read_model
 from tests.conftest import digits_overrides
@@ -109,3 +111,41 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(train):
     with pytest.raises(CheckpointError, match=r"no checkpoint that can be used: the checkpoint of step 1 is .*--fresh"):
         train("run", *ONE, "run.steps=2")
     assert run.table("rollouts", 1).num_rows
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "removed"])
+def test_a_run_whose_folder_goes_away_ends_and_says_where_its_weights_are(start, tmp_path, moved):
+    """It says so at its next step, and never that it is complete; a second run there is not disturbed."""
+    run = start(*ONE, "run.steps=100000")
+    run.wait_until(lambda: len(committed(str(run.url))) > 1)
+    run.url.rename(tmp_path / "elsewhere")
+    newest = committed(str(tmp_path / "elsewhere"))[-1]
+    if not moved:
+        shutil.rmtree(tmp_path / "elsewhere")
+    _, _, told = run.end(60)
+    assert run.process.returncode == 1
+    assert not (run.url / "summary.json").exists()
+    if moved:
+        assert f"was moved to {tmp_path / 'elsewhere'} under this start" in told
+        assert f"the newest checkpoint that is left, after step {newest} of" in told
+        find_checkpoint(str(tmp_path / "elsewhere"), newest).verify()
+    else:
+        assert "was moved or removed under this start" in told
+        assert "what was trained since the newest of them is gone" in told
+
+
+@pytest.mark.slow
+def test_a_forgotten_start_does_not_train_in_the_folder_of_a_new_one(start):
+    """The folder is removed under it, and a new start takes it: both have the number 1."""
+    forgotten = start(*ONE, "run.steps=100000", "trainer.lr=1e-3")
+    forgotten.wait_for_steps(2)
+    shutil.rmtree(forgotten.url, ignore_errors=True)
+    shutil.rmtree(forgotten.url, ignore_errors=True)
+    new = start(*ONE, "run.steps=4", "trainer.lr=1e-5")
+    _, _, told = forgotten.end(60)
+    assert forgotten.process.returncode == 1
+    assert "FolderGone" in told or "under this start" in told
+    _, _, complaints = new.end(90)
+    assert new.process.returncode == 0, complaints
+    rates = {record["metrics"]["policy/lr"] for record in read_metrics(str(new.url)) if record["phase"] == "train"}
+    assert max(rates) <= 1e-5

@@ -8,17 +8,19 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
-from siirl_storage import open_fs, write_atomic
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import open_fs, remove_tree, write_atomic
 
-from siirl_dask.errors import ConfigError, Fenced, RunInProgress
-from siirl_dask.runs.attempt import take
+from siirl_dask.errors import ConfigError, Fenced, FolderGone, RunInProgress
+from siirl_dask.runs.attempt import newest_start, take
 from siirl_dask.runs.holder import Holder
 
 HOLD = """
 import sys, time
-from siirl_dask.runs.attempt import take
+from siirl_dask.runs.attempt import newest_start, take
 with take(sys.argv[1], float(sys.argv[2]), print) as attempt:
     print(attempt.number, flush=True)
     sys.stdin.read()
@@ -192,3 +194,96 @@ def test_a_start_that_was_taken_over_does_not_begin_again(url):
     with pytest.raises(Fenced):
         attempt.begin_again()
     assert attempt.number == 1
+
+
+def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_there(url):
+    with take(url, 0.3, print) as attempt:
+        attempt.check()
+        remove_tree(*open_fs(url))
+        with pytest.raises(FolderGone, match=r"moved or removed under this start.*attempts/0001\.json is gone"):
+            attempt.check()
+        assert not attempt.holds()
+        time.sleep(0.2)  # one may have been on its way
+        remove_tree(*open_fs(url))
+        time.sleep(0.2)  # more than a beat
+    fs, path = open_fs(url)
+    assert not fs.exists(path)
+
+
+def test_two_starts_of_one_number_are_told_apart_by_their_tokens(url):
+    """The folder was removed, so that the numbers began again at 1: the one whose file it is has it, the other not."""
+    with take(url, 30.0, print) as forgotten:
+        forgotten.check()
+        remove_tree(*open_fs(url))
+        with take(url, 30.0, print) as new:
+            assert new.number == forgotten.number
+            new.check()
+            with pytest.raises(FolderGone, match=rf"0001\.json is that of process {os.getpid()} of "):
+                forgotten.check()
+            with pytest.raises(FolderGone):
+                forgotten.begin_again()
+            forgotten.__exit__(None, None, None)
+            new.check()
+            start = newest_start(url)
+            assert not start.is_over, "the forgotten one said of the new one that it has ended"
+
+
+def test_a_start_whose_folder_was_moved_finds_it(tmp_path):
+    url = str(tmp_path / "run")
+    with take(url, 30.0, print) as attempt:
+        write_atomic(*open_fs(f"{url}/config.yaml"), b"")
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        with pytest.raises(FolderGone, match=r"was moved to \S+/elsewhere under this start") as fenced:
+            attempt.check()
+    assert fenced.value.now_at == str(tmp_path / "elsewhere")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_look_is_one_listing_and_no_more(s3, monkeypatch):
+    """As many requests as before tokens were compared: the store says with the listing that the file is the same."""
+    url = f"{s3}/one-look"
+    fs, _ = open_fs(url)
+    attempt = take(url, 30.0, print)
+    attempt.check()
+    requests = []
+    call = type(fs.fs)._call_s3
+
+    async def counted(self, method, *arguments, **options):
+        requests.append(method)
+        return await call(self, method, *arguments, **options)
+
+    monkeypatch.setattr(type(fs.fs), "_call_s3", counted)
+    for _ in range(3):
+        attempt.check()
+    assert [name for name in requests if "list" not in name] == []
+    assert len(requests) <= 3
+
+
+@pytest.mark.parametrize("operation", ["ls", "cat_file"])
+def test_a_store_that_fails_for_a_moment_fences_nobody(tmp_path, monkeypatch, operation):
+    attempt = take(str(tmp_path), 30.0, print)
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalFileSystem, operation, Mock(side_effect=OSError("the store is away")))
+        with pytest.raises(OSError, match="the store is away"):
+            attempt.check()
+    attempt.check()
+
+
+def test_a_listing_that_is_behind_fences_nobody(tmp_path, monkeypatch):
+    attempt = take(str(tmp_path), 30.0, print)
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda *arguments, **options: [])
+    attempt.check()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "checkpoints/step=000008-0003/COMMITTED",
+        "rollouts/step=000009/_parts-0003.json",
+        "stages/rollout/step=000009/part-0003-00001.parquet",
+        "attempts/0003.beat",
+    ],
+)
+def test_where_records_are_gone_no_number_is_used_twice(url, left):
+    write_atomic(*open_fs(f"{url}/{left}"), b"")
+    assert take(url, 0.2, print).number == 4

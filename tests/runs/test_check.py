@@ -211,3 +211,33 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["check", url])
     assert "holds no run: expected a folder with a config.yaml" in capsys.readouterr().err
+
+
+def without_lines(path, count):
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) - count]))
+
+
+@pytest.mark.parametrize("count", [*range(1, STEPS + 1), None])
+def test_lines_of_metrics_that_the_summary_counts_and_nobody_has_are_damage(url, count):
+    """The last lines, all of them, or the file: what is missing at the end was not noticed."""
+    if count is None:
+        (url / "metrics.jsonl").unlink()
+    else:
+        without_lines(url / "metrics.jsonl", count)
+    parts, said = check(url)
+    assert "metrics.jsonl" in parts[State.DAMAGED]
+    assert "they are lost" in str(said)
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*/COMMITTED", "checkpoints/step=000004-0001"])
+def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
+    complete = Summary(run_id="it", status=Status.COMPLETE, steps=4, workers=2, seconds=9.0, samples_per_second=1.0)
+    write_summary(str(url), complete)
+    assert "checkpoints" not in check(url)[0].get(State.DAMAGED, [])
+    for path in list(url.glob(gone)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    assert "checkpoints" in check(url)[0][State.DAMAGED]

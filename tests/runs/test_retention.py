@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
 from siirl_storage.files import list_files
 
+from siirl_dask.commands.checkpoint_model import folder_for_workers
 from siirl_dask.commands.clean import clean
+from siirl_dask.config import ClusterConfig
 from siirl_dask.errors import ConfigError, RunInProgress
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
@@ -131,3 +133,22 @@ def test_the_weights_that_a_killed_evaluation_left_may_go_and_what_it_wrote_stay
     for file in (left, kept):
         write_atomic(fs, f"{root}/{file}", b"{}")
     assert [(one.path, one.reason) for one in find_leftovers(url)] == [(left, Reason.UNFINISHED)]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(store_url, dry_run, monkeypatch):
+    """The evaluation gives signs of life while it goes on; one that was killed gives none, and leaves all it had."""
+    monkeypatch.setattr("siirl_dask.commands.checkpoint_model._LEASE", 1.0)
+    fs, root = open_fs(store_url)
+    write_atomic(fs, f"{root}/config.yaml", b"")
+    with folder_for_workers(ClusterConfig(address="tcp://10.0.0.1:8786"), f"{store_url}/evaluations") as folder:
+        write_atomic(*open_fs(f"{folder}/config.json"), b"{}")
+        record = next(path for path in fs.find(root) if path.endswith("0001.json"))
+        clean(store_url, dry_run=dry_run, keep_stages=None, replays=False)
+        assert open_fs(folder)[0].exists(open_fs(folder)[1])
+        assert find_leftovers(store_url) == []
+        left = fs.cat_file(record)
+    write_atomic(*open_fs(f"{folder}/config.json"), b"{}")
+    write_atomic(fs, record, left.replace(b'"birth": "', b'"birth": "1'))  # a process of before that number came again
+    clean(store_url, dry_run=False, keep_stages=None, replays=False)
+    assert [name for name in fs.find(root) if "/.model-" in name] == []

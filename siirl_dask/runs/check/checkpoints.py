@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from siirl_storage import join, open_fs
 
-from siirl_dask.errors import CheckpointError
+from siirl_dask.errors import CheckpointError, ConfigError, DataError
+from siirl_dask.observe import Status, read_summary
+from siirl_dask.observe.summary import FILE as SUMMARY
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.checkpoints import FOLDER, Checkpoint, damage_of, find_checkpoints
 from siirl_dask.runs.commit_record import NAME
+from siirl_dask.runs.folder import CONFIG_FILE
+from siirl_dask.runs.reader import Run
 
 _READERS = 4
 
@@ -31,7 +35,23 @@ def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], 
         elif _is_there(one):  # a run under way removes those that it does not keep
             remedy = _remedy(one.step, before, max(whole, default=0))
             findings += [Finding(part, State.DAMAGED, text, remedy) for text in damages[one.url]]
+    findings += _absent(url, files, {one.step for one in found})
     return findings + list(_others({one.url.rpartition("/")[2] for one in found}, files))
+
+
+def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[Finding]:
+    """Return that the checkpoint with which a complete run ends is not among those of ``steps``, if it is not."""
+    if not {SUMMARY, CONFIG_FILE} <= files.keys():
+        return []
+    try:
+        summary = read_summary(url)
+        every = Run(url).config.checkpoint.every
+    except (ConfigError, DataError, UnicodeDecodeError):
+        return []  # that is a finding of its own
+    if summary.status is not Status.COMPLETE or not summary.steps or not every or summary.steps in steps:
+        return []
+    text = f"there is none of step {summary.steps}, with which the run ended (checkpoint.every={every})"
+    return [Finding(FOLDER, State.DAMAGED, text, "bring it back; its weights are lost otherwise")]
 
 
 def newest_whole(url: str, findings: Sequence[Finding]) -> int:

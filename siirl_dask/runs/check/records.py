@@ -66,8 +66,22 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
     return findings or [Finding(ATTEMPTS, State.WHOLE, f"{len(numbers)} {'start' if len(numbers) == 1 else 'starts'}")]
 
 
+def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
+    """Return the steps that the summary counts; 0 where there is none, or a damaged one."""
+    if _SUMMARY not in files:
+        return 0
+    try:
+        return read_summary(url).steps
+    except (DataError, UnicodeDecodeError):
+        return 0
+
+
 def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
+    counted = _steps_of_summary(url, files)
     if _METRICS not in files:
+        if counted:
+            text = f"it is gone: {_SUMMARY} counts {counted} steps"
+            return [Finding(_METRICS, State.DAMAGED, text, "they are lost")]
         return [Finding(_METRICS, State.UNFINISHED, "there is none: no step was finished")]
     wrong, cut = damaged_lines(url)
     remedy = "a resume refuses: remove the line"
@@ -77,7 +91,7 @@ def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
     if not wrong:
         records = read_metrics(url)
         trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
-        if absent := sorted(set(range(1, max(trained, default=0))) - trained):
+        if absent := sorted(set(range(1, max([counted, *trained]) + 1)) - trained):
             shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
             findings.append(Finding(_METRICS, State.DAMAGED, f"it has no line of the steps {shown}", "they are lost"))
         elif not cut:
