@@ -36,7 +36,9 @@ class Running:
 
     @classmethod
     def start(cls, part: Part, out: Path, log: Path, environment: Mapping[str, str], seconds: float) -> Running:
-        """Start the part with at most ``seconds`` to run."""
+        """Start the part with at most ``seconds`` to run. To be called in the main thread."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background, whose children inherit it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("wb") as file:
             process = subprocess.Popen(
                 command(part, out),
