@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -17,6 +17,7 @@ from functools import partial
 from glob import has_magic
 from inspect import signature
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -113,7 +114,13 @@ def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
         files = fs.find(root, detail=True)
     except FileNotFoundError:  # a bucket that does not exist
         return {}
-    return {str(name)[start:]: int(info["size"] or 0) for name, info in files.items()}
+    return {str(name)[start:]: _size(fs, name, info) for name, info in files.items()}
+
+
+def _size(fs: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> int:
+    """Return a file's bytes; huggingface_hub 1 does not list them where ``name`` is the very file that is asked for."""
+    known = info if "size" in info else fs.info(name)
+    return int(known["size"] or 0)
 
 
 def open_input(fs: AbstractFileSystem, path: str, read_ahead: int | None = None) -> pa.NativeFile:
