@@ -179,10 +179,9 @@ def _is_prepared(config: Config) -> bool:
     folder = _prepared_folder(config)
     if folder is None:
         return True
-    models = {
-        Path(model.path).absolute() for model in (config.model, *(agent.model for agent in config.agents.values()))
-    }
-    return all(_is_whole(model) for model in models if folder in model.parents)
+    models = [config.model, *(agent.model for agent in config.agents.values())]
+    paths = {Path(model.path).absolute() for model in models}
+    return all(_is_whole(path) for path in paths if folder in path.parents)
 
 
 def _is_whole(model: Path) -> bool:
@@ -213,10 +212,7 @@ def _alone_in(folder: Path | None) -> Iterator[None]:
         except Timeout:
             logger.warning("waiting for another start, which prepares %s", folder)
             lock.acquire()
-    except (
-        NotImplementedError,
-        OSError,
-    ) as error:  # no locks on this file system
+    except (NotImplementedError, OSError) as error:  # no locks on this file system
         logger.warning("%s cannot be locked: %s", folder, error)
     try:
         yield

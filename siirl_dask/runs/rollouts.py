@@ -17,7 +17,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 from siirl_storage import StorageError, join, open_fs
 from siirl_storage.committed import by_folder, newest_parts, whole_folders
-from siirl_storage.exact_names import make_known, sql_list
+from siirl_storage.exact_names import confine, make_known, sql_list
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
@@ -32,6 +32,8 @@ ATTEMPT = "attempt"
 _NAME = re.compile(r"\w[\w-]*")
 _PATH = "__path__"  # a column of this name lets DuckDB leave out files before it opens them; the virtual one does not
 _FOLDER = r"/step=(\d+)/[^/]*$"
+_LITTLE = "SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false"
+"""Settings for somebody else's process, such as a scheduler's."""
 _WRITER = r"part-(\d{4,})-\d{5,}\.\w+$"
 
 
@@ -84,20 +86,18 @@ class Rollouts:
 
     def sql(self, sql: str, parameters: Sequence[Any] = ()) -> duckdb.DuckDBPyRelation:
         """Return the answer to one SELECT, computed when it is read. DataError for any other or wrong SQL."""
+        import duckdb
+
         with as_data_error():
-            relation = self._connection.sql(sql, params=list(parameters) or None)
-        if relation is None:
-            raise DataError(f"the query gives no table: expected a SELECT, not {sql!r:.100}")
-        return relation
+            statements = self._connection.extract_statements(sql)
+            if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+                raise DataError(f"expected one SELECT, and nothing that writes or changes settings, not {sql!r:.100}")
+            return self._connection.sql(sql, params=list(parameters) or None)
 
     def table(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
         """Return the answer to one SELECT. DataError for any other or wrong SQL, and for damaged parts."""
         with as_data_error():
             return self.sql(sql, parameters).to_arrow_table()
-
-    def limit(self) -> None:
-        """Take one thread and little memory: somebody else's process reads, such as a scheduler's."""
-        self._connection.execute("SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false")
 
     def of_steps(self, steps: Sequence[int]) -> str:
         """Return a table expression for SQL that reads the parts of these steps alone."""
@@ -149,7 +149,7 @@ def open_rollouts(
         there = f"{min(counted)} to {max(counted)}"
         raise DataError(f"{url!r} has saved no {in_words(steps)} of {table!r}: it has {len(counted)} steps, {there}")
     files = {step: [at(root, part) for part in parts] for step, parts in chosen.items()}
-    with _opened(fs, table, files, remark) as rollouts:
+    with _opened(fs, root, table, files, remark) as rollouts:
         yield rollouts
 
 
@@ -184,18 +184,30 @@ def open_newest(
     if not files:
         yield None
         return
-    with _opened(fs, table, dict(sorted(files.items())), "") as rollouts:
-        rollouts.limit()
+    with _opened(fs, root, table, dict(sorted(files.items())), "", settings=_LITTLE) as rollouts:
         yield rollouts
 
 
 @contextmanager
-def _opened(fs: AbstractFileSystem, table: str, files: Mapping[int, Sequence[str]], remark: str) -> Iterator[Rollouts]:
-    """Open these parts of a table as a view of its name."""
+def _opened(
+    fs: AbstractFileSystem,
+    root: str,
+    table: str,
+    files: Mapping[int, Sequence[str]],
+    remark: str,
+    settings: str = "",
+) -> Iterator[Rollouts]:
+    """Open these parts of the table at ``root`` as a view of its name. Queries reach nothing else, whoever writes them.
+
+    ``settings`` are statements before.
+    """
     import duckdb  # here, so that reading a config does not load it
 
     with duckdb.connect() as connection:
         make_known(connection, fs)
+        if settings:
+            connection.execute(settings)
+        confine(connection, fs, root)
         with as_data_error():
             everything = [path for paths in files.values() for path in paths]
             connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")

@@ -143,7 +143,7 @@ def test_absent_files_of_a_run_are_named(folder):
         ("SELEC 1", "the query failed: Parser Error"),
         ("SELECT rewrad FROM rollouts", r"the query failed: Binder Error(.|\n)*reward"),
         ("SELECT * FROM rolouts", r"the query failed: Catalog Error(.|\n)*rollouts"),
-        ("-- nothing", "the query gives no table: expected a SELECT, not '-- nothing'"),
+        ("-- nothing", "expected one SELECT, and nothing that writes or changes settings, not '-- nothing'"),
         ("SELECT CAST('x' AS INT) FROM rollouts", "the query failed: Conversion Error"),
     ],
 )
