@@ -153,7 +153,7 @@ def read_attempts(url: str) -> list[tuple[Record, int]]:
     fs, path = open_fs(name)
     try:
         text = fs.cat_file(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
     return parse_attempts(text, name)
 

@@ -97,9 +97,11 @@ def test_an_agent_that_asks_once_has_the_rows_of_generate(engine, live):
 
 
 def by_prompts(rows):
-    """Return the rows of each episode in the order of their prompts, without their places in it: of things asked at
-    once, one may be answered before another arrives.
+    """Return the rows of each episode in the order of their prompts, without their places in it, and without rewards,
+    which the last one has: of things asked at once, one may be answered before another arrives.
     """
+    spans = [[(turn["start"], turn["stop"]) for turn in turns] for turns in rows["turns"].to_pylist()]
+    rows = rows.set_column(rows.column_names.index("turns"), "turns", pa.array(spans, pa.list_(pa.list_(pa.int32()))))
     rows = rows.drop_columns(["row_id", "segment", "reward", "reward_parts"])
     order = sorted(
         range(rows.num_rows), key=lambda at: (rows["episode_id"][at].as_py(), rows["prompt_ids"][at].as_py())
