@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from siirl_dask.algorithms import ppo_clip
-from siirl_dask.config import Backend, ModelConfig
+from siirl_dask.config import Backend, Dtype, ModelConfig
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
@@ -25,9 +25,9 @@ OF_MODEL = {"transformer_impl": "local", "position_embedding_type": "rope", "nor
 FUSED = ("npu_rotary_mul", "npu_rms_norm", "npu_swiglu", "npu_fusion_attention", "npu_apply_adam_w")
 
 
-def build(make, folder, device, operators, **options):
+def build(make, folder, device, operators, dtype=Dtype.float32, **options):
     trainer = trainer_config(lr=1e-4, backend=Backend.megatron, operators=operators)
-    return make(device, Rank(), model=ModelConfig(path=str(folder)), trainer=trainer, **options)
+    return make(device, Rank(), model=ModelConfig(path=str(folder), dtype=dtype), trainer=trainer, **options)
 
 
 def learned(folder, device, operators):
@@ -55,6 +55,21 @@ def equal(folder, device, operators):
     return {name for name in FUSED if torch_npu.calls[name]}
 
 
+def learns_in_bfloat16(folder):
+    """Learn in the type that ``model.dtype=auto`` takes on NPUs; the norm's kernel takes one type."""
+    rows = random_rows(LENGTHS, range(len(LENGTHS)))
+    policy = build(build_trainer, folder, NPU, ALL, Dtype.auto, rollout=rollout_config())
+    before = policy.logprobs(rows).logprobs
+    exact = torch.load(Path(folder).with_name("expected.pt"))["scores"][0]
+    assert not torch.equal(before.cpu(), exact), "it computes in float32"
+    torch.testing.assert_close(before.cpu(), exact, atol=7e-2, rtol=0)
+    batch = TrainBatch(rows=rows, old_logprobs=before, advantages=signs(rows), rollout_logprobs=before)
+    policy.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
+    weights = policy.state()["model"]
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert not torch.equal(policy.logprobs(rows).logprobs, before), "an update changes nothing"
+
+
 def refused(folder, operators):
     try:
         build(build_critic, folder, NPU, operators)
@@ -76,6 +91,7 @@ def npu_with_everything(folder):
     sys.argv += ["--own-argument", "7"]
     assert equal(folder, NPU, ALL) == {*FUSED}
     assert sys.argv[-2:] == ["--own-argument", "7"]
+    learns_in_bfloat16(folder)
     from mindspeed import megatron_adaptor
 
     assert not megatron_adaptor.TOO_LATE, "it is imported before megatron-core"

@@ -122,6 +122,10 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             assert sizes.mixture is not None
             layer.mlp = Experts(sizes.mixture, sizes.hidden, grid, device, dtype)
             layer.forward = partial(_with_routes, layer.forward, layer.mlp, place)
+        if operators["rms_norm"] == MINDSPEED:
+            for parameter in self.decoder.parameters():
+                if parameter.ndim == 1:  # the kernel takes a weight of the hidden states' type alone
+                    parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.device, self._grid = device, grid
         self._padding = padding
