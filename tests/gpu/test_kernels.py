@@ -52,7 +52,7 @@ def test_attention_over_packed_rows_equals_a_call_for_each_length(tell, dtype, w
 
 @pytest.mark.gpu(packages=["liger_kernel"])
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 def test_a_policy_with_ligers_kernels_learns_as_one_without(tmp_path, dtype, backend):
     if devices.kind() is not DeviceKind.CUDA:
         pytest.skip("Liger's kernels need a GPU")

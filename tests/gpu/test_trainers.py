@@ -91,7 +91,7 @@ class TestShardedPolicy(OnDevice):
     devices_of_two_ranks = 2
 
 
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 def test_a_policy_scores_and_learns_as_on_a_cpu(folder, on_a_cpu, backend, dtype):
     trainer, (metrics, after) = policy(folder, backend=backend, dtype=dtype), on_a_cpu
@@ -129,7 +129,7 @@ def _shards_learn_and_save(folder, url, dtype, rank):
 
 
 @pytest.mark.gpu(devices=2)
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(folder, on_a_cpu, tmp_path, dtype):
     url, (metrics, after), tolerance = str(tmp_path / "policy"), on_a_cpu, TOLERANCE[dtype]
     (tmp_path / "ranks").mkdir()

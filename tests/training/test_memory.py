@@ -203,7 +203,7 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing):
     """The tensors that a forward pass saves for its backward pass, each storage once, parameters aside."""
