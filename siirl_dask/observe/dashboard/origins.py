@@ -37,4 +37,6 @@ def _is_own(origin: str, host: str, allowed: Sequence[str]) -> bool:
         place = urlsplit(origin).netloc.lower()
     except ValueError:  # an address in brackets that is none
         return False
-    return place != "" and (place == host.lower() or place in allowed)
+    if place == "":
+        return False
+    return place in {host.lower(), *allowed}
